@@ -1,0 +1,129 @@
+"""What keyshard needs of a broker; the only interface the runtime talks to.
+
+Implementations: :mod:`keyshard.broker.pulsar` (pulsar-client) and :mod:`keyshard.broker.memory`.
+``tests/contract`` runs the same cases on both. Implementations translate every exception of their
+library into :mod:`keyshard.errors`, with ``raise ... from``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+
+
+class StartPosition(str, Enum):
+    """Where a subscription that does not exist yet begins."""
+
+    EARLIEST = "earliest"
+    LATEST = "latest"
+
+
+class Consumer(Protocol):
+    """Live Key_Shared STICKY subscription handle: one hash range of one topic partition."""
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        """The topic partition it consumes."""
+
+    @property
+    def hash_range(self) -> HashRange:
+        """The range it owns."""
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        """Take what was delivered, in delivery order; ``[]`` when nothing came in time.
+
+        Args:
+            timeout_ms: Longest wait for the first message, in milliseconds. An implementation may
+                round it to a fixed receive time of its own.
+
+        Returns:
+            Blocks in delivery order. Neighbouring messages of one entry are one block; an entry may
+            be spread over several blocks or calls.
+
+        Raises:
+            ChunkedMessageError: A chunked message came; nothing of it is acknowledged.
+            BrokerError: The consumer is closed or broken.
+        """
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        """Acknowledge whole entries of this topic partition, whoever received them.
+
+        Returns as soon as the client took them; the broker may forget them in a crash.
+
+        Raises:
+            BrokerError: The client did not take them.
+        """
+
+    def is_connected(self) -> bool:
+        """Whether the broker holds this consumer now; a reconnect makes this false for a while."""
+
+    def close(self) -> None:
+        """Flush acknowledgements and give the range back. Idempotent.
+
+        What was delivered and not acknowledged is delivered again to the next owner.
+        """
+
+
+class Reader(Protocol):
+    """Bounded read of one topic partition from a position; no subscription, no acknowledgement."""
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        """Next whole or partial entries in position order; ``[]`` when nothing came in time.
+
+        Raises:
+            BrokerError: The reader is closed or broken.
+        """
+
+    def at_end(self) -> bool:
+        """Whether everything stored at the time of the call has been read."""
+
+    def close(self) -> None:
+        """Free the handle. Idempotent."""
+
+
+class Broker(Protocol):
+    """A connection to one cluster. Not shared between processes: create it after a fork."""
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        """Topic partitions of a full topic name; one with ``partition == -1`` if not partitioned.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout.
+            TopicNotFoundError: The topic does not exist, where the broker says so.
+        """
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> Consumer:
+        """Own ``hash_range`` of ``topic_partition``, creating the subscription if it is missing.
+
+        Args:
+            start: Where a subscription that does not exist yet begins.
+            consumer_name: Shown in the broker's statistics.
+            receiver_queue_size: Messages the client asks for ahead of ``receive``.
+
+        Raises:
+            RangeConflictError: Another consumer holds a part of the range (retriable).
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        """Read from ``start``, inclusive; if it is gone, from the next entry that is stored.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
+    def close(self) -> None:
+        """Close every handle and the connection. Idempotent."""

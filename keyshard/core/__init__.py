@@ -1,0 +1,1 @@
+"""Decisions only: no I/O, no clock, no threads."""

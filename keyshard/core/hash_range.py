@@ -1,0 +1,63 @@
+"""Hash ranges of the 16-bit ring, and how the ring is split.
+
+Source of the ring: Pulsar Key_Shared STICKY mode hashes keys to 0-65535 and lets each consumer own
+inclusive intervals of it; together they must cover the ring, or a partition stops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keyshard.errors import ConfigError
+
+RING_SIZE = 65_536
+"""Number of slots of the ring."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HashRange:
+    """Inclusive interval ``[start, end]`` of the ring, owned by one sticky consumer."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end < RING_SIZE:
+            raise ConfigError(
+                f"A hash range needs 0 <= start <= end <= {RING_SIZE - 1}, "
+                f"got [{self.start}, {self.end}]."
+            )
+
+    def __contains__(self, slot: int) -> bool:
+        return self.start <= slot <= self.end
+
+    def __len__(self) -> int:
+        return self.end - self.start + 1
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end}"
+
+
+def split_ring(count: int) -> tuple[HashRange, ...]:
+    """Split the whole ring into ``count`` contiguous ranges whose sizes differ by at most one.
+
+    Args:
+        count: Number of ranges, 1 to 65,536.
+
+    Returns:
+        The ranges in ascending order; they cover the ring without overlap.
+
+    Raises:
+        ConfigError: ``count`` is outside its limits.
+    """
+    if not 1 <= count <= RING_SIZE:
+        raise ConfigError(f"parallelism must be 1 to {RING_SIZE}, got {count}.")
+    return tuple(
+        HashRange(-(-i * RING_SIZE // count), -(-(i + 1) * RING_SIZE // count) - 1)
+        for i in range(count)
+    )
+
+
+def range_index(slot: int, count: int) -> int:
+    """Index, in ``split_ring(count)``, of the range that holds ``slot``."""
+    return slot * count // RING_SIZE

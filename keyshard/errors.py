@@ -1,0 +1,193 @@
+"""Every error that keyshard raises.
+
+::
+
+    KeyShardError                      KEYSHARD_ERROR
+    ├── ConfigError                    KEYSHARD_BAD_OPTION
+    ├── BrokerError                    KEYSHARD_BROKER
+    │   ├── BrokerUnavailableError     KEYSHARD_BROKER_UNAVAILABLE   (retriable)
+    │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
+    │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
+    │   └── AdminError                 KEYSHARD_ADMIN
+    ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
+    ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
+    ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
+    ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
+    ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
+    ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
+    ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
+    ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT
+    ├── AcknowledgeError               KEYSHARD_ACKNOWLEDGE_FAILED
+    ├── RuntimeStoppedError            KEYSHARD_STOPPED
+    ├── BatchReleasedError             KEYSHARD_BATCH_RELEASED
+    ├── BatchUnknownError              KEYSHARD_BATCH_UNKNOWN
+    ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
+    ├── UnsupportedTriggerError        KEYSHARD_UNSUPPORTED_TRIGGER
+    ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
+    └── DevBrokerError                 KEYSHARD_DEVBROKER
+
+Each message starts with its code in brackets, says what happened and where, and what to do.
+All are picklable, so they cross process borders unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KeyShardError(Exception):
+    """Root of every keyshard error.
+
+    Args:
+        message: What happened, where, and what to do, without the code.
+        **facts: Values a program may want to look at, kept as :attr:`facts`.
+    """
+
+    code: ClassVar[str] = "KEYSHARD_ERROR"
+    retriable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **facts: object) -> None:
+        super().__init__(f"[{self.code}] {message}")
+        self.message = message
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(cls: type[KeyShardError], message: str, facts: dict[str, object]) -> KeyShardError:
+    return cls(message, **facts)
+
+
+class ConfigError(KeyShardError, ValueError):
+    """An option is unknown, missing, of the wrong type or outside its limits."""
+
+    code = "KEYSHARD_BAD_OPTION"
+
+
+class BrokerError(KeyShardError):
+    """The broker refused a request."""
+
+    code = "KEYSHARD_BROKER"
+
+
+class BrokerUnavailableError(BrokerError):
+    """The broker cannot be reached, or did not answer in time."""
+
+    code = "KEYSHARD_BROKER_UNAVAILABLE"
+    retriable = True
+
+
+class RangeConflictError(BrokerError):
+    """Another consumer holds a part of the hash range, or the subscription in another mode."""
+
+    code = "KEYSHARD_RANGE_CONFLICT"
+    retriable = True
+
+
+class TopicNotFoundError(BrokerError):
+    """The topic does not exist."""
+
+    code = "KEYSHARD_TOPIC_NOT_FOUND"
+
+
+class AdminError(BrokerError):
+    """The admin REST interface cannot be reached or refused a request."""
+
+    code = "KEYSHARD_ADMIN"
+
+
+class SubscriptionInUseError(KeyShardError):
+    """The ranges of the subscription stayed with somebody else until the deadline."""
+
+    code = "KEYSHARD_SUBSCRIPTION_IN_USE"
+
+
+class NonPersistentTopicError(KeyShardError, ValueError):
+    """Messages of a non-persistent topic have no position, so nothing can be promised."""
+
+    code = "KEYSHARD_NON_PERSISTENT_TOPIC"
+
+
+class ChunkedMessageError(KeyShardError):
+    """A chunked message was received; its id names only the last of its entries."""
+
+    code = "KEYSHARD_CHUNKED_MESSAGE"
+
+
+class CheckpointError(KeyShardError, ValueError):
+    """A checkpoint text cannot be read."""
+
+    code = "KEYSHARD_CHECKPOINT_INVALID"
+
+
+class CheckpointMismatchError(KeyShardError):
+    """A checkpoint belongs to another subscription or cluster."""
+
+    code = "KEYSHARD_CHECKPOINT_MISMATCH"
+
+
+class TopicRecreatedError(KeyShardError):
+    """The broker delivers new data under ids that the checkpoint calls delivered."""
+
+    code = "KEYSHARD_TOPIC_RECREATED"
+
+
+class DataLossTrimmedError(KeyShardError):
+    """Entries of a planned batch are no longer stored at the broker."""
+
+    code = "KEYSHARD_DATA_LOSS_TRIMMED"
+
+
+class ReplayTimeoutError(KeyShardError):
+    """A planned batch could not be read again before the deadline."""
+
+    code = "KEYSHARD_REPLAY_TIMEOUT"
+
+
+class AcknowledgeError(KeyShardError):
+    """Acknowledging in the background failed past its limit."""
+
+    code = "KEYSHARD_ACKNOWLEDGE_FAILED"
+
+
+class RuntimeStoppedError(KeyShardError):
+    """The runtime was stopped, or was asked for work before it was started."""
+
+    code = "KEYSHARD_STOPPED"
+
+
+class BatchReleasedError(KeyShardError):
+    """A batch was read after its checkpoint became durable."""
+
+    code = "KEYSHARD_BATCH_RELEASED"
+
+
+class BatchUnknownError(KeyShardError):
+    """A batch was asked for that this runtime never planned."""
+
+    code = "KEYSHARD_BATCH_UNKNOWN"
+
+
+class WorkerUnreachableError(KeyShardError):
+    """A reading process cannot reach the endpoint that serves a batch."""
+
+    code = "KEYSHARD_WORKER_UNREACHABLE"
+
+
+class UnsupportedTriggerError(KeyShardError):
+    """The trigger of the Spark query cannot be served."""
+
+    code = "KEYSHARD_UNSUPPORTED_TRIGGER"
+
+
+class WorkerEnvironmentError(KeyShardError):
+    """The interpreter of Spark's Python workers lacks something keyshard needs."""
+
+    code = "KEYSHARD_WORKER_ENVIRONMENT"
+
+
+class DevBrokerError(KeyShardError):
+    """The development broker cannot be fetched, started or stopped."""
+
+    code = "KEYSHARD_DEVBROKER"
