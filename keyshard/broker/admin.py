@@ -1,0 +1,73 @@
+"""The admin REST interface: checks that the client cannot make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from keyshard.core.entry import TopicPartition
+from keyshard.errors import AdminError
+
+TIMEOUT_S = 10.0
+"""Longest time of one request, seconds."""
+
+
+class PulsarAdmin:
+    """Read-only calls of ``/admin/v2``.
+
+    Args:
+        admin_url: ``http://host:port``.
+
+    Every method raises AdminError when the interface cannot be reached or refuses.
+    """
+
+    def __init__(self, admin_url: str) -> None:
+        self._url = admin_url.rstrip("/")
+        self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True)
+
+    def cluster(self) -> str:
+        """Name of the cluster; the first where it knows several."""
+        names = self._get("clusters")
+        return str(sorted(names)[0]) if names else ""
+
+    def topic_exists(self, topic: str) -> bool:
+        """Whether a topic exists, partitioned or not."""
+        if self._get(f"{_path(topic)}/partitions")["partitions"] > 0:
+            return True
+        tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
+        return topic in self._get(f"persistent/{quote(tenant)}/{quote(namespace)}")
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None:
+        """Statistics of a subscription as the broker names them; ``None`` when there is none."""
+        stats = self._get(
+            f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false", missing={}
+        )
+        result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
+        return result
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _get(self, path: str, missing: Any = None) -> Any:
+        try:
+            response = self._client.get(f"{self._url}/admin/v2/{path}")
+            if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
+                return missing
+            response.raise_for_status()
+            return response.json()
+        except (httpx.HTTPError, ValueError) as exc:
+            raise AdminError(
+                f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "
+                "leave it out to do without the checks it allows."
+            ) from exc
+
+
+def _path(topic: str) -> str:
+    tenant, namespace, name = topic.removeprefix("persistent://").split("/")
+    return f"persistent/{quote(tenant)}/{quote(namespace)}/{quote(name, safe='')}"

@@ -1,0 +1,299 @@
+"""The broker port on pulsar-client.
+
+Two rules of this client shape the file (``docs/semantics``): ids are unhashable and compare
+inconsistently, so they become plain integers on arrival; and an id built by hand acknowledges its
+whole entry, from any consumer of the subscription on that topic partition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import _pulsar
+import pulsar
+
+from keyshard.broker.port import StartPosition
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    ChunkedMessageError,
+    RangeConflictError,
+    TopicNotFoundError,
+)
+
+RECEIVE_WAIT_MS = 10
+"""One round of the client's batch receive when its queue is not full, milliseconds."""
+RECEIVE_BYTES_MAX = 4 * 1024 * 1024
+"""Payload bytes one round takes at most."""
+READ_MESSAGES_MAX = 1_000
+"""Messages one :meth:`PulsarReader.read` returns at most."""
+
+_UNAVAILABLE = (
+    pulsar.Timeout,
+    pulsar.ConnectError,
+    pulsar.LookupError,
+    pulsar.ServiceUnitNotReady,
+    pulsar.BrokerPersistenceError,
+    pulsar.BrokerMetadataError,
+    pulsar.TooManyLookupRequestException,
+    pulsar.UnknownError,
+    pulsar.NotConnected,
+)
+_PROTOBUF_BATCH_SIZE = 6
+_PROTOBUF_FIRST_CHUNK = 7
+
+
+@contextmanager
+def _translated(action: str, what: object) -> Iterator[None]:
+    """Turn the client's exceptions into keyshard's."""
+    try:
+        yield
+    except (pulsar.ConsumerAssignError, pulsar.ConsumerBusy) as exc:
+        raise RangeConflictError(
+            f"Could not {action} {what}: another consumer holds the range or the subscription "
+            f"({exc}). Stop it, or use another subscription name."
+        ) from exc
+    except pulsar.TopicNotFound as exc:
+        raise TopicNotFoundError(
+            f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
+        ) from exc
+    except _UNAVAILABLE as exc:
+        raise BrokerUnavailableError(
+            f"Could not {action} {what}: {exc}. Check service.url and that the broker is running."
+        ) from exc
+    except pulsar.PulsarException as exc:
+        raise BrokerError(f"Could not {action} {what}: {exc}.") from exc
+
+
+class _IdFacts(NamedTuple):
+    batch_size: int
+    chunked: bool
+
+
+def _id_facts(data: bytes) -> _IdFacts:
+    """Read what a message id tells only in its serialized form (``MessageIdData`` of PulsarApi).
+
+    The fields before them are varints (ledger 1, entry 2, partition 3, batch_index 4) and packed or
+    single varints of the ack set (5).
+    """
+    batch_size, position, end = 1, 0, len(data)
+    while position < end:
+        field, wire = data[position] >> 3, data[position] & 7
+        position += 1
+        if field == _PROTOBUF_FIRST_CHUNK:
+            return _IdFacts(batch_size, chunked=True)
+        value = shift = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+            shift += 7
+        if wire == 2:
+            position += value
+        elif field == _PROTOBUF_BATCH_SIZE:
+            batch_size = max(1, value)
+    return _IdFacts(batch_size, chunked=False)
+
+
+def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBlock]:
+    """Group messages, in delivery order, into blocks of neighbouring messages of one entry.
+
+    Messages are the extension's own objects: the Python wrapper around each costs as much as all
+    its getters together.
+    """
+    blocks: list[EntryBlock] = []
+    block: EntryBlock | None = None
+    last_ledger = last_entry = last_index = -1
+    for message in messages:
+        message_id = message.message_id()
+        ledger, entry = message_id.ledger_id(), message_id.entry_id()
+        raw_index = message_id.batch_index()
+        index = max(raw_index, 0)
+        if block is None or entry != last_entry or ledger != last_ledger or index <= last_index:
+            facts = _id_facts(message_id.serialize())
+            if facts.chunked:
+                raise ChunkedMessageError(
+                    f"Message {ledger}:{entry} of {where} is chunked. keyshard commits whole "
+                    "entries and a chunked message is several; nothing of it was acknowledged. "
+                    "Switch chunking off at the producer or raise the broker's maxMessageSize.",
+                    topic_partition=where.name,
+                    ledger=ledger,
+                    entry=entry,
+                )
+            block = EntryBlock(
+                EntryId(ledger, entry), facts.batch_size, raw_index >= 0,
+                [], [], [], [], [], [], [], 0,
+            )  # fmt: skip
+            blocks.append(block)
+            last_ledger, last_entry = ledger, entry
+        last_index = index
+        value = message.data()
+        block.indices.append(index)
+        block.values.append(value)
+        block.partition_keys.append(message.partition_key() or None)
+        block.ordering_keys.append(message.ordering_key() or None)
+        block.publish_ms.append(message.publish_timestamp())
+        block.event_ms.append(message.event_timestamp())
+        block.properties.append(message.properties())
+        block.payload_bytes += len(value)
+    return blocks
+
+
+class PulsarConsumer:
+    """One plain single-topic consumer: it clears its queue on a reconnect."""
+
+    def __init__(
+        self, consumer: pulsar.Consumer, topic_partition: TopicPartition, hash_range: HashRange
+    ) -> None:
+        self._consumer = consumer
+        self._raw = consumer._consumer
+        self._topic_partition = topic_partition
+        self._hash_range = hash_range
+        self._closed = False
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self._topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self._hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        deadline = time.monotonic() + timeout_ms / 1000
+        with _translated("receive from", self._topic_partition):
+            messages = self._raw.batch_receive()
+            while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
+                messages = self._raw.batch_receive()
+        return _to_blocks(messages, self._topic_partition)
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        partition = self._topic_partition.partition
+        acknowledge, message_id = self._raw.acknowledge, _pulsar.MessageId
+        with _translated("acknowledge in", self._topic_partition):
+            for ledger, entry in entries:
+                acknowledge(message_id(partition, ledger, entry, -1))
+
+    def is_connected(self) -> bool:
+        return not self._closed and bool(self._consumer.is_connected())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+            self._consumer.close()
+
+
+class PulsarReader:
+    """A plain Reader; the client offers no batch receive for it."""
+
+    def __init__(self, reader: pulsar.Reader, topic_partition: TopicPartition) -> None:
+        self._reader = reader
+        self._raw = reader._reader
+        self._topic_partition = topic_partition
+        self._closed = False
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        messages: list[Any] = []
+        wait_ms = timeout_ms
+        with _translated("read from", self._topic_partition):
+            try:
+                while len(messages) < READ_MESSAGES_MAX:
+                    messages.append(self._raw.read_next(wait_ms))
+                    wait_ms = 1
+            except pulsar.Timeout:
+                pass
+        return _to_blocks(messages, self._topic_partition)
+
+    def at_end(self) -> bool:
+        with _translated("look for the end of", self._topic_partition):
+            return not self._reader.has_message_available()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+            self._reader.close()
+
+
+class PulsarBroker:
+    """A connection to a Pulsar cluster.
+
+    Args:
+        service_url: ``pulsar://host:port`` or ``pulsar+ssl://host:port``.
+        operation_timeout_s: Longest time one request may take, seconds.
+    """
+
+    def __init__(self, service_url: str, operation_timeout_s: int = 30) -> None:
+        self._service_url = service_url
+        with _translated("connect to", service_url):
+            # A Python logger would take the GIL while the client holds its own locks.
+            self._client = pulsar.Client(
+                service_url,
+                operation_timeout_seconds=operation_timeout_s,
+                logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+            )
+        self._closed = False
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        with _translated("look up", f"{topic} at {self._service_url}"):
+            names = self._client.get_topic_partitions(topic)
+        return tuple(sorted(TopicPartition.parse(name) for name in names))
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> PulsarConsumer:
+        position = (
+            pulsar.InitialPosition.Earliest
+            if start is StartPosition.EARLIEST
+            else pulsar.InitialPosition.Latest
+        )
+        with _translated("subscribe to", f"{topic_partition} as {subscription!r} [{hash_range}]"):
+            consumer = self._client.subscribe(
+                topic_partition.name,
+                subscription,
+                consumer_type=pulsar.ConsumerType.KeyShared,
+                consumer_name=consumer_name,
+                receiver_queue_size=receiver_queue_size,
+                initial_position=position,
+                key_shared_policy=pulsar.ConsumerKeySharedPolicy(
+                    pulsar.KeySharedMode.Sticky,
+                    sticky_ranges=[(hash_range.start, hash_range.end)],
+                ),
+                batch_receive_policy=pulsar.ConsumerBatchReceivePolicy(
+                    receiver_queue_size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
+                ),
+            )
+        return PulsarConsumer(consumer, topic_partition, hash_range)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
+        with _translated("open a reader on", topic_partition):
+            reader = self._client.create_reader(
+                topic_partition.name,
+                _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
+                start_message_id_inclusive=True,
+            )
+        return PulsarReader(reader, topic_partition)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _translated("disconnect from", self._service_url), suppress(pulsar.AlreadyClosed):
+            self._client.close()

@@ -1,0 +1,103 @@
+"""Everything that can be configured, validated on construction, with the unit in the name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from keyshard.core.entry import full_topic_name
+from keyshard.core.hash_range import RING_SIZE
+from keyshard.errors import ConfigError
+
+MIB = 1024 * 1024
+_SERVICE_URL = re.compile(r"^pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?$")
+_ADMIN_URL = re.compile(r"^https?://[^/\s]+/?$")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Configuration of one source; see ``docs/options.md`` for the Spark names."""
+
+    topics: Sequence[str]
+    """Topic names, one or several; a single string is one topic."""
+    subscription: str = field(kw_only=True)
+    """Subscription that holds the backlog; one source at a time may use it."""
+    service_url: str = field(default="pulsar://127.0.0.1:6650", kw_only=True)
+    """Where the broker is."""
+    admin_url: str | None = field(default=None, kw_only=True)
+    """Admin REST interface, ``http://host:port``; enables checks that the client cannot make."""
+    parallelism: int = field(default=10, kw_only=True)
+    """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
+    starting_position: str = field(default="latest", kw_only=True)
+    """``earliest`` or ``latest``; concerns only subscriptions that do not exist at first start."""
+    batch_rows_max: int | None = field(default=None, kw_only=True)
+    """Most rows of one batch; ``None``: half of ``window_rows_max``."""
+    window_rows_max: int = field(default=200_000, kw_only=True)
+    """Most rows received and not yet committed, over all ranges and topic partitions."""
+    window_bytes_max: int = field(default=256 * MIB, kw_only=True)
+    """Most memory of those rows, bytes."""
+    worker_host: str = field(default="127.0.0.1", kw_only=True)
+    """Address under which the host's tasks reach the process that holds the window."""
+    subscribe_timeout_ms: int = field(default=20_000, kw_only=True)
+    """Longest wait for ranges that somebody else still holds, milliseconds."""
+    operation_timeout_ms: int = field(default=30_000, kw_only=True)
+    """Longest time of one request to the broker, milliseconds."""
+    replay_timeout_ms: int = field(default=120_000, kw_only=True)
+    """Longest time to read a planned batch again after a restart, milliseconds."""
+    receiver_queue_size: int = field(default=1_000, kw_only=True)
+    """Messages the client asks for ahead, per range and topic partition."""
+    receive_threads: int = field(default=4, kw_only=True)
+    """Threads that receive, over all ranges and topic partitions."""
+    acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
+    """Longest time without a connected consumer to acknowledge through, milliseconds."""
+
+    def __post_init__(self) -> None:
+        names = [self.topics] if isinstance(self.topics, str) else list(self.topics)
+        topics = tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
+        object.__setattr__(self, "topics", topics)
+        if not topics:
+            raise ConfigError("No topic is given. Name at least one in 'topic' or 'topics'.")
+        if not self.subscription or self.subscription.strip() != self.subscription:
+            raise ConfigError(
+                f"subscription is {self.subscription!r}. Name the Pulsar subscription that holds "
+                "the backlog of this source."
+            )
+        if not _SERVICE_URL.match(self.service_url):
+            raise ConfigError(
+                f"service_url is {self.service_url!r}; write pulsar://host:port or "
+                "pulsar+ssl://host:port."
+            )
+        if self.admin_url is not None and not _ADMIN_URL.match(self.admin_url):
+            raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
+        if self.starting_position not in ("earliest", "latest"):
+            raise ConfigError(
+                f"starting_position is {self.starting_position!r}; write 'earliest' or 'latest'."
+            )
+        if not self.worker_host:
+            raise ConfigError("worker_host is empty; name the address the tasks can reach.")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if value is None and name == "batch_rows_max":
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be an integer from {low} to {high}."
+                )
+
+
+_LIMITS = (
+    ("parallelism", 1, RING_SIZE),
+    ("batch_rows_max", 1, 10**9),
+    ("window_rows_max", 2, 10**9),
+    ("window_bytes_max", MIB, 2**50),
+    ("subscribe_timeout_ms", 1, 3_600_000),
+    ("operation_timeout_ms", 1_000, 3_600_000),
+    ("replay_timeout_ms", 1, 3_600_000),
+    ("receiver_queue_size", 1, 100_000),
+    ("receive_threads", 1, 256),
+    ("acknowledge_timeout_ms", 1_000, 86_400_000),
+)

@@ -1,0 +1,84 @@
+"""Joins the messages of an entry that several deliveries brought.
+
+One assembly belongs to one consumer. An entry is open until its last index. When another entry
+follows before that, two things may have happened, and the client shows neither:
+
+1. a reconnect cleared the client's queue: the entry will come again, from its first index;
+2. somebody acknowledged the missing indices one by one: they never come.
+
+They are told apart by asking again: the consumer is re-opened, which makes the broker deliver every
+unacknowledged entry once more. An entry that comes with the same indices twice is partial (case 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keyshard.core.entry import EntryBlock, EntryId
+
+
+@dataclass(slots=True)
+class EntryAssembly:
+    """Assembles blocks, in delivery order, into entries."""
+
+    open: EntryBlock | None = None
+    """The entry whose last index has not come yet."""
+    doubted: dict[EntryId, tuple[int, ...]] = field(default_factory=dict)
+    """Indices that came of entries which ended early, until they came again."""
+
+    def add(self, block: EntryBlock) -> list[EntryBlock]:
+        """Take the next block; returns the entries that it completed, in order: none, one or two.
+
+        Raises:
+            RedeliveryNeeded: The open entry ended early for the first time. The block is not taken:
+                re-open the consumer, then everything unacknowledged comes again.
+        """
+        done: list[EntryBlock] = []
+        held = self.open
+        if held is not None and held.id != block.id:
+            done.append(self.end_early())
+            held = None
+        if held is None or block.indices[0] <= held.indices[-1]:
+            self.open = held = block
+        else:
+            _extend(held, block)
+        if held.indices[-1] == held.batch_size - 1:
+            self.open = None
+            self.doubted.pop(held.id, None)
+            done.append(held)
+        return done
+
+    def end_early(self) -> EntryBlock:
+        """Decide about the open entry when nothing more of it is to come.
+
+        Raises:
+            RedeliveryNeeded: It ended early for the first time.
+        """
+        held = self.open
+        assert held is not None
+        self.open = None
+        indices = tuple(held.indices)
+        if self.doubted.get(held.id) != indices:
+            self.doubted[held.id] = indices
+            raise RedeliveryNeeded(held.id)
+        del self.doubted[held.id]
+        return held
+
+
+class RedeliveryNeeded(Exception):  # noqa: N818 - an instruction to the caller, not an error
+    """The consumer must be re-opened; :attr:`entry_id` ended before its last index."""
+
+    def __init__(self, entry_id: EntryId) -> None:
+        super().__init__(entry_id)
+        self.entry_id = entry_id
+
+
+def _extend(held: EntryBlock, block: EntryBlock) -> None:
+    held.indices.extend(block.indices)
+    held.values.extend(block.values)
+    held.partition_keys.extend(block.partition_keys)
+    held.ordering_keys.extend(block.ordering_keys)
+    held.publish_ms.extend(block.publish_ms)
+    held.event_ms.extend(block.event_ms)
+    held.properties.extend(block.properties)
+    held.payload_bytes += block.payload_bytes

@@ -1,0 +1,341 @@
+"""The window: entries received and not yet released, and the cut that makes a batch of them.
+
+One window serves one source. It is not thread-safe: its owner calls it under one lock.
+
+Life of an entry::
+
+    received --cut--> planned --release--> committed (only its id is kept, in ``delivered``)
+        ^                ^
+        |                +-- replayed after a restart
+        +-- delivered again at any time: dropped, and acknowledged if committed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from keyshard.core.admission import share_out, take_aligned
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.errors import BatchUnknownError, TopicRecreatedError
+
+ROW_OVERHEAD_BYTES = 512
+"""Memory that a row takes beside its payload, as counted against the budget."""
+
+
+class Receipt(Enum):
+    """What became of a delivered entry."""
+
+    ACCEPTED = auto()
+    """It is new and in the window now."""
+    HELD = auto()
+    """It is in the window already: dropped; acknowledged when its batch is released."""
+    COMMITTED = auto()
+    """Its batch is committed: dropped; acknowledge it again, the broker forgot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Most that a window holds, received and planned together."""
+
+    rows_max: int
+    bytes_max: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """A planned batch: its end checkpoint and its entries."""
+
+    checkpoint: Checkpoint
+    entries: dict[TopicPartition, list[EntryBlock]]
+
+    @property
+    def rows(self) -> int:
+        return sum(block.rows for blocks in self.entries.values() for block in blocks)
+
+
+@dataclass(slots=True)
+class PartitionWindow:
+    """The window's share of one topic partition."""
+
+    state: PartitionCheckpoint
+    """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
+    received: list[tuple[EntryBlock, int]] = field(default_factory=list)
+    """Entries not yet cut, with the index of the range that received them."""
+    held: set[EntryId] = field(default_factory=set)
+    """Ids of all entries received or planned."""
+    rows: int = 0
+    bytes: int = 0
+    """What is held, received and planned."""
+    received_rows: int = 0
+    received_bytes: int = 0
+    left_out: set[int] = field(default_factory=set)
+    """Ranges that had data and no part in the newest cut."""
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        ids = [block.id for block, _ in self.received]
+        assert len(set(ids)) == len(ids), "an entry is received twice"
+        assert self.held >= set(ids), "a received entry is not held"
+        assert not any(map(self.state.settled, ids)), "a received entry is settled"
+        assert self.received_rows == sum(block.rows for block, _ in self.received)
+        assert self.rows >= self.received_rows
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a user wants to know; all since the start of this run."""
+
+    rows_received: int = 0
+    duplicates_dropped: int = 0
+    """Messages that were delivered again and dropped."""
+    misrouted: int = 0
+    """Messages whose slot is outside the range that received them."""
+    keyless: int = 0
+
+
+class Window:
+    """Received and planned entries of all topic partitions of a source."""
+
+    def __init__(self, checkpoint: Checkpoint, ranges: int, budget: Budget) -> None:
+        self._base = checkpoint
+        self._ranges = ranges
+        self._budget = budget
+        self._partitions: dict[TopicPartition, PartitionWindow] = {}
+        self._turn = 0
+        self.batches: dict[str, Batch] = {}
+        """Planned batches by batch id, oldest first."""
+        self.counters = Counters()
+        for topic_partition in checkpoint.partitions:
+            self.add_partition(topic_partition)
+
+    @property
+    def newest(self) -> Checkpoint:
+        """The checkpoint that the next cut continues."""
+        return self._base
+
+    def add_partition(self, topic_partition: TopicPartition) -> None:
+        """Make room for a topic partition. Idempotent."""
+        if topic_partition not in self._partitions:
+            state = self._base.partitions.get(topic_partition, PartitionCheckpoint())
+            self._partitions[topic_partition] = PartitionWindow(state)
+
+    def is_full(self, topic_partition: TopicPartition) -> bool:
+        """Whether the partition's share of the budget is used up: its consumers pause."""
+        window = self._partitions[topic_partition]
+        shares = len(self._partitions)
+        return (
+            window.rows * shares >= self._budget.rows_max
+            or window.bytes * shares >= self._budget.bytes_max
+        )
+
+    def receive(
+        self, topic_partition: TopicPartition, range_index: int, block: EntryBlock
+    ) -> Receipt:
+        """Take a delivered entry.
+
+        Raises:
+            TopicRecreatedError: The checkpoint calls its id delivered, but it was published later
+                than everything delivered: the ids were handed out a second time.
+        """
+        window = self._partitions[topic_partition]
+        if block.id in window.held:
+            self.counters.duplicates_dropped += block.rows
+            return Receipt.HELD
+        if window.state.settled(block.id):
+            _check_fingerprint(topic_partition, window.state, block)
+            self.counters.duplicates_dropped += block.rows
+            return Receipt.COMMITTED
+        window.received.append((block, range_index))
+        window.received_rows += block.rows
+        window.received_bytes += _size(block)
+        self.counters.rows_received += block.rows
+        self._hold(window, block)
+        return Receipt.ACCEPTED
+
+    def cut(self, rows_max: int | None = None) -> Checkpoint | None:
+        """Plan the next batch of what was received; ``None`` without rows.
+
+        Args:
+            rows_max: Most rows of the batch; a single larger entry is still taken. At most half of
+                the budget is taken, so that receiving goes on while the host works.
+        """
+        rows_limit = min(rows_max or self._budget.rows_max, max(1, self._budget.rows_max // 2))
+        ready = {tp: w for tp, w in self._partitions.items() if w.received}
+        order = sorted(ready)
+        order = order[self._turn % len(order) :] + order[: self._turn % len(order)] if order else []
+        self._turn += 1
+        rows_of = share_out(rows_limit, {tp: ready[tp].received_rows for tp in order})
+        bytes_of = share_out(
+            max(1, self._budget.bytes_max // 2), {tp: ready[tp].received_bytes for tp in order}
+        )
+        entries: dict[TopicPartition, list[EntryBlock]] = {}
+        for topic_partition in order:
+            if rows_of[topic_partition]:
+                entries[topic_partition] = self._cut_partition(
+                    ready[topic_partition], rows_of[topic_partition], bytes_of[topic_partition]
+                )
+        if not entries:
+            return None
+        checkpoint = self._advance(entries)
+        self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
+        return checkpoint
+
+    def expect(self, checkpoint: Checkpoint) -> None:
+        """Hold the ids of a planned batch that is going to be read again.
+
+        Without this, a redelivery that comes first would pass for committed and be acknowledged.
+        """
+        for topic_partition, state in checkpoint.partitions.items():
+            self._partitions[topic_partition].held.update(state.batch)
+
+    def plan(
+        self, checkpoint: Checkpoint, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
+    ) -> None:
+        """Put back an expected batch that was read again after a restart."""
+        for topic_partition, blocks in entries.items():
+            window = self._partitions[topic_partition]
+            for block in blocks:
+                self._hold(window, block)
+        self.batches[checkpoint.batch_id] = Batch(
+            checkpoint, {tp: list(blocks) for tp, blocks in entries.items()}
+        )
+
+    def batch(self, batch_id: str) -> Batch:
+        """A planned batch.
+
+        Raises:
+            BatchUnknownError: It was never planned here, or is released.
+        """
+        try:
+            return self.batches[batch_id]
+        except KeyError:
+            raise BatchUnknownError(f"Batch {batch_id} is not planned.", batch_id=batch_id) from None
+
+    def release(self, checkpoint: Checkpoint) -> dict[TopicPartition, list[EntryId]]:
+        """Forget every batch up to ``checkpoint``, which is durable now.
+
+        Returns:
+            The entries to acknowledge; empty when the batch was released before. Idempotent.
+        """
+        batch_id = checkpoint.batch_id
+        if batch_id not in self.batches:
+            return {}
+        released: dict[TopicPartition, list[EntryId]] = {}
+        for oldest in list(self.batches):
+            for topic_partition, blocks in self.batches.pop(oldest).entries.items():
+                window = self._partitions[topic_partition]
+                for block in blocks:
+                    window.held.discard(block.id)
+                    window.rows -= block.rows
+                    window.bytes -= _size(block)
+                released.setdefault(topic_partition, []).extend(block.id for block in blocks)
+            if oldest == batch_id:
+                break
+        return released
+
+    @property
+    def partitions(self) -> tuple[TopicPartition, ...]:
+        """All topic partitions of the source."""
+        return tuple(self._partitions)
+
+    @property
+    def rows(self) -> int:
+        """Rows held, received and planned."""
+        return sum(window.rows for window in self._partitions.values())
+
+    @property
+    def received_rows(self) -> int:
+        """Rows that a cut could take."""
+        return sum(window.received_rows for window in self._partitions.values())
+
+    def fill(self) -> float:
+        """How full the fullest partition's share is, 0 to 1 and rarely more."""
+        shares = len(self._partitions)
+        return max(
+            (
+                max(w.rows * shares / self._budget.rows_max, w.bytes * shares / self._budget.bytes_max)
+                for w in self._partitions.values()
+            ),
+            default=0.0,
+        )
+
+    def validate(self) -> None:
+        """Assert the invariants; tests and simulations call it after every step."""
+        for topic_partition, window in self._partitions.items():
+            window.validate()
+            planned = {
+                block.id
+                for batch in self.batches.values()
+                for block in batch.entries.get(topic_partition, ())
+            }
+            assert window.held == planned | {block.id for block, _ in window.received}
+            assert all(entry_id in window.state.delivered for entry_id in planned)
+
+    def _hold(self, window: PartitionWindow, block: EntryBlock) -> None:
+        window.held.add(block.id)
+        window.rows += block.rows
+        window.bytes += _size(block)
+
+    def _cut_partition(
+        self, window: PartitionWindow, rows_max: int, bytes_max: int
+    ) -> list[EntryBlock]:
+        window.received.sort(key=lambda item: item[0].id)
+        taken, rest = take_aligned(
+            window.received,
+            rows_max,
+            bytes_max,
+            lambda block: (block.rows, _size(block)),
+            window.left_out,
+        )
+        window.left_out = {index for _, index in rest} - {index for _, index in taken}
+        window.received = rest
+        blocks = [block for block, _ in taken]
+        window.received_rows -= sum(block.rows for block in blocks)
+        window.received_bytes -= sum(map(_size, blocks))
+        return blocks
+
+    def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:
+        """The checkpoint after a batch of ``entries``; becomes the newest."""
+        partitions: dict[TopicPartition, PartitionCheckpoint] = {}
+        for topic_partition, window in self._partitions.items():
+            old = window.state
+            blocks = entries.get(topic_partition, ())
+            if not blocks and not old.delivered and old.floor is None:
+                continue
+            batch = EntrySet.of(block.id for block in blocks)
+            window.state = PartitionCheckpoint(
+                floor=old.floor,
+                delivered=old.delivered | batch,
+                batch=batch,
+                partial={b.id: frozenset(b.indices) for b in blocks if not b.whole},
+                published_ms=max([old.published_ms, *(max(b.publish_ms) for b in blocks)]),
+            )
+            partitions[topic_partition] = window.state
+        self._base = Checkpoint(
+            self._base.cluster, self._base.subscription, self._ranges, partitions
+        )
+        return self._base
+
+
+def _size(block: EntryBlock) -> int:
+    return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
+
+
+def _check_fingerprint(
+    topic_partition: TopicPartition, state: PartitionCheckpoint, block: EntryBlock
+) -> None:
+    newest = max(block.publish_ms)
+    if newest > state.published_ms:
+        raise TopicRecreatedError(
+            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} is delivered according "
+            f"to the checkpoint, but was published {newest - state.published_ms} ms after "
+            "everything delivered: the topic or the cluster was created anew and hands out the "
+            "same ids again. Nothing was acknowledged. Start with a new checkpoint.",
+            topic_partition=topic_partition.name,
+        )
+
+

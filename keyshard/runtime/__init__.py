@@ -1,0 +1,1 @@
+"""Loops that move data, and call core for every decision."""

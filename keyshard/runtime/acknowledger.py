@@ -1,0 +1,122 @@
+"""Acknowledges released entries in the background, by entry."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from keyshard.broker.port import Consumer
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.errors import AcknowledgeError, BrokerError, KeyShardError
+from keyshard.runtime.retry import retry_until
+
+ENTRIES_PER_TURN = 1_000
+"""Entries handed to the client at once."""
+ENTRIES_WAITING_MAX = 5_000_000
+"""Entries that may wait; more than the broker leaves unacknowledged by default."""
+
+
+class Acknowledger:
+    """One daemon thread with a bounded queue.
+
+    Whoever received an entry, any consumer of its topic partition can acknowledge it. What the
+    client takes and then loses in a crash is delivered again, recognised and acknowledged again.
+
+    Args:
+        consumer_of: A live consumer of a topic partition, or a retriable error.
+        timeout_s: Time after which a failing acknowledgement fails the source, seconds.
+        fail: Told the error that ends this thread.
+    """
+
+    def __init__(
+        self,
+        consumer_of: Callable[[TopicPartition], Consumer],
+        timeout_s: float,
+        fail: Callable[[KeyShardError], None],
+    ) -> None:
+        self._consumer_of = consumer_of
+        self._timeout_s = timeout_s
+        self._fail = fail
+        self._queue: deque[tuple[TopicPartition, Sequence[EntryId]]] = deque()
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self.acknowledged = 0
+        """Entries handed to the client so far."""
+        self._thread = threading.Thread(target=self._run, name="keyshard-ack", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Entries not yet handed to the client."""
+        return self._waiting
+
+    def submit(self, topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
+        """Queue entries of committed batches; never waits.
+
+        Raises:
+            AcknowledgeError: Too many wait: the broker has not taken any for long.
+        """
+        with self._changed:
+            if self._waiting + len(entries) > ENTRIES_WAITING_MAX:
+                raise AcknowledgeError(
+                    f"{self._waiting} entries wait to be acknowledged in {topic_partition} and "
+                    "others. Check that the broker answers; nothing is lost, they are delivered "
+                    "again and dropped.",
+                    waiting=self._waiting,
+                )
+            self._queue.append((topic_partition, entries))
+            self._waiting += len(entries)
+            self._changed.notify_all()
+
+    def stop(self, timeout_s: float) -> None:
+        """Hand over what waits, for at most ``timeout_s`` seconds, and end the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            self._stopping.set()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopping.is_set())
+                if self._stopping.is_set():
+                    return
+                topic_partition, entries = self._queue[0]
+            try:
+                for start in range(0, len(entries), ENTRIES_PER_TURN):
+                    self._hand_over(topic_partition, entries[start : start + ENTRIES_PER_TURN])
+            except KeyShardError as exc:
+                self._fail(exc)
+                return
+            with self._changed:
+                self._queue.popleft()
+                self._waiting -= len(entries)
+                self._changed.notify_all()
+
+    def _hand_over(self, topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
+        def attempt() -> None:
+            consumer = self._consumer_of(topic_partition)
+            try:
+                consumer.acknowledge(entries)
+            except BrokerError as exc:
+                # The consumer may just be re-opened: the next attempt asks for another one.
+                raise _TryAgainError(str(exc)) from exc
+
+        try:
+            retry_until(attempt, self._timeout_s, stop=self._stopping)
+        except KeyShardError as exc:
+            if self._stopping.is_set():
+                return
+            raise AcknowledgeError(
+                f"Could not acknowledge {len(entries)} entries of {topic_partition} for "
+                f"{self._timeout_s:.0f} s: {exc}. They are delivered again and dropped.",
+                topic_partition=topic_partition.name,
+            ) from exc
+        self.acknowledged += len(entries)
+
+
+class _TryAgainError(KeyShardError):
+    retriable = True

@@ -1,0 +1,352 @@
+"""The embedded runtime: ranges, window and acknowledgements of one source in one process.
+
+Steps of a batch, whatever the host::
+
+    1. cut       entries received so far -> end checkpoint; the batch is planned
+    2. plan      layout of the batch; after a restart its entries are read again first
+    3. read      rows of one layout partition, as often as the host likes
+    4. release   the host's checkpoint is durable: forget the rows, acknowledge the entries
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.layout import Located, lay_out
+from keyshard.core.window import Batch, Budget, Receipt, Window
+from keyshard.errors import (
+    BatchReleasedError,
+    BatchUnknownError,
+    BrokerUnavailableError,
+    CheckpointMismatchError,
+    KeyShardError,
+    RuntimeStoppedError,
+)
+from keyshard.runtime.acknowledger import Acknowledger
+from keyshard.runtime.receiver import Lane, Receiver
+from keyshard.runtime.replay import replay
+from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
+from keyshard.schema.columns import SCHEMA, record_batches
+
+RELEASED_REMEMBERED = 1_000
+"""Released batches that are still told apart from unknown ones."""
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Runs one source. Methods may be called from any thread.
+
+    Args:
+        config: The source.
+        connect: Makes the connection to the broker, in the process that uses it.
+        admin: Admin REST interface, where there is one.
+    """
+
+    def __init__(
+        self, config: SourceConfig, connect: Callable[[], Broker], admin: Admin | None = None
+    ) -> None:
+        self._config = config
+        self._connect = connect
+        self._admin = admin
+        self._lock = threading.Condition()
+        self._stopping = threading.Event()
+        self._error: KeyShardError | None = None
+        self._released: deque[str] = deque(maxlen=RELEASED_REMEMBERED)
+        self._layouts: dict[str, dict[int, list[Located]]] = {}
+        self._receivers: list[Receiver] = []
+        self._lanes: list[Lane] = []
+        self._full: set[TopicPartition] = set()
+        self.started = False
+
+    # -- life cycle -------------------------------------------------------------------------
+
+    def start(self, checkpoint: Checkpoint | None = None, *, planned: bool = False) -> None:
+        """Connect, own every range of every topic partition, and begin to receive.
+
+        Args:
+            checkpoint: Where to continue; ``None`` for the first start of a source.
+            planned: Whether the checkpoint's batch is not committed yet; then :meth:`plan` reads
+                it again.
+
+        Raises:
+            CheckpointMismatchError: It belongs to another subscription or cluster.
+            SubscriptionInUseError: Somebody else held a range until the deadline.
+            BrokerError: The broker cannot be reached, or a topic does not exist.
+        """
+        assert not self.started, "a coordinator is started once"
+        config = self._config
+        cluster = self._admin.cluster() if self._admin else ""
+        if checkpoint is not None:
+            _check_belongs(checkpoint, config.subscription, cluster)
+        self._broker = self._connect()
+        try:
+            found = find_partitions(self._broker, self._admin, config)
+            base = Checkpoint(
+                cluster or (checkpoint.cluster if checkpoint else ""),
+                config.subscription,
+                config.parallelism,
+                checkpoint.partitions if checkpoint else {},
+            )
+            self._window = Window(
+                base, config.parallelism, Budget(config.window_rows_max, config.window_bytes_max)
+            )
+            for topic_partition in found:
+                self._window.add_partition(topic_partition)
+            if checkpoint is not None and planned:
+                self._window.expect(checkpoint)
+            start = (
+                StartPosition(config.starting_position)
+                if checkpoint is None
+                else StartPosition.EARLIEST
+            )
+            self._lanes = open_lanes(
+                self._broker, self._admin, config, self._window.partitions, start
+            )
+        except BaseException:
+            self._broker.close()
+            raise
+        self._by_partition: dict[TopicPartition, list[Lane]] = {}
+        for lane in self._lanes:
+            self._by_partition.setdefault(lane.seat.topic_partition, []).append(lane)
+        self._acknowledger = Acknowledger(
+            self._consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
+        )
+        threads = min(config.receive_threads, len(self._lanes))
+        self._receivers = [
+            Receiver(f"keyshard-receive-{i}", self._lanes[i::threads], self) for i in range(threads)
+        ]
+        self.started = True
+        _log.info(
+            "%d ranges over %d topic partitions of %s as %r",
+            config.parallelism, len(self._by_partition), ", ".join(config.topics),
+            config.subscription,
+        )  # fmt: skip
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Hand over waiting acknowledgements, give the ranges back and disconnect. Idempotent."""
+        if self._stopping.is_set():
+            return
+        deadline = time.monotonic() + timeout_s
+        self._stopping.set()
+        for receiver in self._receivers:
+            receiver.stop()
+        if not self.started:
+            return
+        self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
+        for receiver in self._receivers:
+            receiver.join(max(0.1, deadline - time.monotonic()))
+        self._broker.close()
+        if self._admin:
+            self._admin.close()
+
+    # -- what hosts call ----------------------------------------------------------------------
+
+    @property
+    def newest(self) -> Checkpoint:
+        """The newest checkpoint: of the last cut, else of the start."""
+        return self._window.newest
+
+    def cut(self, rows_max: int | None = None) -> Checkpoint | None:
+        """Plan a batch of the entries received so far; ``None`` without rows. Memory only.
+
+        Args:
+            rows_max: Most rows; default ``batch_rows_max``.
+
+        Raises:
+            KeyShardError: The error that ended receiving or acknowledging, if there was one.
+        """
+        with self._lock:
+            self.check()
+            checkpoint = self._window.cut(rows_max or self._config.batch_rows_max)
+            if checkpoint is not None:
+                self._lay_out(self._window.batch(checkpoint.batch_id))
+            return checkpoint
+
+    def wait_for_rows(self, timeout_s: float) -> bool:
+        """Wait until something can be cut; whether it can."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._window.received_rows or self._error is not None, timeout_s
+            )
+            self.check()
+            return bool(self._window.received_rows)
+
+    def plan(self, checkpoint: Checkpoint) -> list[int]:
+        """Layout partitions of the batch that ends at ``checkpoint``, ascending. Idempotent.
+
+        A batch that was planned before a restart is read again first.
+
+        Raises:
+            BatchReleasedError: It was released.
+            DataLossTrimmedError: The broker no longer stores all of it.
+        """
+        batch_id = checkpoint.batch_id
+        with self._lock:
+            self.check()
+            if batch_id in self._layouts:
+                return list(self._layouts[batch_id])
+            if batch_id in self._released:
+                raise _released_error(batch_id)
+        began = time.monotonic()
+        entries = replay(self._broker, checkpoint, self._config.replay_timeout_ms / 1000)
+        with self._lock:
+            self._window.plan(checkpoint, entries)
+            layout = self._lay_out(self._window.batch(batch_id))
+        _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
+        return list(layout)
+
+    def read(
+        self, batch_id: str, index: int, columns: Sequence[str] = tuple(SCHEMA.names)
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of one layout partition of a planned batch: the same at every call.
+
+        Raises:
+            BatchReleasedError: The batch was released.
+            BatchUnknownError: It was never planned here, or has no such partition.
+        """
+        with self._lock:
+            if batch_id in self._released:
+                raise _released_error(batch_id)
+            try:
+                located = self._layouts[batch_id][index]
+            except KeyError:
+                raise BatchUnknownError(
+                    f"This process planned no batch {batch_id} with a partition {index}. It may "
+                    "be a task of an earlier run: let it fail, the batch is planned again.",
+                    batch_id=batch_id,
+                ) from None
+        return record_batches(located, columns)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Everything up to ``checkpoint`` is durable at the host: acknowledge it. Idempotent."""
+        with self._lock:
+            planned = list(self._window.batches)
+            released = self._window.release(checkpoint)
+            for batch_id in planned:
+                if batch_id not in self._window.batches:
+                    self._layouts.pop(batch_id, None)
+                    self._released.append(batch_id)
+            self._full.clear()
+        for topic_partition, entries in released.items():
+            self._acknowledger.submit(topic_partition, entries)
+
+    def status(self) -> dict[str, Any]:
+        """What goes on, from memory: plain JSON values. All counts are since the start."""
+        with self._lock:
+            counters = self._window.counters
+            return {
+                "ranges": self._config.parallelism,
+                "topicPartitions": len(self._window.partitions),
+                "rowsReceived": counters.rows_received,
+                "windowRows": self._window.rows,
+                "windowFill": round(self._window.fill(), 3),
+                "duplicatesDropped": counters.duplicates_dropped,
+                "misrouted": counters.misrouted,
+                "keyless": counters.keyless,
+                "plannedBatches": len(self._window.batches),
+                "entriesAcknowledged": self._acknowledger.acknowledged,
+                "entriesToAcknowledge": self._acknowledger.waiting,
+            }
+
+    def check(self) -> None:
+        """Raise the error that ended the source, if there was one."""
+        if self._error is not None:
+            raise self._error
+        if self._stopping.is_set():
+            raise RuntimeStoppedError("The source is stopped.")
+
+    # -- called by the receive threads ----------------------------------------------------------
+
+    def is_full(self, topic_partition: TopicPartition) -> bool:
+        return topic_partition in self._full
+
+    def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        again: list[EntryId] = []
+        misrouted = keyless = 0
+        for block in entries:
+            outside, without_key = _routing_of(block, lane)
+            misrouted += outside
+            keyless += without_key
+        with self._lock:
+            for block in entries:
+                receipt = self._window.receive(lane.seat.topic_partition, lane.seat.range_index, block)
+                if receipt is Receipt.COMMITTED:
+                    again.append(block.id)
+            self._window.counters.misrouted += misrouted
+            self._window.counters.keyless += keyless
+            if self._window.is_full(lane.seat.topic_partition):
+                self._full.add(lane.seat.topic_partition)
+            self._lock.notify_all()
+        if again:
+            self._acknowledger.submit(lane.seat.topic_partition, again)
+
+    def reopen(self, lane: Lane) -> None:
+        reopen_lane(self._broker, self._config, lane, self._stopping)
+
+    def fail(self, error: KeyShardError) -> None:
+        with self._lock:
+            if self._error is None and not self._stopping.is_set():
+                self._error = error
+            self._lock.notify_all()
+        for receiver in self._receivers:
+            receiver.stop()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
+        layout = lay_out(batch.entries, batch.checkpoint.ranges)
+        self._layouts[batch.checkpoint.batch_id] = layout
+        return layout
+
+    def _consumer_of(self, topic_partition: TopicPartition) -> Consumer:
+        """A connected consumer of the topic partition: its acknowledgements reach the broker."""
+        for lane in self._by_partition[topic_partition]:
+            if lane.consumer.is_connected():
+                return lane.consumer
+        raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
+
+
+def _routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:
+    """Messages of an entry that lie outside the lane's range, and that have no key."""
+    keys = block.partition_keys
+    if block.ordering_keys[0] is None and keys.count(keys[0]) == len(keys):
+        slot = block.slot
+        if slot is None:
+            return 0, len(keys)
+        return (0 if slot in lane.seat.hash_range else len(keys)), 0
+    slots = block.slots()
+    known = [slot for slot in slots if slot is not None]
+    return sum(slot not in lane.seat.hash_range for slot in known), len(slots) - len(known)
+
+
+def _released_error(batch_id: str) -> BatchReleasedError:
+    return BatchReleasedError(
+        f"Batch {batch_id} is committed and its rows are gone. Cache the DataFrame if it is needed "
+        "after the batch, or read it inside foreachBatch.",
+        batch_id=batch_id,
+    )
+
+
+def _check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> None:
+    if checkpoint.subscription != subscription:
+        raise CheckpointMismatchError(
+            f"The checkpoint belongs to subscription {checkpoint.subscription!r}, this source uses "
+            f"{subscription!r}. Use that subscription, or start with a new checkpoint."
+        )
+    if cluster and checkpoint.cluster and checkpoint.cluster != cluster:
+        raise CheckpointMismatchError(
+            f"The checkpoint belongs to cluster {checkpoint.cluster!r}, the broker is of cluster "
+            f"{cluster!r}. Check service.url and admin.url, or start with a new checkpoint."
+        )

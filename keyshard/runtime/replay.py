@@ -1,0 +1,157 @@
+"""Reads exactly the entries of a planned batch again, with plain Readers.
+
+They are unacknowledged, hence stored; nothing waits for redelivery.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.broker.port import Broker, Reader
+from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
+from keyshard.runtime.retry import retry_until
+
+READ_WAIT_MS = 200
+"""One wait for the next messages of a Reader, milliseconds."""
+GAP_ENTRIES_MAX = 2_000
+"""A gap between runs that is read over; a longer one is jumped with a new Reader."""
+THREADS_MAX = 4
+"""Topic partitions read at the same time."""
+
+
+def replay(
+    broker: Broker, checkpoint: Checkpoint, timeout_s: float
+) -> dict[TopicPartition, list[EntryBlock]]:
+    """Read the batch of ``checkpoint``.
+
+    Args:
+        broker: Connection to read through.
+        checkpoint: End checkpoint of the batch; its ``batch`` and ``partial`` name the entries.
+        timeout_s: Deadline for all of it, seconds.
+
+    Returns:
+        The entries of the batch per topic partition, ascending; partial ones with the indices that
+        the checkpoint names.
+
+    Raises:
+        DataLossTrimmedError: The broker no longer stores some of the entries.
+        ReplayTimeoutError: The deadline passed.
+    """
+    deadline = time.monotonic() + timeout_s
+    wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
+        futures = {
+            tp: pool.submit(_replay_partition, broker, tp, state, deadline)
+            for tp, state in wanted.items()
+        }
+        return {tp: future.result() for tp, future in futures.items()}
+
+
+def _replay_partition(
+    broker: Broker, topic_partition: TopicPartition, state: PartitionCheckpoint, deadline: float
+) -> list[EntryBlock]:
+    found: dict[EntryId, EntryBlock] = {}
+    for stretch in _stretches(state.batch):
+
+        def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
+            return _read_stretch(broker, topic_partition, stretch, deadline)
+
+        for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
+            found[block.id] = _only(block, state.partial.get(block.id))
+    missing = state.batch - EntrySet.of(found)
+    if missing:
+        raise DataLossTrimmedError(
+            f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
+            f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
+            "batch was committed. Restore the topic, or start with a new checkpoint and "
+            "subscription if the loss is accepted.",
+            topic_partition=topic_partition.name,
+            missing=str(missing),
+        )
+    return [found[entry_id] for entry_id in sorted(found)]
+
+
+def _read_stretch(
+    broker: Broker, topic_partition: TopicPartition, stretch: EntrySet, deadline: float
+) -> list[EntryBlock]:
+    start, last = stretch.first, stretch.last
+    assert start is not None
+    assert last is not None
+    reader = broker.reader(topic_partition, start)
+    try:
+        entries = _entries(reader, last, topic_partition, deadline)
+        return [block for block in entries if block.id in stretch]
+    finally:
+        reader.close()
+
+
+def _stretches(batch: EntrySet) -> Iterator[EntrySet]:
+    """Parts of a set that one Reader each reads: runs with small gaps in one ledger."""
+    part: list[tuple[int, int]] = []
+    part_ledger = -1
+    for ledger, first, last in batch.runs():
+        if part and (ledger != part_ledger or first - part[-1][1] > GAP_ENTRIES_MAX):
+            yield EntrySet({part_ledger: tuple(part)})
+            part = []
+        part_ledger = ledger
+        part.append((first, last))
+    if part:
+        yield EntrySet({part_ledger: tuple(part)})
+
+
+def _entries(
+    reader: Reader, last: EntryId, topic_partition: TopicPartition, deadline: float
+) -> Iterator[EntryBlock]:
+    """Whole entries up to ``last``; ends early when nothing more is stored."""
+    assembly = EntryAssembly()
+    while time.monotonic() < deadline:
+        blocks = reader.read(READ_WAIT_MS)
+        for block in blocks:
+            if block.id > last:
+                return
+            yield from _added(assembly, block)
+            if block.id == last and assembly.open is None:
+                return
+        if not blocks and reader.at_end():
+            return
+    raise ReplayTimeoutError(
+        f"Reading a planned batch of {topic_partition} again took too long (up to {last.ledger}:"
+        f"{last.entry}). Check the broker's load, or raise replay_timeout_ms."
+    )
+
+
+def _added(assembly: EntryAssembly, block: EntryBlock) -> list[EntryBlock]:
+    try:
+        return assembly.add(block)
+    except RedeliveryNeeded:
+        # A Reader that reconnected inside an entry starts that entry again; if it does not, the
+        # entry is missing and reported as such.
+        return assembly.add(block)
+
+
+def _only(block: EntryBlock, indices: frozenset[int] | None) -> EntryBlock:
+    """The rows of a partial entry that the checkpoint names."""
+    if indices is None:
+        return block
+    keep = [i for i, index in enumerate(block.indices) if index in indices]
+
+    values = [block.values[i] for i in keep]
+    return EntryBlock(
+        block.id,
+        block.batch_size,
+        block.batched,
+        [block.indices[i] for i in keep],
+        values,
+        [block.partition_keys[i] for i in keep],
+        [block.ordering_keys[i] for i in keep],
+        [block.publish_ms[i] for i in keep],
+        [block.event_ms[i] for i in keep],
+        [block.properties[i] for i in keep],
+        sum(map(len, values)),
+    )

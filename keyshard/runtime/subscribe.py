@@ -1,0 +1,154 @@
+"""Finds topic partitions and owns every hash range of each."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.config import SourceConfig
+from keyshard.core.assembly import EntryAssembly
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.errors import (
+    AdminError,
+    RangeConflictError,
+    SubscriptionInUseError,
+    TopicNotFoundError,
+)
+from keyshard.runtime.receiver import Lane, Seat
+from keyshard.runtime.retry import retry_until
+
+THREADS_MAX = 8
+"""Subscriptions made at the same time."""
+
+
+class Admin(Protocol):
+    """What the runtime asks the admin interface; see :class:`keyshard.broker.admin.PulsarAdmin`."""
+
+    def cluster(self) -> str: ...
+
+    def topic_exists(self, topic: str) -> bool: ...
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None: ...
+
+    def close(self) -> None: ...
+
+
+def find_partitions(
+    broker: Broker, admin: Admin | None, config: SourceConfig
+) -> tuple[TopicPartition, ...]:
+    """Topic partitions of all topics of a source.
+
+    Raises:
+        TopicNotFoundError: A topic does not exist. Without admin.url Pulsar would create it on
+            subscribe, and a typing error would leave a subscription that holds backlog.
+    """
+    found: list[TopicPartition] = []
+    for topic in config.topics:
+        if admin is not None and not admin.topic_exists(topic):
+            raise TopicNotFoundError(
+                f"Topic {topic} does not exist. Create it first, or correct its name.", topic=topic
+            )
+
+        def look_up(topic: str = topic) -> tuple[TopicPartition, ...]:
+            return broker.partitions(topic)
+
+        found.extend(retry_until(look_up, config.operation_timeout_ms / 1000))
+    return tuple(found)
+
+
+def open_lanes(
+    broker: Broker,
+    admin: Admin | None,
+    config: SourceConfig,
+    topic_partitions: Iterable[TopicPartition],
+    start: StartPosition,
+) -> list[Lane]:
+    """Subscribe every range of every topic partition; the ring is covered when this returns.
+
+    Raises:
+        SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
+        BrokerError: The broker cannot be reached, or refused.
+    """
+    stop = threading.Event()
+
+    def open_lane(seat: Seat) -> Lane:
+        try:
+            return Lane(seat, _subscribe(broker, config, seat, start, stop))
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
+        futures = [
+            pool.submit(open_lane, Seat(topic_partition, index, hash_range))
+            for topic_partition in topic_partitions
+            for index, hash_range in enumerate(split_ring(config.parallelism))
+        ]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        for future in futures:
+            if future.exception() is None:
+                future.result().consumer.close()
+    for error in errors:
+        if isinstance(error, RangeConflictError):
+            raise _in_use(admin, config, topic_partitions) from error
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threading.Event) -> None:
+    """Give a lane a new consumer; everything unacknowledged is delivered to it again."""
+    lane.consumer.close()
+    lane.consumer = _subscribe(broker, config, lane.seat, StartPosition.EARLIEST, stop)
+    lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
+
+
+def _subscribe(
+    broker: Broker, config: SourceConfig, seat: Seat, start: StartPosition, stop: threading.Event
+) -> Consumer:
+    def attempt() -> Consumer:
+        return broker.subscribe(
+            seat.topic_partition,
+            config.subscription,
+            seat.hash_range,
+            start=start,
+            consumer_name=f"keyshard-{socket.gethostname()}-range-{seat.range_index}",
+            receiver_queue_size=config.receiver_queue_size,
+        )
+
+    return retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
+
+
+def _in_use(
+    admin: Admin | None, config: SourceConfig, topic_partitions: Iterable[TopicPartition]
+) -> SubscriptionInUseError:
+    holders = sorted(_holders(admin, config, topic_partitions)) if admin else []
+    who = f" by {', '.join(holders[:5])}" if holders else ""
+    hint = "" if admin else " (admin.url would let this message name the other side)"
+    return SubscriptionInUseError(
+        f"Subscription {config.subscription!r} is in use{who}: its ranges were not free within "
+        f"{config.subscribe_timeout_ms} ms{hint}. Stop the other query, wait for a crashed one to "
+        "end, or give this one a subscription of its own.",
+        holders=holders,
+    )
+
+
+def _holders(
+    admin: Admin, config: SourceConfig, topic_partitions: Iterable[TopicPartition]
+) -> set[str]:
+    holders: set[str] = set()
+    for topic_partition in topic_partitions:
+        try:
+            stats = admin.subscription(topic_partition, config.subscription) or {}
+        except AdminError:
+            continue
+        holders |= {str(consumer.get("address", "?")) for consumer in stats.get("consumers", ())}
+    return holders

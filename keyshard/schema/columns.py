@@ -1,0 +1,156 @@
+"""The columns of a source, and how entries become Arrow record batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.core.entry import EntryBlock, TopicPartition
+from keyshard.core.layout import Located
+
+ROWS_PER_BATCH_MAX = 10_000
+"""Most rows of one record batch, unless one entry has more."""
+BYTES_PER_BATCH_MAX = 8 * 1024 * 1024
+"""Payload after which a record batch ends."""
+
+_TIME = pa.timestamp("us", tz="UTC")
+_PROPERTIES = pa.map_(pa.string(), pa.string())
+
+SCHEMA = pa.schema([
+    pa.field("value", pa.binary()),
+    pa.field("__key", pa.string()),
+    pa.field("__topic", pa.string()),
+    pa.field("__partition", pa.int32()),
+    pa.field("__messageId", pa.string()),
+    pa.field("__publishTime", _TIME),
+    pa.field("__eventTime", _TIME),
+    pa.field("__properties", _PROPERTIES),
+    pa.field("__slot", pa.int32()),
+])  # fmt: skip
+"""All columns: value, partition key (null when keyless), topic without the partition suffix,
+partition (-1 when not partitioned), ``ledger:entry:index``, publish time, event time (null when
+unset), properties, and the slot on the ring (null when keyless)."""
+
+
+def _values(blocks: Sequence[Located]) -> pa.Array:
+    return pa.array([value for _, block in blocks for value in block.values], pa.binary())
+
+
+def _keys(blocks: Sequence[Located]) -> pa.Array:
+    return pa.array([key for _, block in blocks for key in block.partition_keys], pa.string())
+
+
+def _repeated(
+    blocks: Sequence[Located], what: Callable[[TopicPartition], Any], kind: pa.DataType
+) -> pa.Array:
+    """A constant per topic partition, repeated for its rows; entries are sorted by partition."""
+    parts: list[pa.Array] = []
+    current: TopicPartition | None = None
+    rows = 0
+    for topic_partition, block in blocks:
+        if topic_partition != current and current is not None:
+            parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
+            rows = 0
+        current = topic_partition
+        rows += block.rows
+    if current is not None:
+        parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
+    return pa.concat_arrays(parts)
+
+
+def _topics(blocks: Sequence[Located]) -> pa.Array:
+    return _repeated(blocks, lambda topic_partition: topic_partition.topic, pa.string())
+
+
+def _partitions(blocks: Sequence[Located]) -> pa.Array:
+    return _repeated(blocks, lambda topic_partition: topic_partition.partition, pa.int32())
+
+
+def _message_ids(blocks: Sequence[Located]) -> pa.Array:
+    texts: list[str] = []
+    for _, block in blocks:
+        prefix = f"{block.id.ledger}:{block.id.entry}:"
+        texts.extend([f"{prefix}{index}" for index in block.indices])
+    return pa.array(texts, pa.string())
+
+
+def _publish_times(blocks: Sequence[Located]) -> pa.Array:
+    times = [time for _, block in blocks for time in block.publish_ms]
+    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(_TIME)
+
+
+def _event_times(blocks: Sequence[Located]) -> pa.Array:
+    times = [time or None for _, block in blocks for time in block.event_ms]
+    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(_TIME)
+
+
+def _properties(blocks: Sequence[Located]) -> pa.Array:
+    rows = [properties for _, block in blocks for properties in block.properties]
+    offsets, keys, items = [0], [], []
+    for properties in rows:
+        if properties:
+            keys.extend(properties.keys())
+            items.extend(properties.values())
+        offsets.append(len(keys))
+    return pa.MapArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(items, pa.string())
+    )
+
+
+def _slots(blocks: Sequence[Located]) -> pa.Array:
+    return pa.array([slot for _, block in blocks for slot in block.slots()], pa.int32())
+
+
+_BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
+    "value": _values,
+    "__key": _keys,
+    "__topic": _topics,
+    "__partition": _partitions,
+    "__messageId": _message_ids,
+    "__publishTime": _publish_times,
+    "__eventTime": _event_times,
+    "__properties": _properties,
+    "__slot": _slots,
+}
+
+
+def select(names: Sequence[str]) -> pa.Schema:
+    """The schema of the named columns, in their order; ``KeyError`` for an unknown name."""
+    return pa.schema([SCHEMA.field(name) for name in names])
+
+
+def record_batches(
+    blocks: Sequence[Located], names: Sequence[str] = tuple(SCHEMA.names)
+) -> Iterator[pa.RecordBatch]:
+    """Convert entries, in their order, into record batches.
+
+    Args:
+        blocks: Entries with their topic partition; those of one partition lie together.
+        names: Columns wanted; the others cost nothing.
+
+    Yields:
+        Batches of at most :data:`ROWS_PER_BATCH_MAX` rows and about
+        :data:`BYTES_PER_BATCH_MAX` of payload, unless one entry is larger.
+    """
+    schema = select(names)
+    for part in _portions(blocks):
+        yield pa.RecordBatch.from_arrays([_BUILDERS[name](part) for name in names], schema=schema)
+
+
+def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:
+    part: list[Located] = []
+    rows = size = 0
+    for located in blocks:
+        block: EntryBlock = located[1]
+        if part and (
+            rows + block.rows > ROWS_PER_BATCH_MAX or size + block.payload_bytes > BYTES_PER_BATCH_MAX
+        ):
+            yield part
+            part, rows, size = [], 0, 0
+        part.append(located)
+        rows += block.rows
+        size += block.payload_bytes
+    if part:
+        yield part

@@ -1,0 +1,1 @@
+"""Ray jobs on keyshard: reserved, nothing is here yet."""

@@ -1,0 +1,159 @@
+"""The options of ``format("keyshard")``: one table, from which ``docs/options.md`` is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from keyshard import KeyShardSource
+from keyshard.errors import ConfigError
+
+
+class Option(NamedTuple):
+    """One option: its Spark name, the field of KeyShardSource behind it, and what it means."""
+
+    name: str
+    field: str
+    meaning: str
+
+
+OPTIONS = (
+    Option("service.url", "service_url", "Where the broker is."),
+    Option(
+        "admin.url",
+        "admin_url",
+        "Admin REST interface, `http://host:port`. Optional; with it keyshard checks that topics "
+        "exist, names the cluster in the checkpoint and the other side of a conflict in errors.",
+    ),
+    Option("topic", "topics", "One topic. Exactly one of `topic` and `topics` is needed."),
+    Option("topics", "topics", "Several topics, separated by commas."),
+    Option(
+        "subscription",
+        "subscription",
+        "Subscription that holds the backlog. **Required.** One query at a time may use it.",
+    ),
+    Option(
+        "parallelism",
+        "parallelism",
+        "Number of hash ranges, and so of Spark tasks with data, whatever the number of topic "
+        "partitions. May change between runs.",
+    ),
+    Option(
+        "startingOffsets",
+        "starting_position",
+        "`earliest` or `latest`: where a subscription begins that does not exist at the first "
+        "start. A checkpoint, then an existing subscription, come before it.",
+    ),
+    Option(
+        "maxOffsetsPerTrigger",
+        "batch_rows_max",
+        "Most rows of one micro-batch, split over topic partitions by what they have. Unset: half "
+        "of `windowMaxRows`.",
+    ),
+    Option(
+        "windowMaxRows",
+        "window_rows_max",
+        "Most rows held, received and not yet committed, over all ranges. Keep it below what the "
+        "broker leaves unacknowledged: 200,000 per topic partition by default.",
+    ),
+    Option("windowMaxBytes", "window_bytes_max", "Most memory of those rows, bytes."),
+    Option(
+        "workerHost",
+        "worker_host",
+        "Address of the driver's machine under which executors reach it. Loopback serves local "
+        "mode only.",
+    ),
+    Option(
+        "subscribeTimeoutMillis",
+        "subscribe_timeout_ms",
+        "Longest wait for ranges that somebody else still holds, such as a crashed run.",
+    ),
+)
+
+_BY_NAME = {option.name.lower(): option for option in OPTIONS}
+_INTEGERS = {
+    "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
+}  # fmt: skip
+
+
+def parse_options(options: Mapping[str, str]) -> KeyShardSource:
+    """Make a source of Spark's options; names are case-insensitive.
+
+    Raises:
+        ConfigError: An option is unknown, missing, given twice or wrong; names the option.
+    """
+    fields: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for name, text in options.items():
+        option = _BY_NAME.get(name.lower())
+        if option is None:
+            raise ConfigError(_unknown(name))
+        if option.field in given:
+            raise ConfigError(f"Give only one of {given[option.field]!r} and {option.name!r}.")
+        given[option.field] = option.name
+        fields[option.field] = _parse(option, text)
+    if "topics" not in fields:
+        raise ConfigError("No topic is given. Set option 'topic' or 'topics'.")
+    if "subscription" not in fields:
+        raise ConfigError(
+            "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
+            "backlog of this query."
+        )
+    try:
+        return KeyShardSource(**fields)
+    except ConfigError as exc:
+        message = exc.message
+        for option in OPTIONS:
+            message = message.replace(option.field, given.get(option.field, option.name))
+        raise ConfigError(message) from exc
+
+
+def to_options(source: KeyShardSource) -> dict[str, str]:
+    """The options that say what ``source`` says; the inverse of :func:`parse_options`.
+
+    Raises:
+        ConfigError: A field without an option differs from its default.
+    """
+    fields = {field.name: field for field in dataclasses.fields(source)}
+    options = {"topics": ",".join(source.topics)}
+    known = {option.field: option.name for option in OPTIONS if option.field != "topics"}
+    for name, field in fields.items():
+        value = getattr(source, name)
+        if name == "topics" or value == field.default:
+            continue
+        if name not in known:
+            raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
+        options[known[name]] = str(value)
+    return options
+
+
+def options_table() -> str:
+    """The table of ``docs/options.md``, in Markdown."""
+    defaults = {field.name: field.default for field in dataclasses.fields(KeyShardSource)}
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for option in OPTIONS:
+        default = defaults[option.field]
+        shown = "" if default is None or default is dataclasses.MISSING else f"`{default}`"
+        lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
+    return "\n".join(lines)
+
+
+def _parse(option: Option, text: str) -> Any:
+    if option.name == "topics":
+        return [part for part in (piece.strip() for piece in text.split(",")) if part]
+    if option.field not in _INTEGERS:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"Option {option.name!r} is {text!r}; it must be an integer.") from None
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
+    return (
+        f"Option {name!r} is unknown. Did you mean {_BY_NAME[near[0]].name!r}? "
+        "All options stand in docs/options.md."
+    )

@@ -1,0 +1,154 @@
+"""The stream reader: where Spark's micro-batch loop meets the runtime.
+
+It lives in one long-lived process per query, on the driver. Spark's steps, and what is done here::
+
+    1. latestOffset(start, limit)   start is in Spark's commit log: release it, acknowledge it in
+                                    the background; then cut the next batch, from memory only
+    2. (Spark writes the offset log)
+    3. partitions(start, end)       plan the batch that ends at end: idempotent
+    4. read(partition)              in Python workers: a pure replay from the window
+    5. (Spark writes the commit log)
+    6. commit(end)                  the same release as in 1, idempotent
+
+Step 1 is the acknowledgement point: ``commit`` comes a batch late, and never for the last batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
+
+from keyshard import Checkpoint, KeyShardSource
+from keyshard.errors import UnsupportedTriggerError
+from keyshard.runtime.flight import BatchServer, BatchTicket, read_batch
+from spark_adapter.lifecycle import end_with_host
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from keyshard.runtime.coordinator import Coordinator
+
+_log = logging.getLogger(__name__)
+
+
+class KeyShardPartition(InputPartition):
+    """One hash range of one micro-batch, and where a task reads it."""
+
+    def __init__(self, ticket: BatchTicket) -> None:
+        super().__init__(ticket)
+
+    @property
+    def ticket(self) -> BatchTicket:
+        """What the task needs."""
+        ticket: BatchTicket = self.value
+        return ticket
+
+
+class KeyShardStreamReader(DataSourceStreamReader):
+    """Reader of one query; Spark calls it from one thread, strictly one call after the other.
+
+    Args:
+        source: What to consume.
+        columns: Columns of the query's schema, in their order.
+    """
+
+    def __init__(self, source: KeyShardSource, columns: Sequence[str]) -> None:
+        self._source = source
+        self._columns = tuple(columns)
+        self._runtime: _Runtime | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spark pickles the reader into its Python workers, which only call read().
+        return {"_source": self._source, "_columns": self._columns, "_runtime": None}
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        """The checkpoint before the first batch; makes the subscription. Called twice."""
+        runtime = self._runtime or self._start(None)
+        return runtime.initial.to_dict()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Rows per batch; never "all", which therefore means Trigger.Once."""
+        source = self._source
+        return ReadMaxRows(source.batch_rows_max or max(1, source.window_rows_max // 2))
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Release everything up to ``start``, then cut; ``start`` itself when there are no rows."""
+        if isinstance(limit, ReadAllAvailable):
+            raise UnsupportedTriggerError(
+                "Trigger.Once is not supported: it never tells a source that its only batch was "
+                "committed. Use trigger(availableNow=True)."
+            )
+        runtime = self._runtime or self._start(Checkpoint.from_dict(start))
+        runtime.release(start)
+        rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        return runtime.cut(rows_max) or start
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """What ``StreamingQueryProgress`` shows as the source's latest offset."""
+        return self._runtime.coordinator.status() if self._runtime else None
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """One partition per hash range with data in the batch that ends at ``end``."""
+        checkpoint = Checkpoint.from_dict(end)
+        runtime = self._runtime or self._start(checkpoint, planned=True)
+        return [
+            KeyShardPartition(runtime.server.ticket(checkpoint.batch_id, index, self._columns))
+            for index in runtime.coordinator.plan(checkpoint)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Rows of a partition, in a Python worker; may run several times per batch."""
+        assert isinstance(partition, KeyShardPartition)
+        return read_batch(partition.ticket)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """``end`` is in Spark's commit log; never raises for a transient failure."""
+        if self._runtime:
+            self._runtime.release(end)
+
+    def stop(self) -> None:
+        """Give the ranges back; called after an error only."""
+        if self._runtime:
+            self._runtime.coordinator.stop()
+
+    def _start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> _Runtime:
+        coordinator = self._source.coordinator()
+        coordinator.start(checkpoint, planned=planned)
+        server = BatchServer(coordinator, self._source.worker_host)
+        self._runtime = _Runtime(coordinator, server)
+        end_with_host(coordinator.stop)
+        return self._runtime
+
+
+class _Runtime:
+    """What exists only in the query's stream process."""
+
+    def __init__(self, coordinator: Coordinator, server: BatchServer) -> None:
+        self.coordinator = coordinator
+        self.server = server
+        self.initial = coordinator.newest
+        self._released: dict[str, Any] | None = None
+        self._cut_from: dict[str, Any] | None = None
+        self._cut: dict[str, Any] | None = None
+
+    def release(self, start: dict[str, Any]) -> None:
+        """Release what ends at ``start``, once: Spark asks every 10 ms with the same one."""
+        if start != self._released:
+            self.coordinator.release(Checkpoint.from_dict(start))
+            self._released = start
+
+    def cut(self, rows_max: int | None) -> dict[str, Any] | None:
+        """The next batch's end after ``start`` was released; the same until that is released.
+
+        Spark may ask again before it plans, as with several sources in one query.
+        """
+        if self._cut is not None and self._cut_from == self._released:
+            return self._cut
+        checkpoint = self.coordinator.cut(rows_max)
+        self._cut_from = self._released
+        self._cut = None if checkpoint is None else checkpoint.to_dict()
+        return self._cut
