@@ -41,7 +41,7 @@ def check_interpreter(python: str) -> None:
     """As :func:`check_workers`, for an interpreter's path or command name."""
     remedy = f"Set PYSPARK_PYTHON to an interpreter that has keyshard, such as {sys.executable!r}."
     try:
-        answer = subprocess.run(  # noqa: S603 - the user's own setting
+        answer = subprocess.run(
             [python, "-c", _PROGRAM, *NEEDED],
             capture_output=True,
             text=True,

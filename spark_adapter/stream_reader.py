@@ -91,7 +91,11 @@ class KeyShardStreamReader(DataSourceStreamReader):
         """What ``StreamingQueryProgress`` shows as the source's latest offset."""
         return self._runtime.coordinator.status() if self._runtime else None
 
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+    def partitions(
+        self,
+        start: dict[str, Any],  # noqa: ARG002 - the end says all: it names its batch
+        end: dict[str, Any],
+    ) -> Sequence[InputPartition]:
         """One partition per hash range with data in the batch that ends at ``end``."""
         checkpoint = Checkpoint.from_dict(end)
         runtime = self._runtime or self._start(checkpoint, planned=True)

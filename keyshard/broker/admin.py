@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 
 from keyshard.core.entry import TopicPartition
-from keyshard.errors import AdminError
+from keyshard.errors import AdminError, BrokerUnavailableError
 
 TIMEOUT_S = 10.0
 """Longest time of one request, seconds."""
@@ -21,7 +21,8 @@ class PulsarAdmin:
     Args:
         admin_url: ``http://host:port``.
 
-    Every method raises AdminError when the interface cannot be reached or refuses.
+    Every method raises BrokerUnavailableError (retriable) when there is no answer, and AdminError
+    when the request is refused.
     """
 
     def __init__(self, admin_url: str) -> None:
@@ -31,7 +32,7 @@ class PulsarAdmin:
     def cluster(self) -> str:
         """Name of the cluster; the first where it knows several."""
         names = self._get("clusters")
-        return str(sorted(names)[0]) if names else ""
+        return str(min(names)) if names else ""
 
     def topic_exists(self, topic: str) -> bool:
         """Whether a topic exists, partitioned or not."""
@@ -61,6 +62,11 @@ class PulsarAdmin:
                 return missing
             response.raise_for_status()
             return response.json()
+        except httpx.TransportError as exc:
+            raise BrokerUnavailableError(
+                f"{self._url} does not answer: {exc}. Check admin.url and that the broker is "
+                "running; without admin.url keyshard does without the checks it allows."
+            ) from exc
         except (httpx.HTTPError, ValueError) as exc:
             raise AdminError(
                 f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "

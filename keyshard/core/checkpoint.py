@@ -67,7 +67,7 @@ class PartitionCheckpoint:
         """Read :meth:`to_dict`'s form; raises ``KeyError``, ``TypeError`` or ``ValueError``."""
         unknown = data.keys() - {"batch", "delivered", "floor", "partial", "published"}
         if unknown:
-            raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+            raise ValueError(f"unknown field {min(unknown)!r}")
         published = data["published"]
         if type(published) is not int:
             raise ValueError(f"published is {published!r}, not an integer")

@@ -74,7 +74,7 @@ class EntryId(NamedTuple):
 class EntryBlock:
     """Messages of one entry as one delivery brought them: columns of equal length, by index.
 
-    A block that came with one ``receive`` may hold a part of its entry; :mod:`assembly` joins parts.
+    A block that came with one ``receive`` may hold a part of its entry; an assembly joins parts.
     Blocks are not changed after they entered a window.
     """
 

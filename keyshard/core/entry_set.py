@@ -63,7 +63,8 @@ def _intersection(left: Runs, right: Runs) -> Runs:
 def _difference(left: Runs, right: Runs) -> Runs:
     runs: list[Run] = []
     j = 0
-    for first, last in left:
+    for start, last in left:
+        first = start
         while j < len(right) and right[j][1] < first:
             j += 1
         k = j
@@ -188,9 +189,7 @@ class EntrySet:
         return hash(tuple(self._ledgers.items()))
 
     def __str__(self) -> str:
-        return ";".join(
-            f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items()
-        )
+        return ";".join(f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items())
 
     def __repr__(self) -> str:
         return f"EntrySet({str(self)!r})"

@@ -1,7 +1,7 @@
 """The slot of a message: where on the ring the broker routes it.
 
-Rule of Pulsar 4.0 (``Murmur3_32Hash``, ``StickyKeyConsumerSelectorUtils``, ``Commands``): the ordering
-key decides, else the partition key; a producer batch is routed whole by its first message.
+Rule of Pulsar 4.0 (``Murmur3_32Hash``, ``StickyKeyConsumerSelectorUtils``, ``Commands``): the
+ordering key decides, else the partition key; a producer batch is routed whole by its first message.
 """
 
 from __future__ import annotations

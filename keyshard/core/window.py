@@ -12,7 +12,7 @@ Life of an entry::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -213,7 +213,9 @@ class Window:
         try:
             return self.batches[batch_id]
         except KeyError:
-            raise BatchUnknownError(f"Batch {batch_id} is not planned.", batch_id=batch_id) from None
+            raise BatchUnknownError(
+                f"Batch {batch_id} is not planned.", batch_id=batch_id
+            ) from None
 
     def release(self, checkpoint: Checkpoint) -> dict[TopicPartition, list[EntryId]]:
         """Forget every batch up to ``checkpoint``, which is durable now.
@@ -255,10 +257,11 @@ class Window:
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""
         shares = len(self._partitions)
+        budget = self._budget
         return max(
             (
-                max(w.rows * shares / self._budget.rows_max, w.bytes * shares / self._budget.bytes_max)
-                for w in self._partitions.values()
+                shares * max(window.rows / budget.rows_max, window.bytes / budget.bytes_max)
+                for window in self._partitions.values()
             ),
             default=0.0,
         )
@@ -337,5 +340,3 @@ def _check_fingerprint(
             "same ids again. Nothing was acknowledged. Start with a new checkpoint.",
             topic_partition=topic_partition.name,
         )
-
-

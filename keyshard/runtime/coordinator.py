@@ -36,6 +36,7 @@ from keyshard.errors import (
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.receiver import Lane, Receiver
 from keyshard.runtime.replay import replay
+from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
 from keyshard.schema.columns import SCHEMA, record_batches
 
@@ -87,7 +88,8 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
-        cluster = self._admin.cluster() if self._admin else ""
+        timeout_s = config.operation_timeout_ms / 1000
+        cluster = retry_until(self._admin.cluster, timeout_s) if self._admin else ""
         if checkpoint is not None:
             _check_belongs(checkpoint, config.subscription, cluster)
         self._broker = self._connect()
@@ -281,7 +283,9 @@ class Coordinator:
             keyless += without_key
         with self._lock:
             for block in entries:
-                receipt = self._window.receive(lane.seat.topic_partition, lane.seat.range_index, block)
+                receipt = self._window.receive(
+                    lane.seat.topic_partition, lane.seat.range_index, block
+                )
                 if receipt is Receipt.COMMITTED:
                     again.append(block.id)
             self._window.counters.misrouted += misrouted

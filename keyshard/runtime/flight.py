@@ -1,7 +1,7 @@
 """Serves planned batches to the host's tasks over Arrow Flight, and reads them there.
 
-``DoGet`` takes a ticket of JSON: token, batch id, layout partition and columns. Reading is a pure replay
-from the window, as often as the host likes, until the batch is released.
+``DoGet`` takes a ticket of JSON: token, batch id, layout partition and columns. Reading is a pure
+replay from the window, as often as the host likes, until the batch is released.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _BY_CODE = {
 class Batches(Protocol):
     """What is served; the coordinator."""
 
-    def read(
-        self, batch_id: str, index: int, columns: Sequence[str]
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Rows of one layout partition of a planned batch."""
 
 

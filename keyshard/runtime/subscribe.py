@@ -14,7 +14,7 @@ from keyshard.core.assembly import EntryAssembly
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import (
-    AdminError,
+    BrokerError,
     RangeConflictError,
     SubscriptionInUseError,
     TopicNotFoundError,
@@ -51,12 +51,13 @@ def find_partitions(
     """
     found: list[TopicPartition] = []
     for topic in config.topics:
-        if admin is not None and not admin.topic_exists(topic):
-            raise TopicNotFoundError(
-                f"Topic {topic} does not exist. Create it first, or correct its name.", topic=topic
-            )
 
         def look_up(topic: str = topic) -> tuple[TopicPartition, ...]:
+            if admin is not None and not admin.topic_exists(topic):
+                raise TopicNotFoundError(
+                    f"Topic {topic} does not exist. Create it first, or correct its name.",
+                    topic=topic,
+                )
             return broker.partitions(topic)
 
         found.extend(retry_until(look_up, config.operation_timeout_ms / 1000))
@@ -148,7 +149,7 @@ def _holders(
     for topic_partition in topic_partitions:
         try:
             stats = admin.subscription(topic_partition, config.subscription) or {}
-        except AdminError:
+        except BrokerError:
             continue
         holders |= {str(consumer.get("address", "?")) for consumer in stats.get("consumers", ())}
     return holders

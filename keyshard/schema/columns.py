@@ -88,7 +88,9 @@ def _event_times(blocks: Sequence[Located]) -> pa.Array:
 
 def _properties(blocks: Sequence[Located]) -> pa.Array:
     rows = [properties for _, block in blocks for properties in block.properties]
-    offsets, keys, items = [0], [], []
+    offsets = [0]
+    keys: list[str] = []
+    items: list[str] = []
     for properties in rows:
         if properties:
             keys.extend(properties.keys())
@@ -144,9 +146,8 @@ def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:
     rows = size = 0
     for located in blocks:
         block: EntryBlock = located[1]
-        if part and (
-            rows + block.rows > ROWS_PER_BATCH_MAX or size + block.payload_bytes > BYTES_PER_BATCH_MAX
-        ):
+        rows_after, size_after = rows + block.rows, size + block.payload_bytes
+        if part and (rows_after > ROWS_PER_BATCH_MAX or size_after > BYTES_PER_BATCH_MAX):
             yield part
             part, rows, size = [], 0, 0
         part.append(located)
