@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 from keyshard.core.entry import EntryBlock, EntryId
 
+DOUBTED_MAX = 10_000
+"""Entries that ended early which are remembered; the oldest is asked about once more."""
+
 
 @dataclass(slots=True)
 class EntryAssembly:
@@ -24,7 +27,11 @@ class EntryAssembly:
     open: EntryBlock | None = None
     """The entry whose last index has not come yet."""
     doubted: dict[EntryId, tuple[int, ...]] = field(default_factory=dict)
-    """Indices that came of entries which ended early, until they came again."""
+    """Indices that came of entries which ended early, until such an entry comes whole.
+
+    They stay after an entry proved partial: until it is acknowledged, it comes again with every
+    redelivery that another entry asks for, and must not be asked about a second time.
+    """
 
     def add(self, block: EntryBlock) -> list[EntryBlock]:
         """Take the next block; returns the entries that it completed, in order: none, one or two.
@@ -60,8 +67,9 @@ class EntryAssembly:
         indices = tuple(held.indices)
         if self.doubted.get(held.id) != indices:
             self.doubted[held.id] = indices
+            if len(self.doubted) > DOUBTED_MAX:
+                del self.doubted[next(iter(self.doubted))]
             raise RedeliveryNeeded(held.id)
-        del self.doubted[held.id]
         return held
 
 

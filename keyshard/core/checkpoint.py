@@ -90,7 +90,10 @@ class PartitionCheckpoint:
 
 def _parse_id(text: str) -> EntryId:
     ledger, _, entry = text.partition(":")
-    return EntryId(int(ledger), int(entry))
+    result = EntryId(int(ledger), int(entry))
+    if min(result) < 0 or text != f"{result.ledger}:{result.entry}":
+        raise ValueError(f"{text!r} is not an entry id")
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,10 @@ class Checkpoint:
         """
         if not isinstance(data, Mapping):
             raise CheckpointError(f"The checkpoint is {type(data).__name__}, not an object.")
-        if data.get("version") != VERSION:
+        version = data.get("version")
+        if type(version) is not int or version != VERSION:
             raise CheckpointError(
-                f"The checkpoint has version {data.get('version')!r}; this keyshard reads version "
+                f"The checkpoint has version {version!r}; this keyshard reads version "
                 f"{VERSION}. Use the keyshard release that wrote it."
             )
         name = "the checkpoint"

@@ -33,7 +33,7 @@ def full_topic_name(name: str) -> str:
             topic=name,
         )
     parts = rest.split("/")
-    if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.match, parts)):
+    if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.fullmatch, parts)):
         raise ConfigError(
             f"{name!r} is not a topic name. Write 'topic', 'tenant/namespace/topic' or "
             "'persistent://tenant/namespace/topic'."

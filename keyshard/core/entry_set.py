@@ -115,7 +115,7 @@ class EntrySet:
         except ValueError as exc:
             raise CheckpointError(_bad(text)) from exc
         result = cls(ledgers)
-        if str(result) != text:
+        if str(result) != text or any(ledger < 0 for ledger in ledgers):
             raise CheckpointError(_bad(text))
         return result
 
@@ -211,10 +211,13 @@ def parse_runs(text: str) -> Runs:
         first_text, dash, last_text = part.partition("-")
         first = int(first_text)
         last = int(last_text) if dash else first
-        if first > last or (runs and first <= runs[-1][1] + 1) or not first_text.isdigit():
+        if first > last or (runs and first <= runs[-1][1] + 1):
             raise ValueError(part)
         runs.append((first, last))
-    return tuple(runs)
+    result = tuple(runs)
+    if format_runs(result) != text:
+        raise ValueError(text)
+    return result
 
 
 def index_runs(indices: Iterable[int]) -> str:

@@ -66,7 +66,9 @@ class PartitionWindow:
     received: list[tuple[EntryBlock, int]] = field(default_factory=list)
     """Entries not yet cut, with the index of the range that received them."""
     held: set[EntryId] = field(default_factory=set)
-    """Ids of all entries received or planned."""
+    """Ids of all entries received, planned or expected."""
+    expected: set[EntryId] = field(default_factory=set)
+    """Ids of a planned batch that is not read again yet."""
     rows: int = 0
     bytes: int = 0
     """What is held, received and planned."""
@@ -82,7 +84,6 @@ class PartitionWindow:
         assert self.held >= set(ids), "a received entry is not held"
         assert not any(map(self.state.settled, ids)), "a received entry is settled"
         assert self.received_rows == sum(block.rows for block, _ in self.received)
-        assert self.rows >= self.received_rows
 
 
 @dataclass(slots=True)
@@ -190,7 +191,9 @@ class Window:
         Without this, a redelivery that comes first would pass for committed and be acknowledged.
         """
         for topic_partition, state in checkpoint.partitions.items():
-            self._partitions[topic_partition].held.update(state.batch)
+            window = self._partitions[topic_partition]
+            window.expected.update(state.batch)
+            window.held |= window.expected
 
     def plan(
         self, checkpoint: Checkpoint, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
@@ -199,6 +202,7 @@ class Window:
         for topic_partition, blocks in entries.items():
             window = self._partitions[topic_partition]
             for block in blocks:
+                window.expected.discard(block.id)
                 self._hold(window, block)
         self.batches[checkpoint.batch_id] = Batch(
             checkpoint, {tp: list(blocks) for tp, blocks in entries.items()}
@@ -270,13 +274,16 @@ class Window:
         """Assert the invariants; tests and simulations call it after every step."""
         for topic_partition, window in self._partitions.items():
             window.validate()
-            planned = {
-                block.id
+            blocks = [
+                block
                 for batch in self.batches.values()
                 for block in batch.entries.get(topic_partition, ())
-            }
+            ]
+            planned = window.expected.union(block.id for block in blocks)
+            assert len(planned) == len(blocks) + len(window.expected), "an entry is planned twice"
             assert window.held == planned | {block.id for block, _ in window.received}
             assert all(entry_id in window.state.delivered for entry_id in planned)
+            assert window.rows == window.received_rows + sum(block.rows for block in blocks)
 
     def _hold(self, window: PartitionWindow, block: EntryBlock) -> None:
         window.held.add(block.id)

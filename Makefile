@@ -1,0 +1,44 @@
+# Every command sets up what it needs: .venv, the packages, the broker, Java. Nothing else is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test unit lint format bench help
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
+	@$(BIN)/python -m examples.demo
+
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (at most 12 minutes on 2 cores)
+	@$(BIN)/python -m pytest
+
+unit: $(INSTALLED) ## unit and property tests only (under 20 seconds)
+	@$(BIN)/python -m pytest tests/unit tests/property -m "not broker and not spark"
+
+lint: $(INSTALLED) ## format, lint, types and import rules
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --cache-dir $(VENV)/.import_linter
+
+format: $(INSTALLED) ## format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED) ## rows per second with and without Spark, against a bare client
+	@$(BIN)/python -m bench ingest
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "keyshard needs Python 3.10 or newer as '$(PYTHON)'. Install it, or name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+	  echo "'$(PYTHON)' lacks the venv module. Install it (on Debian and Ubuntu: the package python3-venv)." >&2; exit 1; }
+	@echo "Installing keyshard and what it needs into $(VENV): once, one to three minutes." >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' || { \
+	  echo "Could not install the packages. Check that a Python package index can be reached, then run the same command again." >&2; exit 1; }
+	@touch $@

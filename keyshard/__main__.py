@@ -1,0 +1,5 @@
+"""``python -m keyshard``."""
+
+from keyshard.cli import app
+
+app()

@@ -1,0 +1,346 @@
+"""An in-memory broker behind the port, for tests: keyshard's own and those of its users.
+
+:class:`MemoryCluster` is the broker's side, shared by everybody; :class:`MemoryBroker` is one
+client connection to it. ``tests/contract`` runs the same cases here and on a real broker::
+
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=5)
+    cluster.publish(topic, Message(b"first", key="a"), Message(b"second", key="a"))
+    broker = MemoryBroker(cluster)
+
+What it shares with Pulsar 4.0, because programs get it wrong:
+
+- A batch goes whole to the range of its first key; a keyless entry goes by producer and
+  sequence id.
+- Positions inside a range are not monotonic: slots that wait for their owner are overtaken by
+  slots that do not. Within a slot order is kept.
+- A range that nobody covers, or whose client queue is full, fills the replay queue; then all ranges
+  of the topic partition stop (:class:`LookAhead`). Acknowledging what waits does not help before
+  the mark-delete passes it.
+- A consumer that closes or reconnects gives back what it has not acknowledged, and it is delivered
+  again from the first index. When the last one leaves, the cursor rewinds to its mark-delete.
+- Subscribing to a topic that does not exist creates it, without partitions.
+
+What it does not do: limits on unacknowledged messages, acknowledgements lost in a crash, negative
+acknowledgement, delayed or chunked messages.
+
+Nothing here reads a clock or starts a thread: publish times come from the caller, and entries are
+dispatched in the thread that publishes, receives, acknowledges or subscribes.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from keyshard.broker.memory_client import MemoryConsumer, MemoryReader
+from keyshard.broker.memory_dispatch import LookAhead, Subscription
+from keyshard.broker.memory_log import Batching, EntryLog, Message
+from keyshard.broker.port import StartPosition
+from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.hash_range import HashRange
+from keyshard.errors import BrokerError, ConfigError, TopicNotFoundError
+
+__all__ = [
+    "Batching",
+    "LookAhead",
+    "MemoryBroker",
+    "MemoryCluster",
+    "MemoryConsumer",
+    "MemoryReader",
+    "Message",
+]
+
+
+class MemoryCluster:
+    """The broker's side: topics, what is stored in them, and their subscriptions.
+
+    Thread-safe; one lock guards everything, also the handles of its clients.
+
+    Args:
+        entries_per_ledger: Entries after which a topic partition opens its next ledger.
+        look_ahead: When entries without a ready owner stop all ranges of a topic partition.
+        now_ms: Source of publish times where ``publish`` is given none, milliseconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        entries_per_ledger: int = 50_000,
+        look_ahead: LookAhead | None = None,
+        now_ms: Callable[[], int] = lambda: 0,
+    ) -> None:
+        if entries_per_ledger < 1:
+            raise ConfigError(f"entries_per_ledger must be at least 1, got {entries_per_ledger}.")
+        self.lock = threading.RLock()
+        self._entries_per_ledger = entries_per_ledger
+        self._look_ahead = look_ahead or LookAhead()
+        self._now_ms = now_ms
+        self._topics: dict[str, tuple[TopicPartition, ...]] = {}
+        self._logs: dict[TopicPartition, EntryLog] = {}
+        self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
+        self._next_ledger = 0
+        self._next_partition = 0
+
+    def create_topic(self, name: str, partitions: int = 0) -> str:
+        """Create a topic and return its full name.
+
+        Args:
+            name: Short or full topic name.
+            partitions: Topic partitions; 0 for a topic that is not partitioned.
+
+        Raises:
+            ConfigError: The name is not a topic name, or it is taken.
+        """
+        topic = full_topic_name(name)
+        with self.lock:
+            if topic in self._topics:
+                raise ConfigError(f"Topic {topic} exists already. Choose another name.")
+            numbers = range(partitions) if partitions else (-1,)
+            self._topics[topic] = tuple(TopicPartition(topic, number) for number in numbers)
+            for topic_partition in self._topics[topic]:
+                self._logs[topic_partition] = EntryLog(self._new_ledger, self._entries_per_ledger)
+        return topic
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        """Topic partitions of a topic, or of one topic partition: itself.
+
+        A missing topic is taken for one without partitions, as Pulsar takes it.
+        """
+        with self.lock:
+            return self._topics.get(topic, (TopicPartition.parse(topic),))
+
+    def publish(
+        self,
+        topic: str | TopicPartition,
+        *messages: Message,
+        batching: Batching = Batching.NONE,
+        batch_messages_max: int = 1_000,
+        producer: str = "producer",
+        publish_ms: int | None = None,
+    ) -> list[tuple[TopicPartition, EntryId]]:
+        """Store messages, as one producer that flushes at the end.
+
+        Args:
+            topic: A full topic name, whose partition is chosen by key, or one topic partition or
+                its name.
+            messages: The messages, in publish order.
+            batching: How they become entries.
+            batch_messages_max: Messages of one producer batch at most.
+            producer: Name of the producer, which routes keyless messages.
+            publish_ms: Publish time of all of them; the cluster's ``now_ms`` when not given.
+
+        Returns:
+            Where each entry went, in the order of publishing.
+
+        Raises:
+            TopicNotFoundError: The topic does not exist.
+        """
+        with self.lock:
+            time_ms = self._now_ms() if publish_ms is None else publish_ms
+            by_partition: dict[TopicPartition, list[Message]] = {}
+            for message in messages:
+                where = topic if isinstance(topic, TopicPartition) else self._route(topic, message)
+                by_partition.setdefault(where, []).append(message)
+            published = []
+            for where, routed in by_partition.items():
+                log = self.log(where)
+                for batch in _batches(routed, batching, batch_messages_max):
+                    entry = log.append(
+                        batch,
+                        batched=batching is not Batching.NONE,
+                        producer=producer,
+                        publish_ms=time_ms,
+                    )
+                    published.append((where, entry.id))
+                for subscription in self._subscriptions_of(where):
+                    subscription.dispatch()
+                for notify in log.on_append:
+                    notify()
+        return published
+
+    def backlog(self, topic_partition: TopicPartition, subscription: str) -> int:
+        """Entries that are stored and not acknowledged.
+
+        Raises:
+            BrokerError: There is no such subscription.
+        """
+        with self.lock:
+            found = self._subscriptions.get((topic_partition, subscription))
+            if found is None:
+                raise BrokerError(
+                    f"{topic_partition} has no subscription {subscription!r}. Subscribe first."
+                )
+            return found.backlog
+
+    def roll_ledger(self, topic_partition: TopicPartition) -> None:
+        """Close the ledger of a topic partition, as a change of its broker does."""
+        with self.lock:
+            self.log(topic_partition).roll_ledger()
+
+    def trim(self, topic_partition: TopicPartition, before: EntryId) -> None:
+        """Forget all entries before an id, as a time to live and retention do together."""
+        with self.lock:
+            self.log(topic_partition).trim(before)
+            for subscription in self._subscriptions_of(topic_partition):
+                subscription.skip_trimmed()
+
+    def validate(self) -> None:
+        """Assert the invariants of everything that is stored; for tests."""
+        with self.lock:
+            for log in self._logs.values():
+                log.validate()
+            for subscription in self._subscriptions.values():
+                subscription.validate()
+
+    def log(self, topic_partition: TopicPartition) -> EntryLog:
+        """What a topic partition stores. The caller holds the lock.
+
+        Raises:
+            TopicNotFoundError: It does not exist.
+        """
+        try:
+            return self._logs[topic_partition]
+        except KeyError:
+            raise TopicNotFoundError(
+                f"{topic_partition} does not exist. Create the topic or correct its name.",
+                topic=topic_partition.topic,
+            ) from None
+
+    def open_log(self, topic_partition: TopicPartition) -> EntryLog:
+        """As :meth:`log`, but a missing topic is created. The caller holds the lock."""
+        if topic_partition.topic not in self._topics and topic_partition.partition < 0:
+            self.create_topic(topic_partition.topic)
+        return self.log(topic_partition)
+
+    def open_subscription(
+        self, topic_partition: TopicPartition, name: str, start: StartPosition
+    ) -> Subscription:
+        """Find or create a subscription. The caller holds the lock."""
+        log = self.open_log(topic_partition)
+        found = self._subscriptions.get((topic_partition, name))
+        if found is None:
+            first = log.first if start is StartPosition.EARLIEST else len(log)
+            found = Subscription(log, first - 1, self._look_ahead)
+            self._subscriptions[topic_partition, name] = found
+        return found
+
+    def _subscriptions_of(self, topic_partition: TopicPartition) -> Iterator[Subscription]:
+        for (where, _), subscription in self._subscriptions.items():
+            if where == topic_partition:
+                yield subscription
+
+    def _new_ledger(self) -> int:
+        self._next_ledger += 1
+        return self._next_ledger
+
+    def _route(self, topic: str, message: Message) -> TopicPartition:
+        """Choose the topic partition: by a hash that is not the ring's, or in turn without key."""
+        partitions = self.partitions(topic)
+        if message.key is not None:
+            return partitions[zlib.crc32(message.key.encode()) % len(partitions)]
+        self._next_partition += 1
+        return partitions[self._next_partition % len(partitions)]
+
+
+def _batches(
+    messages: Sequence[Message], batching: Batching, size_max: int
+) -> Iterable[Sequence[Message]]:
+    """Messages of each entry, in the order of the entries' first messages."""
+    groups: list[list[Message]] = []
+    open_groups: dict[str | None, list[Message]] = {}
+    for message in messages:
+        key = message.routing_key if batching is Batching.BY_KEY else None
+        group = open_groups.get(key)
+        if group is None or batching is Batching.NONE or len(group) >= size_max:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(message)
+    return groups
+
+
+class MemoryBroker:
+    """One client connection to a :class:`MemoryCluster`; implements the ``Broker`` port."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        self._cluster = cluster
+        self._consumers: list[MemoryConsumer] = []
+        self._readers: list[MemoryReader] = []
+        self._closed = False
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        self._check_open()
+        return self._cluster.partitions(topic)
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> MemoryConsumer:
+        if receiver_queue_size < 1:
+            raise ConfigError(f"receiver_queue_size must be at least 1, got {receiver_queue_size}.")
+        with self._cluster.lock:
+            self._check_open()
+            consumer = MemoryConsumer(
+                lock=self._cluster.lock,
+                log=self._cluster.open_log(topic_partition),
+                subscription=self._cluster.open_subscription(topic_partition, subscription, start),
+                topic_partition=topic_partition,
+                hash_range=hash_range,
+                name=consumer_name,
+                receiver_queue_size=receiver_queue_size,
+            )
+            consumer.connect()
+            self._consumers.append(consumer)
+        return consumer
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> MemoryReader:
+        with self._cluster.lock:
+            self._check_open()
+            log = self._cluster.open_log(topic_partition)
+            reader = MemoryReader(self._cluster.lock, log, topic_partition, start)
+            self._readers.append(reader)
+        return reader
+
+    def drop(self) -> None:
+        """Lose the connection: the broker forgets the consumers, which do not notice.
+
+        They keep what is in their queues, and their acknowledgements are lost.
+        """
+        with self._cluster.lock:
+            for consumer in self._consumers:
+                consumer.drop()
+
+    def reconnect(self) -> None:
+        """Bring every dropped consumer back with an empty queue.
+
+        One whose range somebody else took meanwhile stays without connection and says nothing,
+        as Pulsar's client does; call it again to let it retry.
+        """
+        with self._cluster.lock:
+            for consumer in self._consumers:
+                consumer.reconnect()
+
+    def disconnect(self) -> None:
+        """Lose the connection and get it back at once; what is unacknowledged comes again."""
+        with self._cluster.lock:
+            self.drop()
+            self.reconnect()
+
+    def close(self) -> None:
+        with self._cluster.lock:
+            self._closed = True
+            for consumer in self._consumers:
+                consumer.close()
+            for reader in self._readers:
+                reader.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerError("The connection to the in-memory cluster is closed.")

@@ -1,0 +1,161 @@
+"""What the in-memory broker stores: messages, entries, and the log of one topic partition.
+
+Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from keyshard.core.entry import EntryBlock, EntryId
+from keyshard.core.key_slot import key_slot, routing_key
+
+
+class Batching(str, Enum):
+    """How a producer forms entries of the messages of one ``publish``."""
+
+    NONE = "none"
+    """Every message is an entry of its own."""
+    BY_KEY = "by_key"
+    """One producer batch for each routing key."""
+    MIXED = "mixed"
+    """Producer batches in publish order whatever the key, as Pulsar batches by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as a producer hands it over."""
+
+    value: bytes
+    key: str | None = None
+    """Partition key; ``None`` for a keyless message, ``""`` for the empty key."""
+    ordering_key: str | None = None
+    properties: Mapping[str, str] = field(default_factory=dict)
+    event_ms: int = 0
+    """Event time, milliseconds since the epoch; 0 when unset."""
+
+    @property
+    def routing_key(self) -> str | None:
+        """The key that routes it: the ordering key, else the partition key."""
+        return routing_key(self.key, self.ordering_key)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """One entry as the broker holds it."""
+
+    ordinal: int
+    """Number of entries published to the topic partition before it; never used twice."""
+    id: EntryId
+    slot: int
+    batched: bool
+    messages: tuple[Message, ...]
+    publish_ms: int
+
+    def block(self, first: int = 0, count: int | None = None) -> EntryBlock:
+        """A fresh block of ``count`` messages (all, when not given) from index ``first`` on."""
+        end = len(self.messages) if count is None else min(first + count, len(self.messages))
+        messages = self.messages[first:end]
+        return EntryBlock(
+            id=self.id,
+            batch_size=len(self.messages),
+            batched=self.batched,
+            indices=list(range(first, end)),
+            values=[message.value for message in messages],
+            # A client cannot tell an empty key from none.
+            partition_keys=[message.key or None for message in messages],
+            ordering_keys=[message.ordering_key or None for message in messages],
+            publish_ms=[self.publish_ms] * len(messages),
+            event_ms=[message.event_ms for message in messages],
+            properties=[dict(message.properties) for message in messages],
+            payload_bytes=sum(len(message.value) for message in messages),
+        )
+
+
+class EntryLog:
+    """Entries of one topic partition, in ledgers.
+
+    Inside the broker an entry is named by its ordinal, so that ranges of entries need no ledger
+    sizes; ids are for the outside.
+
+    Args:
+        new_ledger: Gives the next ledger id of the cluster.
+        entries_per_ledger: Entries after which a ledger is closed and the next one is opened.
+    """
+
+    def __init__(self, new_ledger: Callable[[], int], entries_per_ledger: int) -> None:
+        self._new_ledger = new_ledger
+        self._entries_per_ledger = entries_per_ledger
+        self._ids: list[EntryId] = []
+        self._entries: list[StoredEntry | None] = []
+        self._next_id = EntryId(new_ledger(), 0)
+        self._sequence_ids: dict[str, int] = {}
+        self._first = 0
+        self.on_append: list[Callable[[], None]] = []
+        """Called after entries were appended; readers wait on it."""
+
+    def __len__(self) -> int:
+        """Entries ever published, also those that are trimmed."""
+        return len(self._entries)
+
+    @property
+    def first(self) -> int:
+        """Ordinal of the first entry that is still stored, or the length when none is."""
+        return self._first
+
+    def append(
+        self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
+    ) -> StoredEntry:
+        """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        if self._next_id.entry >= self._entries_per_ledger:
+            self.roll_ledger()
+        sequence_id = self._sequence_ids.get(producer, 0)
+        self._sequence_ids[producer] = sequence_id + len(messages)
+        key = messages[0].routing_key
+        entry = StoredEntry(
+            ordinal=len(self._entries),
+            id=self._next_id,
+            slot=key_slot(f"{producer}-{sequence_id}" if key is None else key),
+            batched=batched,
+            messages=tuple(messages),
+            publish_ms=publish_ms,
+        )
+        self._ids.append(entry.id)
+        self._entries.append(entry)
+        self._next_id = EntryId(entry.id.ledger, entry.id.entry + 1)
+        return entry
+
+    def roll_ledger(self) -> None:
+        """Close the ledger; the next entry opens another."""
+        self._next_id = EntryId(self._new_ledger(), 0)
+
+    def get(self, ordinal: int) -> StoredEntry | None:
+        """The entry, or ``None`` when it is trimmed."""
+        return self._entries[ordinal]
+
+    def ordinal(self, entry_id: EntryId) -> int | None:
+        """Ordinal of an id, or ``None`` when no entry ever had it."""
+        ordinal = bisect_left(self._ids, entry_id)
+        found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
+        return ordinal if found else None
+
+    def first_from(self, entry_id: EntryId) -> int:
+        """Ordinal of the first stored entry at or after an id, or the length when none is."""
+        return max(self._first, bisect_left(self._ids, entry_id))
+
+    def trim(self, before: EntryId) -> None:
+        """Forget every entry before an id."""
+        end = self.first_from(before)
+        self._entries[self._first : end] = [None] * (end - self._first)
+        self._first = end
+
+    def validate(self) -> None:
+        """Assert that ids ascend and that exactly the entries before ``first`` are gone."""
+        assert len(self._ids) == len(self._entries)
+        assert all(a < b for a, b in zip(self._ids, self._ids[1:], strict=False)), "ids ascend"
+        for ordinal, entry in enumerate(self._entries):
+            assert (entry is None) == (ordinal < self._first), "trimmed up to first"
+            assert entry is None or (entry.ordinal, entry.id) == (ordinal, self._ids[ordinal])

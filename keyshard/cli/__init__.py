@@ -1,0 +1,75 @@
+"""The command line: ``keyshard``.
+
+Nothing heavy is imported here; each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from keyshard.cli.broker import broker_app
+from keyshard.cli.produce import produce
+from keyshard.errors import ConfigError, KeyShardError
+
+_BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
+
+
+class _App(typer.Typer):
+    """A command line whose errors are one sentence on stderr, without a traceback."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except KeyShardError as exc:
+            sys.stderr.write(f"{exc}\n")
+            sys.exit(_BAD_INPUT if isinstance(exc, ConfigError) else _FAILED)
+        except KeyboardInterrupt:
+            sys.stderr.write("Interrupted.\n")
+            sys.exit(_INTERRUPTED)
+
+
+app = _App(
+    name="keyshard",
+    help="Consume Apache Pulsar with more parallelism than partitions: development tools.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(broker_app, name="broker")
+app.command("produce")(produce)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; by default that of this process.
+    """
+    app(arguments)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = version("keyshard")
+        except PackageNotFoundError:
+            number = "unknown (not installed)"
+        typer.echo(f"keyshard {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass

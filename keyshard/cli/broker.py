@@ -1,0 +1,145 @@
+"""``keyshard broker``: a real Pulsar broker on this machine, for development."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from keyshard.devbroker.registry import BrokerRecord
+
+_POLL_S = 0.2
+_VERSION = "4.0.8"  # The one of keyshard.devbroker; imported there it would load httpx for --help.
+_PORT = 6650
+_ADMIN_PORT = 8080
+
+broker_app = typer.Typer(
+    help="Start and stop a real Pulsar broker on this machine, reachable from this machine only.",
+    no_args_is_help=True,
+)
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="The broker's data directory; default: one in the user's cache."),
+]
+
+
+@broker_app.command()
+def start(
+    version: Annotated[str, typer.Option(help="Pulsar version; fetched once.")] = _VERSION,
+    port: Annotated[int, typer.Option(help="Port for clients.")] = _PORT,
+    admin_port: Annotated[int, typer.Option(help="Port of the admin interface.")] = _ADMIN_PORT,
+    data: DataOption = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay until Ctrl-C, then stop the broker.")
+    ] = False,
+) -> None:
+    """Start a broker and return when it is ready."""
+    from rich.console import Console
+
+    from keyshard.devbroker import DevBroker, install, registry
+    from keyshard.errors import DevBrokerError
+
+    folder = registry.data_dir(data)
+    running = registry.find(folder)
+    if running is not None:
+        if foreground:
+            raise DevBrokerError(f"A broker runs on {folder} already. Stop it first.")
+        typer.echo(f"Already running. {_describe(running)}")
+        return
+    broker = DevBroker(version, port, admin_port, folder, detached=not foreground)
+    install(version)
+    with Console(stderr=True).status("Starting the broker"):
+        broker.start()
+    assert broker.pid is not None
+    record = registry.remember(broker.pid, version, port, admin_port, folder)
+    typer.echo(f"Started. {_describe(record)}")
+    if foreground:
+        try:
+            _wait_until_interrupted(broker.is_running)
+            if not broker.is_running():
+                raise DevBrokerError(f"The broker ended by itself. Its log is {broker.log_path}.")
+        finally:
+            broker.stop()
+            registry.forget(folder)
+
+
+@broker_app.command()
+def stop(data: DataOption = None) -> None:
+    """Stop the broker; its data stays."""
+    from keyshard.devbroker import registry
+
+    folder = registry.data_dir(data)
+    record = registry.find(folder)
+    if record is None:
+        typer.echo(f"No broker runs on {folder}.")
+        return
+    registry.stop(record)
+    typer.echo(f"Stopped the broker on {folder}.")
+
+
+@broker_app.command()
+def status(data: DataOption = None) -> None:
+    """Say whether the broker runs and where; exit status 1 when it does not."""
+    from keyshard.devbroker import registry
+
+    folder = registry.data_dir(data)
+    record = registry.find(folder)
+    if record is None:
+        typer.echo(f"No broker runs on {folder}.")
+        raise typer.Exit(1)
+    typer.echo(f"Running. {_describe(record)}")
+
+
+@broker_app.command()
+def logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines to print.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    data: DataOption = None,
+) -> None:
+    """Print the end of the broker's log."""
+    from keyshard.devbroker import registry
+    from keyshard.errors import DevBrokerError
+
+    path = registry.data_dir(data) / "broker.log"
+    if not path.exists():
+        raise DevBrokerError(f"There is no log at {path}: no broker was started there.")
+    with path.open(errors="replace") as log:
+        for line in deque(log, maxlen=lines):
+            typer.echo(line, nl=False)
+        while follow:
+            line = log.readline()
+            if line:
+                typer.echo(line, nl=False)
+            else:
+                time.sleep(_POLL_S)
+
+
+def _describe(record: BrokerRecord) -> str:
+    return (
+        f"Pulsar {record.version}, pid {record.pid}\n"
+        f"  clients  pulsar://127.0.0.1:{record.port}\n"
+        f"  admin    http://127.0.0.1:{record.admin_port}\n"
+        f"  data     {record.data_dir}"
+    )
+
+
+def _wait_until_interrupted(alive: Callable[[], bool]) -> None:
+    asked = False
+
+    def ask(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    while not asked and alive():
+        time.sleep(_POLL_S)

@@ -1,0 +1,1 @@
+"""Loads, histories and checkers, shared by tests, benchmarks and the command line."""

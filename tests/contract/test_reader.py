@@ -1,0 +1,116 @@
+"""Contract: bounded reading from a position."""
+
+from __future__ import annotations
+
+import pytest
+from contract_harness import Harness, Received, read_to_end, receive, subscribe, wait_until
+
+from keyshard.broker.memory import Batching, Message
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.errors import BrokerError
+
+FIRST = EntryId(0, 0)
+
+
+def publish_mix(harness: Harness, where: TopicPartition) -> None:
+    """Three single messages, a keyed batch of 5, a mixed batch of 4, a single message."""
+    harness.publish(where.name, [Message(b"%d" % number, key="a") for number in range(3)])
+    batch = [Message(b"%d" % number, key="b") for number in range(3, 8)]
+    harness.publish(where.name, batch, Batching.BY_KEY)
+    batch = [Message(b"%d" % number, key=f"c{number}") for number in range(8, 12)]
+    harness.publish(where.name, batch, Batching.MIXED)
+    harness.publish(where.name, [Message(b"12")])
+
+
+def sizes(received: Received) -> list[int]:
+    """Messages received of each entry, in the order of entries."""
+    counts: dict[EntryId, int] = {}
+    for block in received.blocks:
+        assert block.indices[0] == counts.get(block.id, 0)
+        counts[block.id] = counts.get(block.id, 0) + block.rows
+    return list(counts.values())
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+def test_a_reader_gives_whole_entries_in_order_from_its_start(
+    harness: Harness, partitions: int
+) -> None:
+    where = TopicPartition(harness.create_topic(partitions), 1 if partitions else -1)
+    publish_mix(harness, where)
+    broker = harness.broker()
+    everything = read_to_end(broker.reader(where, FIRST))
+    assert everything.values == [b"%d" % number for number in range(13)]
+    assert sizes(everything) == [1, 1, 1, 5, 4, 1]
+    assert everything.ids == sorted(everything.ids)
+
+    for skipped, start in enumerate(everything.ids):
+        rest = read_to_end(broker.reader(where, start))
+        assert rest.ids == everything.ids[skipped:]
+        assert sizes(rest) == sizes(everything)[skipped:]
+
+
+def test_a_reader_does_not_care_for_acknowledgements(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    publish_mix(harness, where)
+    ids = receive([consumer], 13).ids
+    consumer.acknowledge(ids)
+    wait_until(lambda: harness.backlog(where) == 0)
+    assert read_to_end(broker.reader(where, ids[0])).ids == ids
+
+
+def test_a_reader_acknowledges_nothing(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    publish_mix(harness, where)
+    reader = broker.reader(where, FIRST)
+    assert len(read_to_end(reader).values) == 13
+    reader.close()
+    assert harness.backlog(where) == 6
+    assert len(receive([consumer], 13).values) == 13
+
+
+def test_a_start_that_is_not_stored_gives_the_next_entry(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    harness.publish(where.name, [Message(b"0", key="k"), Message(b"1", key="k")])
+    harness.roll_ledger(where)
+    harness.publish(where.name, [Message(b"2", key="k"), Message(b"3", key="k")])
+    ids = read_to_end(broker.reader(where, FIRST)).ids
+    assert ids[1].ledger < ids[2].ledger
+    behind_the_ledger = EntryId(ids[1].ledger, ids[1].entry + 100)
+    assert read_to_end(broker.reader(where, behind_the_ledger)).ids == ids[2:]
+    assert read_to_end(broker.reader(where, EntryId(ids[0].ledger - 1, 5))).ids == ids
+
+
+def test_a_start_behind_everything_is_at_the_end_and_gets_what_comes(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    harness.publish(where.name, [Message(b"0", key="k")])
+    (last,) = read_to_end(broker.reader(where, FIRST)).ids
+    reader = broker.reader(where, EntryId(last.ledger, last.entry + 1))
+    assert reader.at_end()
+    assert reader.read(20) == []
+    harness.publish(where.name, [Message(b"1", key="k")])
+    assert not reader.at_end()
+    assert read_to_end(reader).values == [b"1"]
+
+
+def test_a_reader_of_an_empty_partition_is_at_the_end_until_something_comes(
+    harness: Harness,
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    reader = harness.broker().reader(where, FIRST)
+    assert reader.at_end()
+    assert reader.read(20) == []
+    harness.publish(where.name, [Message(b"0", key="k")])
+    assert read_to_end(reader).values == [b"0"]
+    assert reader.at_end()
+
+
+def test_a_closed_reader_refuses_work_and_closes_again(harness: Harness) -> None:
+    reader = harness.broker().reader(TopicPartition(harness.create_topic()), FIRST)
+    reader.close()
+    reader.close()
+    with pytest.raises(BrokerError):
+        reader.read(10)
+    with pytest.raises(BrokerError):
+        reader.at_end()

@@ -1,0 +1,52 @@
+"""Contract: ranges are consumed in threads while others publish."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from contract_harness import DEADLINE_S, Harness, Received, subscribe, wait_until
+
+from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import Consumer
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import split_ring
+
+KEYS = 40
+ROUNDS = 50
+
+
+def test_ranges_in_threads_get_every_message_once_and_in_order_per_key(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumers = [
+        subscribe(broker, where, hash_range, receiver_queue_size=10) for hash_range in split_ring(4)
+    ]
+    results = [Received() for _ in consumers]
+    done = threading.Event()
+
+    def consume(consumer: Consumer, received: Received) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not done.is_set() and time.monotonic() < deadline:
+            known = len(received.deliveries)
+            if received.take([consumer]):
+                consumer.acknowledge([block.id for block in received.blocks[known:]])
+
+    threads = [
+        threading.Thread(target=consume, args=pair, daemon=True)
+        for pair in zip(consumers, results, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for number in range(ROUNDS):
+        batching = Batching.BY_KEY if number % 2 else Batching.NONE
+        harness.publish(
+            where.name, [Message(b"%d" % number, key=str(key)) for key in range(KEYS)], batching
+        )
+    wait_until(lambda: sum(len(received.values) for received in results) >= KEYS * ROUNDS)
+    wait_until(lambda: harness.backlog(where) == 0)
+    done.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    by_key = {key: values for received in results for key, values in received.by_key().items()}
+    assert sum(len(received.values) for received in results) == KEYS * ROUNDS
+    assert by_key == {str(key): [b"%d" % n for n in range(ROUNDS)] for key in range(KEYS)}

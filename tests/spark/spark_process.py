@@ -1,0 +1,147 @@
+"""Starts, watches and kills a Spark query with everything it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+QUERY = Path(__file__).parent / "query.py"
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until a condition holds; fails after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+class SparkProcess:
+    """One run of a query: the driver's Python process, its JVM, and all Python processes of it."""
+
+    def __init__(self, run: dict[str, Any], directory: Path, program: Path = QUERY) -> None:
+        self.run = run
+        self.checkpoint = Path(run["checkpoint"])
+        self.sink = Path(run["sink"])
+        self.progress = Path(run["progress"])
+        self.log = directory / f"{self.progress.stem}.log"
+        with self.log.open("wb") as log:
+            self._driver = subprocess.Popen(
+                [sys.executable, str(program), json.dumps(run)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYSPARK_PYTHON": sys.executable},
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the run, the driver first."""
+        try:
+            driver = psutil.Process(self._driver.pid)
+            return [driver, *driver.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def jvm(self) -> psutil.Process:
+        """The JVM of the run."""
+        return next(process for process in self.processes() if process.name() == "java")
+
+    def alive(self) -> bool:
+        """Whether the driver runs."""
+        return self._driver.poll() is None
+
+    def batches(self, log: str) -> list[int]:
+        """Batches in a log of the checkpoint: ``offsets`` or ``commits``."""
+        directory = self.checkpoint / log
+        if not directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+    def committed(self) -> int:
+        """Number of committed batches."""
+        return len(self.batches("commits"))
+
+    def wait_committed(self, count: int, timeout_s: float = 90.0) -> None:
+        """Wait for the number of committed batches, over all runs on the checkpoint."""
+
+        def reached() -> bool:
+            assert self.alive(), f"the query ended early:\n{self.tail()}"
+            return self.committed() >= count
+
+        eventually(reached, timeout_s, f"{count} batches committed\n{self.tail()}")
+
+    def wait_inside_batch(self, files_min: int, timeout_s: float = 90.0) -> int:
+        """Wait until a batch is planned and partly written, but not committed; its number."""
+        found = -1
+
+        def inside() -> bool:
+            nonlocal found
+            assert self.alive(), f"the query ended early:\n{self.tail()}"
+            planned, committed = self.batches("offsets"), self.batches("commits")
+            if not planned or planned[-1] in committed:
+                return False
+            found = planned[-1]
+            since = (self.checkpoint / "offsets" / str(found)).stat().st_mtime_ns
+            return sum(1 for path in self.files() if path.stat().st_mtime_ns > since) >= files_min
+
+        eventually(inside, timeout_s, f"a batch with {files_min} files\n{self.tail()}")
+        return found
+
+    def files(self) -> set[Path]:
+        """All files in the sink that Spark tasks wrote, committed or not."""
+        return set(self.sink.glob("part-*.parquet"))
+
+    def kill(self, victim: psutil.Process, gone_within_s: float = 10.0) -> float:
+        """SIGKILL one process; everything of the run must end by itself. Seconds that took."""
+        everything = self.processes()
+        began = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+
+        def gone() -> bool:
+            self._driver.poll()
+            return not any(_lives(process) for process in everything)
+
+        deadline = began + gone_within_s
+        while not gone() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [process for process in everything if _lives(process)]
+        names = [" ".join(process.cmdline())[:200] for process in left]
+        for process in left:
+            process.kill()
+        assert not left, f"still there {gone_within_s:.0f} s after SIGKILL: {names}"
+        return time.monotonic() - began
+
+    def stop(self) -> None:
+        """End the run, whatever state it is in."""
+        everything = self.processes()
+        for process in everything:
+            if _lives(process):
+                process.kill()
+        self._driver.wait(10)
+        psutil.wait_procs(everything, timeout=10)
+
+    def reported(self) -> list[dict[str, Any]]:
+        """What the source reported with each progress of this run."""
+        if not self.progress.exists():
+            return []
+        lines = self.progress.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def tail(self) -> str:
+        """The end of the run's output, for failures."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,181 @@
+"""Promises 1 to 3 of the design under SIGKILL of everything, into a Spark parquet sink."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pytest
+
+from keyshard.devbroker import DevBroker
+from keyshard.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from spark_process import SparkProcess, eventually
+
+pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(420)]
+
+TOPIC, SUBSCRIPTION, PARTITIONS = "exactly-once", "keyshard-test", 5
+LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
+ROWS_PER_BATCH = 6_000
+
+
+def backlog(broker: DevBroker) -> int:
+    """Entries that the broker still holds for the subscription; -1 while it does not answer."""
+    url = f"{broker.admin_url}/admin/v2/persistent/public/default/{TOPIC}/partitioned-stats"
+    try:
+        stats = httpx.get(url, params={"perPartition": "false"}, timeout=5).json()
+    except (httpx.TransportError, ValueError):
+        return -1
+    return int(stats["subscriptions"][SUBSCRIPTION]["msgBacklog"])
+
+
+@dataclass
+class Runs:
+    """The runs of one query over one checkpoint."""
+
+    broker: DevBroker
+    directory: Path
+    all: list[SparkProcess] = field(default_factory=list)
+
+    def start(self, parallelism: int) -> SparkProcess:
+        number = len(self.all)
+        run = SparkProcess(
+            {
+                "source": {
+                    "topics": TOPIC,
+                    "subscription": SUBSCRIPTION,
+                    "service_url": self.broker.service_url,
+                    "admin_url": self.broker.admin_url,
+                    "parallelism": parallelism,
+                    "starting_position": "earliest",
+                    "batch_rows_max": ROWS_PER_BATCH,
+                    # Most of the topic stays at the broker, so that every fault meets traffic.
+                    "window_rows_max": 3 * ROWS_PER_BATCH,
+                },
+                "sink": str(self.directory / "sink"),
+                "checkpoint": str(self.directory / "checkpoint"),
+                "progress": str(self.directory / f"run-{number}.jsonl"),
+            },
+            self.directory,
+        )
+        self.all.append(run)
+        return run
+
+    def duplicates_dropped(self) -> list[int]:
+        """Redeliveries that each run reported as dropped."""
+        return [
+            max((status.get("duplicatesDropped", 0) for status in run.reported()), default=0)
+            for run in self.all
+        ]
+
+
+def complete_rows(path: Path) -> list[tuple[int, str]] | None:
+    """Message ids of a file, or ``None`` when a killed task did not finish it."""
+    try:
+        return message_ids(path)
+    except pa.ArrowException:
+        return None
+
+
+def kill_and_compare_later(
+    runs: Runs, run: SparkProcess, victim: str, leftovers: dict[int, set[Path]]
+) -> None:
+    """SIGKILL the driver or the JVM inside a batch of which some tasks are done."""
+    before = run.files()
+    batch = run.wait_inside_batch(files_min=4)
+    took = run.kill(run.processes()[0] if victim == "driver" else run.jvm())
+    assert batch not in run.batches("commits"), "the kill came too late"
+    leftovers[batch] = run.files() - before
+    print(f"{victim} killed inside batch {batch}; all its processes were gone after {took:.1f} s")
+
+
+def same_rows_again(sink: Path, batch: int, leftovers: set[Path]) -> int:
+    """Compare the files of a killed run of a batch with those committed later; number compared."""
+    committed = {task_of(path): path for path in committed_files(sink)[batch]}
+    compared = 0
+    for path in leftovers - set(committed.values()):
+        rows = complete_rows(path)
+        if rows is not None:
+            assert rows == message_ids(committed[task_of(path)]), f"batch {batch}: {path.name}"
+            compared += 1
+    return compared
+
+
+def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
+    with DevBroker() as broker:
+        create_partitioned_topic(broker.admin_url, TOPIC, PARTITIONS)
+        sent = produce(LOAD, broker.service_url, TOPIC)
+        print(f"\nproduced {sent.sent} messages in {sent.seconds:.1f} s")
+        runs = Runs(broker, tmp_path)
+        try:
+            leftovers = kill_everything(runs, broker)
+            drain(runs, broker)
+        finally:
+            for run in runs.all:
+                run.stop()
+        judge(runs, sent.per_key, leftovers)
+
+
+def kill_everything(runs: Runs, broker: DevBroker) -> dict[int, set[Path]]:
+    """N = 10, 10, 10, 16 with kills in between; files of batches killed over a change of N."""
+    leftovers: dict[int, set[Path]] = {}
+    run = runs.start(10)
+    run.wait_committed(2)
+    kill_and_compare_later(runs, run, "driver", {})
+
+    run = runs.start(10)
+    run.wait_committed(run.committed() + 2)
+    before = backlog(broker)
+    eventually(lambda: -1 < backlog(broker) < before, 60, "acknowledgements arrive at the broker")
+    broker.kill()
+    broker.restart()
+    run.wait_committed(run.committed() + 3)
+    kill_and_compare_later(runs, run, "jvm", {})
+
+    run = runs.start(10)
+    run.wait_committed(run.committed() + 2)
+    kill_and_compare_later(runs, run, "driver", leftovers)
+
+    run = runs.start(16)
+    run.wait_committed(run.committed() + 2)
+    kill_and_compare_later(runs, run, "jvm", leftovers)
+    return leftovers
+
+
+def drain(runs: Runs, broker: DevBroker) -> None:
+    """N = 3 up to the end of the topic."""
+    run = runs.start(3)
+    deadline = time.monotonic() + 120
+    while backlog(broker) != 0:
+        assert run.alive(), run.tail()
+        assert time.monotonic() < deadline, f"backlog {backlog(broker)}\n{run.tail()}"
+        time.sleep(0.1)
+    last = run.committed()
+    eventually(
+        lambda: any(status["batch"] >= last - 1 for status in run.reported()), 20, "last progress"
+    )
+
+
+def judge(runs: Runs, sent: dict[str, int], leftovers: dict[int, set[Path]]) -> None:
+    sink = runs.directory / "sink"
+    check = SinkCheck()
+    for files in committed_files(sink).values():
+        check.add(files, 10)
+    dropped = runs.duplicates_dropped()
+    compared = {batch: same_rows_again(sink, batch, left) for batch, left in leftovers.items()}
+    print(
+        f"\nrows {check.rows}, twice {check.twice}, missing {check.missing(sent)}, inversions "
+        f"{check.inversions}, batches {len(committed_files(sink))}, redeliveries dropped per run "
+        f"{dropped} = {sum(dropped)}, files equal over a change of N {compared}"
+    )
+    assert check.rows == LOAD.messages
+    assert check.twice == 0
+    assert check.missing(sent) == 0
+    assert check.inversions == 0
+    assert check.split_keys == 0
+    assert sum(dropped) > 0, "the faults brought nothing back, so nothing was proved"
+    assert all(compared.values()), f"no finished task to compare: {compared}"
+    assert len(check.rows_of_range) == 10
