@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 
-QUERY = Path(__file__).parent / "query.py"
+ROOT = Path(__file__).parents[2]
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -28,19 +27,18 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class SparkProcess:
     """One run of a query: the driver's Python process, its JVM, and all Python processes of it."""
 
-    def __init__(self, run: dict[str, Any], directory: Path, program: Path = QUERY) -> None:
-        self.run = run
-        self.checkpoint = Path(run["checkpoint"])
-        self.sink = Path(run["sink"])
-        self.progress = Path(run["progress"])
-        self.log = directory / f"{self.progress.stem}.log"
+    def __init__(self, options: dict[str, str], directory: Path, number: int = 0) -> None:
+        self.checkpoint = directory / "checkpoint"
+        self.sink = directory / "sink"
+        self.progress = directory / f"run-{number}.jsonl"
+        self.log = directory / f"run-{number}.log"
+        command = [sys.executable, "-m", "examples.parquet_query"]
+        command += ["--sink", str(self.sink), "--checkpoint", str(self.checkpoint)]
+        command += ["--progress", str(self.progress)]
+        for name, value in options.items():
+            command += ["--option", f"{name}={value}"]
         with self.log.open("wb") as log:
-            self._driver = subprocess.Popen(
-                [sys.executable, str(program), json.dumps(run)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"PYSPARK_PYTHON": sys.executable},
-            )
+            self._driver = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run, the driver first."""

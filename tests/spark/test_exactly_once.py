@@ -41,25 +41,20 @@ class Runs:
     all: list[SparkProcess] = field(default_factory=list)
 
     def start(self, parallelism: int) -> SparkProcess:
-        number = len(self.all)
         run = SparkProcess(
             {
-                "source": {
-                    "topics": TOPIC,
-                    "subscription": SUBSCRIPTION,
-                    "service_url": self.broker.service_url,
-                    "admin_url": self.broker.admin_url,
-                    "parallelism": parallelism,
-                    "starting_position": "earliest",
-                    "batch_rows_max": ROWS_PER_BATCH,
-                    # Most of the topic stays at the broker, so that every fault meets traffic.
-                    "window_rows_max": 3 * ROWS_PER_BATCH,
-                },
-                "sink": str(self.directory / "sink"),
-                "checkpoint": str(self.directory / "checkpoint"),
-                "progress": str(self.directory / f"run-{number}.jsonl"),
+                "topic": TOPIC,
+                "subscription": SUBSCRIPTION,
+                "service.url": self.broker.service_url,
+                "admin.url": self.broker.admin_url,
+                "parallelism": str(parallelism),
+                "startingOffsets": "earliest",
+                "maxOffsetsPerTrigger": str(ROWS_PER_BATCH),
+                # Most of the topic stays at the broker, so that every fault meets traffic.
+                "windowMaxRows": str(3 * ROWS_PER_BATCH),
             },
             self.directory,
+            len(self.all),
         )
         self.all.append(run)
         return run

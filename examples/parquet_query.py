@@ -1,0 +1,73 @@
+"""A Spark Structured Streaming query from Pulsar into parquet files, through keyshard.
+
+    python -m examples.parquet_query --sink out --checkpoint ck \
+        --option topic=orders --option subscription=billing --option parallelism=10
+
+Options are those of ``format("keyshard")``; docs/options.md lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+import spark_adapter
+from keyshard.devbroker import java_home
+
+
+def session() -> SparkSession:
+    """A small local session whose Python workers run in this interpreter."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ["JAVA_HOME"] = str(java_home())
+    spark = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.session.timeZone", "UTC")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    spark_adapter.register(spark)
+    return spark
+
+
+def main() -> None:
+    """Run the query until it fails or is stopped; each progress is a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sink", required=True, help="directory of the parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
+    parser.add_argument("--progress", help="file for what the source reports; default: stdout")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    arguments = parser.parse_args()
+    options = dict(option.split("=", 1) for option in arguments.option)
+
+    query = (
+        session()
+        .readStream.format("keyshard")
+        .options(**options)
+        .load()
+        .writeStream.format("parquet")
+        .option("path", arguments.sink)
+        .option("checkpointLocation", arguments.checkpoint)
+        .start()
+    )
+    with Path(arguments.progress or "/dev/stdout").open("a", encoding="utf-8") as out:
+        shown = None
+        while not query.awaitTermination(0.05):
+            progress = query.lastProgress
+            if progress is not None and progress["timestamp"] != shown:
+                shown = progress["timestamp"]
+                status = json.loads(progress["sources"][0]["latestOffset"] or "null") or {}
+                out.write(json.dumps({"batch": progress["batchId"], **status}) + "\n")
+                out.flush()
+
+
+if __name__ == "__main__":
+    main()
