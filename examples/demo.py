@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,9 +118,8 @@ class Demo:
         with (self.directory / "query.log").open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
-    def run(self, live: Live) -> None:
+    def run(self, live: Live, admin: PulsarAdmin) -> None:
         """Consume everything, with one death of the broker on the way."""
-        admin = PulsarAdmin(self.broker.admin_url)
         query = self.start_query()
         self.tell("Spark query started")
         killed = False
@@ -202,8 +202,11 @@ def main() -> int:
                 LOAD, broker.service_url, TOPIC, lambda count: bar.advance(task, count)
             )
         demo = Demo(broker, Path(directory))
-        with Live(demo.screen(), console=console, refresh_per_second=4) as live:
-            demo.run(live)
+        with (
+            closing(PulsarAdmin(broker.admin_url)) as admin,
+            Live(demo.screen(), console=console, refresh_per_second=4) as live,
+        ):
+            demo.run(live, admin)
         return 0 if verdict(console, demo, report.per_key) else 1
 
 

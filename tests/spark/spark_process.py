@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,18 +28,30 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 class SparkProcess:
     """One run of a query: the driver's Python process, its JVM, and all Python processes of it."""
 
-    def __init__(self, options: dict[str, str], directory: Path, number: int = 0) -> None:
+    def __init__(
+        self,
+        options: dict[str, str],
+        directory: Path,
+        number: int = 0,
+        module: str = "examples.parquet_query",
+    ) -> None:
         self.checkpoint = directory / "checkpoint"
         self.sink = directory / "sink"
         self.progress = directory / f"run-{number}.jsonl"
         self.log = directory / f"run-{number}.log"
-        command = [sys.executable, "-m", "examples.parquet_query"]
+        command = [sys.executable, "-m", module]
         command += ["--sink", str(self.sink), "--checkpoint", str(self.checkpoint)]
         command += ["--progress", str(self.progress)]
         for name, value in options.items():
             command += ["--option", f"{name}={value}"]
         with self.log.open("wb") as log:
-            self._driver = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self._driver = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run, the driver first."""

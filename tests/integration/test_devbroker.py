@@ -1,0 +1,174 @@
+"""The development broker, on the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pulsar
+import pytest
+
+from keyshard.devbroker import DevBroker, install
+from keyshard.errors import DevBrokerError
+
+pytestmark = pytest.mark.broker
+
+LOOPBACK = "0100007F"
+LISTENING = "0A"
+
+
+@contextmanager
+def client_of(broker: DevBroker) -> Iterator[pulsar.Client]:
+    client = pulsar.Client(
+        broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address (as the kernel writes it) and port of each socket a process listens on."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except FileNotFoundError:  # Closed meanwhile.
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def send(client: pulsar.Client, topic: str, values: range) -> None:
+    producer = client.create_producer(topic)
+    for value in values:
+        producer.send(str(value).encode())
+    producer.close()
+
+
+def read(client: pulsar.Client, topic: str, count: int) -> list[int]:
+    reader = client.create_reader(topic, pulsar.MessageId.earliest)
+    values = [int(reader.read_next(20_000).data()) for _ in range(count)]
+    assert not reader.has_message_available()
+    reader.close()
+    return values
+
+
+def test_two_side_by_side_listen_on_loopback_only() -> None:
+    settings = {"managedLedgerMaxEntriesPerLedger": "1000"}
+    with DevBroker(settings=settings) as one, DevBroker() as two:
+        sockets = {broker: listening(broker.pid or 0) for broker in (one, two)}
+        for broker, found in sockets.items():
+            assert {address for address, _ in found} == {LOOPBACK}
+            assert {broker.port, broker.admin_port} < {port for _, port in found}
+        assert not sockets[one] & sockets[two]
+        for number, broker in enumerate((one, two)):
+            with client_of(broker) as client:
+                send(client, "t", range(number * 10, number * 10 + 3))
+                assert read(client, "t", 3) == list(range(number * 10, number * 10 + 3))
+        answers = []
+        for broker in (one, two):
+            with httpx.Client(base_url=broker.admin_url, trust_env=False) as admin:
+                configuration = admin.get("/admin/v2/brokers/configuration/runtime").json()
+                answers.append(configuration["managedLedgerMaxEntriesPerLedger"])
+        assert answers == ["1000", "50000"]
+        folder = one.data_dir
+    assert not one.is_running()
+    assert not folder.exists()
+
+
+def test_messages_survive_kill_and_stop(tmp_path: Path) -> None:
+    with DevBroker(data_dir=tmp_path) as broker:
+        before = (broker.service_url, broker.admin_url)
+        with client_of(broker) as client:
+            client.subscribe("t", "keeps", initial_position=pulsar.InitialPosition.Earliest)
+            send(client, "t", range(100))
+        broker.kill()
+        assert not broker.is_running()
+        broker.restart()
+        assert (broker.service_url, broker.admin_url) == before
+        with client_of(broker) as client:
+            assert read(client, "t", 100) == list(range(100))
+            send(client, "t", range(100, 150))
+        broker.stop()
+        broker.restart()
+        with client_of(broker) as client:
+            assert read(client, "t", 150) == list(range(150))
+        with pytest.raises(DevBrokerError, match="Stop it before"):
+            broker.wipe()
+        broker.stop()
+        broker.wipe()
+        broker.start()
+        with client_of(broker) as client, pytest.raises(pulsar.Timeout):
+            client.create_reader("t", pulsar.MessageId.earliest).read_next(200)
+    assert (tmp_path / "broker.log").exists()
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    broken = DevBroker(data_dir=tmp_path, settings={"brokerServicePort": "not-a-port"})
+    with pytest.raises(DevBrokerError, match=r"its process ended.*\n.*") as caught:
+        broken.start()
+    assert str(tmp_path / "broker.log") in str(caught.value)
+    assert not broken.is_running()
+    late = DevBroker(data_dir=tmp_path / "late")
+    with pytest.raises(DevBrokerError, match=r"not ready in time.*limit 0\.2 s"):
+        late.start(timeout_s=0.2)
+    assert not late.is_running()
+
+
+def test_the_command_line_starts_and_stops_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "KEYSHARD_CACHE": str(_shared_cache(tmp_path))}
+    plan = DevBroker()
+    ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
+    data = ["--data", str(tmp_path / "data")]
+
+    def keyshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "keyshard", *arguments]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    try:
+        started = keyshard("broker", "start", *ports, *data)
+        assert started.returncode == 0, started.stderr
+        assert plan.service_url in started.stdout
+        assert "Already running" in keyshard("broker", "start", *ports, *data).stdout
+        assert keyshard("broker", "status", *data).returncode == 0
+        urls = ["--service-url", plan.service_url, "--admin-url", plan.admin_url]
+        load = ["--partitions", "3", "--messages", "500", "--keys", "20"]
+        produced = keyshard("produce", "t", *load, *urls)
+        assert "Published 500 messages with 20 keys to t" in produced.stdout, produced.stderr
+        clash = keyshard("produce", "t", "--partitions", "4", *urls)
+        assert (clash.returncode, clash.stdout) == (1, "")
+        assert clash.stderr.startswith("[KEYSHARD_ADMIN] ")
+        taken = keyshard("broker", "start", *ports, "--data", str(tmp_path / "other"))
+        assert taken.returncode == 1
+        assert f"Port {plan.port} is in use" in taken.stderr
+        assert "INFO" in keyshard("broker", "logs", "-n", "5", *data).stdout
+    finally:
+        stopped = keyshard("broker", "stop", *data)
+    assert "Stopped the broker" in stopped.stdout
+    assert keyshard("broker", "status", *data).returncode == 1
+
+
+def _shared_cache(tmp_path: Path) -> Path:
+    """A cache of this test with the distribution of the user's, so nothing is fetched again."""
+    cache = tmp_path / "cache"
+    (cache / "pulsar").mkdir(parents=True)
+    home = install()
+    (cache / "pulsar" / home.name).symlink_to(home)
+    return cache

@@ -1,0 +1,66 @@
+"""The parquet query with a look at the disk before every acknowledgement.
+
+Run as a process by test_ack_point.py. The stream process notes, as JSON lines in the file that
+KEYSHARD_TEST_NOTES names, which batches of Spark's offset log hold the entries that are about to be
+acknowledged and are not in its commit log at that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import spark_adapter
+from examples import parquet_query
+from keyshard import Checkpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from spark_adapter.options import parse_options
+from spark_adapter.stream_reader import KeyShardStreamReader
+
+
+def uncommitted(directory: Path, topic_partition: TopicPartition, entries: EntrySet) -> list[str]:
+    """Planned batches that hold one of the entries and are not committed at this moment."""
+    found = []
+    for path in sorted((directory / "offsets").iterdir()):
+        if not path.name.isdigit() or (directory / "commits" / path.name).exists():
+            continue
+        planned = Checkpoint.from_json(path.read_text().splitlines()[-1])
+        state = planned.partitions.get(topic_partition)
+        if state is not None and state.batch & entries:
+            found.append(path.name)
+    return found
+
+
+class WatchedReader(KeyShardStreamReader):
+    """Notes what is on disk before entries are handed over to be acknowledged."""
+
+    def _start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> Any:
+        runtime = super()._start(checkpoint, planned=planned)
+        notes = Path(os.environ["KEYSHARD_TEST_NOTES"])
+        acknowledger = runtime.coordinator._acknowledger
+        submit = acknowledger.submit
+
+        def noted(topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
+            early = uncommitted(notes.parent / "checkpoint", topic_partition, EntrySet.of(entries))
+            with notes.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"entries": len(entries), "uncommitted": early}) + "\n")
+            submit(topic_partition, entries)
+
+        acknowledger.submit = noted
+        return runtime
+
+
+class WatchedSource(spark_adapter.KeyShardDataSource):
+    """The data source with the watched reader."""
+
+    def streamReader(self, schema: Any) -> WatchedReader:  # noqa: N802 - Spark's name
+        return WatchedReader(parse_options(self.options), schema.fieldNames())
+
+
+if __name__ == "__main__":
+    spark_adapter.KeyShardDataSource = WatchedSource
+    parquet_query.main()

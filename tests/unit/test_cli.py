@@ -1,0 +1,104 @@
+"""The command line: errors are one sentence, and help is light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keyshard.cli import broker, main
+from keyshard.devbroker import DEFAULT_VERSION
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    output = capsys.readouterr()
+    code = caught.value.code
+    return (code if isinstance(code, int) else 0), output.out, output.err
+
+
+def test_bad_input_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in [
+        (("produce", "t", "--keys", "0"), "keys must be 1"),
+        (("produce", "t", "--batching", "no"), "batching must be one of"),
+        (("produce", "t", "--partitions", "0"), "partitions must be 1"),
+        (("produce", "a/b", "--messages", "1"), "is not a topic name"),
+        (("produce", "t", "--admin-url", "nowhere"), "is not a URL"),
+        (("broker", "start", "--version", "new"), "is no Pulsar version"),
+        (("broker", "start", "--port", "70000"), "1 to 65535"),
+    ]:
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("[KEYSHARD_BAD_OPTION] ")
+        assert text in err
+        assert err.count("\n") == 1
+
+
+def test_a_broker_that_is_not_there_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "produce", "t", "--admin-url", "http://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert err.startswith("[KEYSHARD_BROKER_UNAVAILABLE] ")
+    assert err.count("\n") == 1
+
+
+def test_unknown_options_are_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "produce", "t", "--nonsense")
+    assert code == 2
+    assert "nonsense" in err
+
+
+def test_a_broker_that_does_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = ("--data", str(tmp_path / "data"))
+    code, out, _ = run(capsys, "broker", "status", *data)
+    assert code == 1
+    assert "No broker runs on" in out
+    code, out, _ = run(capsys, "broker", "stop", *data)
+    assert code == 0
+    assert "No broker runs on" in out
+    code, _, err = run(capsys, "broker", "logs", *data)
+    assert code == 1
+    assert err.startswith("[KEYSHARD_DEVBROKER] There is no log")
+
+
+def test_the_log_is_printed_from_its_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "broker.log").write_text("one\ntwo\nthree\n")
+    code, out, _ = run(capsys, "broker", "logs", "-n", "2", "--data", str(tmp_path))
+    assert (code, out) == (0, "two\nthree\n")
+
+
+def test_the_default_version_is_that_of_the_broker() -> None:
+    assert broker._VERSION == DEFAULT_VERSION
+
+
+@pytest.mark.parametrize("arguments", [[], ["broker"], ["broker", "start"], ["produce"]])
+def test_help_loads_neither_client_nor_spark(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from keyshard.cli import main\n"
+        "try:\n"
+        f"    main({[*arguments, '--help']!r})\n"
+        "finally:\n"
+        "    loaded = {'pulsar', '_pulsar', 'pyspark', 'pyarrow', 'httpx'} & set(sys.modules)\n"
+        "    assert not loaded, loaded\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "Usage" in done.stdout
+
+
+def test_the_module_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "keyshard", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("keyshard ")

@@ -1,0 +1,185 @@
+"""Fetching the distribution: only a whole, checked folder counts."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import multiprocessing
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from keyshard.devbroker import distribution
+from keyshard.devbroker.fetch import NotInRepositoryError, OnDownload
+from keyshard.errors import ConfigError, DevBrokerError
+
+VERSION = "9.9.9"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(distribution, "wait_exponential_jitter", _no_wait)
+    return tmp_path / "cache" / "pulsar"
+
+
+def _no_wait(initial: float, max: float) -> object:  # noqa: A002
+    return lambda _state: 0
+
+
+def archive(names: tuple[str, ...] = ("bin/pulsar", "conf/standalone.conf", "lib/a.jar")) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name in names:
+            data = name.encode() * 50
+            info = tarfile.TarInfo(f"apache-pulsar-{VERSION}/{name}")
+            info.size, info.mode = len(data), 0o755
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+class Repository:
+    """A repository that behaves as told; counts what is asked of it."""
+
+    def __init__(self, data: bytes | None = None, checksums: tuple[str, ...] = ("sha512",)) -> None:
+        self.data = archive() if data is None else data
+        self.served = self.data
+        self.checksums = checksums
+        self.failures: list[Exception] = []
+        self.asked: list[str] = []
+
+    def __call__(self, version: str, packaging: str, into: Path, on_download: OnDownload) -> Path:
+        self.asked.append(packaging)
+        target = into / f"pulsar-{version}.{packaging}"
+        algorithm = packaging.removeprefix("tar.gz").removeprefix(".")
+        if algorithm:
+            if algorithm not in self.checksums:
+                raise NotInRepositoryError(packaging)
+            target.write_text(hashlib.new(algorithm, self.data).hexdigest() + "  a-name\n")
+            return target
+        if self.failures:
+            target.write_bytes(self.served[: len(self.served) // 2])
+            raise self.failures.pop(0)
+        with on_download(target.name, len(self.served)) as advance:
+            target.write_bytes(self.served)
+            advance(len(self.served))
+        return target
+
+
+def test_it_is_fetched_once(cache: Path) -> None:
+    repository = Repository()
+    assert distribution.installed(VERSION) is None
+    home = distribution.install(VERSION, fetch=repository)
+    assert home == cache / VERSION == distribution.installed(VERSION)
+    assert (home / "bin" / "pulsar").stat().st_mode & 0o111
+    assert distribution.install(VERSION, fetch=repository) == home
+    assert repository.asked == ["tar.gz.sha512", "tar.gz"]
+    assert [path.name for path in sorted(cache.iterdir())] == [f".lock-{VERSION}", VERSION]
+
+
+def test_sha1_is_used_where_there_is_no_sha512() -> None:
+    repository = Repository(checksums=("sha1",))
+    distribution.install(VERSION, fetch=repository)
+    assert repository.asked == ["tar.gz.sha512", "tar.gz.sha1", "tar.gz"]
+
+
+@pytest.mark.parametrize("checksums", [("sha512",), ("sha1",)])
+def test_a_wrong_checksum_is_refused(cache: Path, checksums: tuple[str, ...]) -> None:
+    repository = Repository(checksums=checksums)
+    repository.served = archive(("bin/pulsar", "lib/evil.jar"))
+    with pytest.raises(DevBrokerError, match=f"{checksums[0]} checksum.*is not used"):
+        distribution.install(VERSION, fetch=repository)
+    assert distribution.installed(VERSION) is None
+    assert [path.name for path in cache.iterdir()] == [f".lock-{VERSION}"]
+
+
+def test_without_any_checksum_nothing_is_used() -> None:
+    with pytest.raises(DevBrokerError, match="was not found"):
+        distribution.install(VERSION, fetch=Repository(checksums=()))
+    assert distribution.installed(VERSION) is None
+
+
+def test_an_interrupted_download_is_not_taken_and_is_tried_again() -> None:
+    repository = Repository()
+    repository.failures = [ConnectionError("reset"), ConnectionError("reset")]
+    home = distribution.install(VERSION, fetch=repository)
+    assert (home / "lib" / "a.jar").read_bytes() == b"lib/a.jar" * 50
+    assert repository.asked.count("tar.gz") == 3
+
+
+def test_offline_says_what_is_missing_and_what_to_do() -> None:
+    repository = Repository()
+    repository.failures = [ConnectionError("no route to host")] * 9
+    with pytest.raises(DevBrokerError, match=r"9\.9\.9 could not be fetched: no route.*network"):
+        distribution.install(VERSION, fetch=repository)
+    assert repository.asked.count("tar.gz") == 3
+    assert distribution.installed(VERSION) is None
+
+
+def test_a_full_disk_is_not_taken_for_a_bad_network() -> None:
+    repository = Repository()
+    repository.failures = [OSError(errno.ENOSPC, "No space left on device")]
+    with pytest.raises(DevBrokerError, match=r"No space left on device.*KEYSHARD_CACHE"):
+        distribution.install(VERSION, fetch=repository)
+    assert repository.asked.count("tar.gz") == 1
+
+
+def test_leftovers_of_dead_processes_do_not_count_and_are_removed(cache: Path) -> None:
+    half = cache / f".tmp-{VERSION}-dead" / "unpacked" / "apache-pulsar" / "bin"
+    half.mkdir(parents=True)
+    (half / "pulsar").write_text("half")
+    (cache / VERSION / "lib").mkdir(parents=True)
+    assert distribution.installed(VERSION) is None
+    home = distribution.install(VERSION, fetch=Repository())
+    assert (home / "bin" / "pulsar").read_bytes() == b"bin/pulsar" * 50
+    assert not list(cache.glob(".tmp-*"))
+
+
+def test_a_cut_archive_with_a_right_checksum_is_refused() -> None:
+    whole = archive()
+    with pytest.raises(DevBrokerError, match=r"cannot be unpacked|no Pulsar distribution"):
+        distribution.install(VERSION, fetch=Repository(whole[: len(whole) // 2]))
+    assert distribution.installed(VERSION) is None
+
+
+@pytest.mark.parametrize("builtin", [True, False])
+def test_members_outside_the_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builtin: bool
+) -> None:
+    if not builtin:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    evil = archive(("bin/pulsar", "../../../evil"))
+    with pytest.raises(DevBrokerError, match="cannot be unpacked"):
+        distribution.install(VERSION, fetch=Repository(evil))
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_an_archive_of_something_else_is_refused() -> None:
+    with pytest.raises(DevBrokerError, match="no bin/pulsar"):
+        distribution.install(VERSION, fetch=Repository(archive(("README",))))
+
+
+@pytest.mark.parametrize("version", ["", "4", "../4.0.8", "4.0.8/..", "latest", "4.0.8 "])
+def test_what_is_no_version_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match="no Pulsar version"):
+        distribution.install(version, fetch=Repository())
+
+
+def _install_in_process(queue: multiprocessing.Queue[str]) -> None:
+    queue.put(str(distribution.install(VERSION, fetch=Repository())))
+
+
+def test_two_processes_at_once_end_with_one_good_folder(cache: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    processes = [context.Process(target=_install_in_process, args=(queue,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    homes = {queue.get(timeout=30) for _ in processes}
+    for process in processes:
+        process.join(30)
+    assert homes == {str(cache / VERSION)}
+    assert (cache / VERSION / "lib" / "a.jar").read_bytes() == b"lib/a.jar" * 50
+    assert not list(cache.glob(".tmp-*"))

@@ -1,0 +1,159 @@
+"""The parts of the development broker that need no broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keyshard.devbroker import DevBroker, ports, process, registry
+from keyshard.devbroker.config import render_config
+from keyshard.devbroker.readiness import LogWatch
+from keyshard.errors import ConfigError, DevBrokerError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def test_settings_replace_lines_and_are_added() -> None:
+    text = render_config("# a=0\na=1\nb = 2\nab=3\n a=4\n", {"a": "9", "c": "x=y"})
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert lines == ["b = 2", "ab=3", "a=9", "c=x=y"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("a b", "1"), ("a", "1\nb=2"), ("", "1")])
+def test_settings_that_cannot_stand_in_the_file_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        DevBroker(settings={name: value})
+
+
+def test_ports_are_checked() -> None:
+    with pytest.raises(ConfigError, match="1 to 65535"):
+        DevBroker(port=0)
+    with pytest.raises(ConfigError, match="must differ"):
+        DevBroker(port=6650, admin_port=6650)
+
+
+def test_free_ports_are_outside_the_ephemeral_range() -> None:
+    found = [ports.free_port() for _ in range(20)]
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not [port for port in found if low <= port <= high]
+    assert all(ports.port_is_free(port) for port in found)
+
+
+def test_a_broker_tells_its_addresses_before_it_runs(tmp_path: Path) -> None:
+    broker = DevBroker(port=1234, admin_port=1235, data_dir=tmp_path)
+    assert broker.service_url == "pulsar://127.0.0.1:1234"
+    assert broker.admin_url == "http://127.0.0.1:1235"
+    assert broker.pid is None
+    assert not broker.is_running()
+    assert repr(broker) == f"<DevBroker 4.0.8 on 1234, {tmp_path}: not running>"
+
+
+def test_a_storage_that_loses_its_registration_is_recognised(tmp_path: Path) -> None:
+    log = tmp_path / "broker.log"
+    line = "x INFO - Lock on resource /ledgers/available/127.0.0.1:1 was invalidated. state Valid\n"
+    log.write_text(line * 5)
+    watch = LogWatch(log, log.stat().st_size)
+    assert not watch.stuck()
+    with log.open("a") as file:
+        file.write("Lock on resource /loadbalance/b was invalidated. state Valid\n" * 9)
+        file.write(line * 2 + line[:40])
+    assert not watch.stuck()
+    with log.open("a") as file:
+        file.write(line[40:])
+    assert watch.stuck()
+
+
+def sleeper(tmp_path: Path, *, deaf: bool = False, detached: bool = False) -> process.BrokerProcess:
+    script = "trap '' TERM; " if deaf else ""
+    command = ["/bin/sh", "-c", f"{script}echo up; exec sleep 600"]
+    log = tmp_path / "log"
+    started = process.BrokerProcess(command, os.environ, log, detached=detached)
+    until(lambda: log.read_text() == "up\n")
+    return started
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_stop_ends_also_what_ignores_it(tmp_path: Path, deaf: bool) -> None:
+    running = sleeper(tmp_path, deaf=deaf)
+    assert running.returncode() is None
+    running.stop(timeout_s=0.1 if deaf else 10.0)
+    assert running.returncode() == -(signal.SIGKILL if deaf else signal.SIGTERM)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)
+
+
+def test_kill_returns_when_the_group_is_gone(tmp_path: Path) -> None:
+    running = sleeper(tmp_path)
+    running.kill()
+    assert running.returncode() == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.killpg(running.pid, 0)
+    running.kill()
+
+
+def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from keyshard.devbroker.process import BrokerProcess\n"
+        "log, data = map(Path, sys.argv[1:])\n"
+        "command = ['/bin/sh', '-c', 'exec sleep 600']\n"
+        "print(BrokerProcess(command, os.environ, log, remove_if_orphaned=data).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "log"), str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert process.start_ticks(pid) is not None
+        parent.kill()
+    until(lambda: process.start_ticks(pid) is None)
+    until(lambda: not data.exists())
+
+
+def test_a_record_of_another_process_is_not_believed(tmp_path: Path) -> None:
+    folder = registry.data_dir(tmp_path / "data")
+    assert registry.find(folder) is None
+    record = registry.remember(os.getpid(), "4.0.8", 1, 2, folder)
+    assert registry.find(folder) == record
+    until(lambda: process.start_ticks(os.getpid()) == record.started)
+    path = next((tmp_path / "cache" / "brokers").iterdir())
+    path.write_text(path.read_text().replace(f'"{record.started}"', '"1"'))
+    assert registry.find(folder) is None
+    assert not path.exists()
+    path.write_text("{")
+    assert registry.find(folder) is None
+
+
+def test_a_recorded_process_is_stopped(tmp_path: Path) -> None:
+    running = sleeper(tmp_path, detached=True)
+    record = registry.remember(running.pid, "4.0.8", 1, 2, tmp_path)
+    registry.stop(record)
+    assert registry.find(tmp_path) is None
+    assert running.returncode() == -signal.SIGTERM
+
+
+def test_a_dead_process_is_not_remembered(tmp_path: Path) -> None:
+    running = sleeper(tmp_path)
+    running.kill()
+    with pytest.raises(DevBrokerError, match="ended at once"):
+        registry.remember(running.pid, "4.0.8", 1, 2, tmp_path)
