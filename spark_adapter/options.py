@@ -104,20 +104,27 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
     try:
         return KeyShardSource(**fields)
     except ConfigError as exc:
-        message = exc.message
-        for option in OPTIONS:
-            message = message.replace(option.field, given.get(option.field, option.name))
-        raise ConfigError(message) from exc
+        # Only the field's name at the start: what follows may be the user's own text.
+        field, space, rest = exc.message.partition(" ")
+        raise ConfigError(given.get(field, field) + space + rest) from exc
 
 
 def to_options(source: KeyShardSource) -> dict[str, str]:
     """The options that say what ``source`` says; the inverse of :func:`parse_options`.
 
     Raises:
-        ConfigError: A field without an option differs from its default.
+        ConfigError: A field without an option differs from its default, or one of several topics
+            has a comma in its name.
     """
     fields = {field.name: field for field in dataclasses.fields(source)}
-    options = {"topics": ",".join(source.topics)}
+    if len(source.topics) == 1:
+        options = {"topic": source.topics[0]}
+    elif any("," in topic for topic in source.topics):
+        raise ConfigError(
+            "Several topics cannot be set for Spark when one has a comma in its name."
+        )
+    else:
+        options = {"topics": ",".join(source.topics)}
     known = {option.field: option.name for option in OPTIONS if option.field != "topics"}
     for name, field in fields.items():
         value = getattr(source, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ ENTRIES_PER_TURN = 1_000
 """Entries handed to the client at once."""
 ENTRIES_WAITING_MAX = 5_000_000
 """Entries that may wait; more than the broker leaves unacknowledged by default."""
+
+_log = logging.getLogger(__name__)
 
 
 class Acknowledger:
@@ -90,6 +93,10 @@ class Acknowledger:
                     self._hand_over(topic_partition, entries[start : start + ENTRIES_PER_TURN])
             except KeyShardError as exc:
                 self._fail(exc)
+                return
+            except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
+                _log.exception("acknowledging ended unexpectedly")
+                self._fail(KeyShardError(f"Acknowledging ended unexpectedly: {exc!r}."))
                 return
             with self._changed:
                 self._queue.popleft()

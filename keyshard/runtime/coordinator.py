@@ -142,6 +142,10 @@ class Coordinator:
             return
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
+        # Wakes who waits for rows. A signal may have interrupted a call that holds the lock.
+        if self._lock.acquire(timeout=0.1):
+            self._lock.notify_all()
+            self._lock.release()
         for receiver in self._receivers:
             receiver.stop()
         if not self.started:
@@ -180,7 +184,10 @@ class Coordinator:
         """Wait until something can be cut; whether it can."""
         with self._lock:
             self._lock.wait_for(
-                lambda: self._window.received_rows or self._error is not None, timeout_s
+                lambda: (
+                    self._window.received_rows or self._error is not None or self._stopping.is_set()
+                ),
+                timeout_s,
             )
             self.check()
             return bool(self._window.received_rows)

@@ -1,8 +1,8 @@
 """The parquet query with a look at the disk before every acknowledgement.
 
 Run as a process by test_ack_point.py. The stream process notes, as JSON lines in the file that
-KEYSHARD_TEST_NOTES names, how many entries are about to be acknowledged, and how many of them are in
-no batch that Spark's commit log names at that moment.
+KEYSHARD_TEST_NOTES names, how many entries are about to be acknowledged, and how many of them are
+in no batch that Spark's commit log names at that moment.
 """
 
 from __future__ import annotations
