@@ -1,0 +1,1 @@
+"""Benchmarks: each states one question and writes one JSON object."""

@@ -1,0 +1,67 @@
+"""``python -m bench ingest --json FILE``: run a benchmark, print and write its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import ingest
+
+
+def commit() -> str:
+    """The commit that is checked out, with ``+`` when files differ from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    """Processor, cores and memory."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def main() -> None:
+    """Run one benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("bench", choices=["ingest"])
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--messages", type=int, default=1_000_000, help="per shape of entries")
+    arguments = parser.parse_args()
+    figures = ingest.run(arguments.messages)
+    result = {
+        "bench": arguments.bench,
+        "commit": commit(),
+        "machine": machine(),
+        "figures": figures,
+    }
+    table = Table(title=f"bench {arguments.bench} on {result['machine']}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.3f}" if value < 100 else f"{value:,.0f}")
+    Console().print(table)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""keyshard's embedded runtime without Spark, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+import uuid
+
+from keyshard import KeyShardSource
+
+RANGES = 10
+STALL_S = 60.0
+
+
+def source(service_url: str, topic: str, **settings: int) -> KeyShardSource:
+    """A source from the beginning of a topic, under a new subscription."""
+    return KeyShardSource(
+        topic,
+        service_url=service_url,
+        subscription=f"embedded-{uuid.uuid4().hex[:8]}",
+        parallelism=RANGES,
+        starting_position="earliest",
+        **settings,
+    )
+
+
+def ingest(service_url: str, topic: str, messages: int) -> dict[str, float]:
+    """All rows as Arrow batches with all columns, released batch by batch: rows per second."""
+    with source(service_url, topic).open() as stream:
+        began = time.perf_counter()
+        rows = 0
+        while rows < messages:
+            batch = stream.next_batch(60)
+            if batch is None:
+                sys.exit(f"only {rows} of {messages} rows came")
+            rows += sum(part.num_rows for part in batch)
+            stream.commit(batch)
+        return {"rows_per_s": rows / (time.perf_counter() - began)}
+
+
+def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
+    """Checkpoint bytes per message with cuts of 20,000 rows."""
+    size = rows = 0
+    with source(service_url, topic, batch_rows_max=20_000).open() as stream:
+        while rows < messages:
+            batch = stream.next_batch(60)
+            if batch is None:
+                sys.exit(f"only {rows} of {messages} rows came")
+            rows += sum(part.num_rows for part in batch)
+            size += len(batch.checkpoint)
+            stream.commit(batch)
+    return {"bytes_per_message": size / rows}
+
+
+def stalled(service_url: str, topic: str, messages: int) -> dict[str, float]:
+    """Peak memory while nothing is committed: the first batch is held, the window fills up."""
+    with source(service_url, topic).open() as stream:
+        batch = stream.next_batch(60)
+        if batch is None:
+            sys.exit("nothing came")
+        deadline, last, since = time.monotonic() + STALL_S, -1, time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < 5:
+            for partition in batch.partitions:
+                for _ in batch.read(partition):
+                    pass
+            received = stream.status()["rowsReceived"]
+            if received != last:
+                last, since = received, time.monotonic()
+            time.sleep(0.2)
+        peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        status = stream.status()
+    return {"peak_mb": peak_kb / 1024, "window_rows": status["windowRows"], "messages": messages}
+
+
+if __name__ == "__main__":
+    what = {"ingest": ingest, "checkpoint": checkpoint, "stalled": stalled}[sys.argv[1]]
+    print(json.dumps(what(**json.loads(sys.argv[2]))))

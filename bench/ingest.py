@@ -1,0 +1,117 @@
+"""How fast is a topic read with 10 ranges: by the bare client, by keyshard, by Spark?
+
+Every figure is measured in a process of its own against one broker, three times in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from keyshard.devbroker import DevBroker
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+
+PARTITIONS = 5
+RUNS = 3
+TRIGGER_ROWS, TRIGGER_RATE = 1_000, 50.0
+
+_console = Console(stderr=True)
+
+
+def child(module: str, *arguments: str) -> Any:
+    """Run a module and read the JSON of its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def load(broker: DevBroker, topic: str, workload: Workload) -> None:
+    """Publish a workload to a new topic."""
+    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+    report = produce(workload, broker.service_url, topic)
+    _console.print(f"{topic}: {report.sent:,} messages at {report.rate_per_s:,.0f}/s")
+
+
+def throughput(broker: DevBroker, topic: str, messages: int, warm: int) -> dict[str, float]:
+    """Medians of bare, touching, embedded and Spark, measured in turn; rows per second."""
+    url = broker.service_url
+    bare = {"service_url": url, "topic": topic, "partitions": PARTITIONS, "messages": messages}
+    embedded = {"service_url": url, "topic": topic, "messages": messages}
+    spark = embedded | {"warm_topic": "warm", "warm": warm}
+    found: dict[str, list[float]] = {}
+    for turn in range(RUNS):
+        rates = {
+            "bare_touchless": child("bench.bare", json.dumps(bare | {"touching": False})),
+            "bare": child("bench.bare", json.dumps(bare | {"touching": True})),
+            "runtime": child("bench.embedded", "ingest", json.dumps(embedded))["rows_per_s"],
+            "spark": child("bench.spark_run", "ingest", json.dumps(spark)),
+        }
+        shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+        _console.print(f"{topic} run {turn + 1} of {RUNS}: {shown} rows/s")
+        for name, rate in rates.items():
+            found.setdefault(name, []).append(rate)
+    return {name: statistics.median(rates) for name, rates in found.items()}
+
+
+def tiny_triggers(broker: DevBroker) -> float:
+    """Median time per micro-batch at 50 messages/s, milliseconds."""
+    create_partitioned_topic(broker.admin_url, "tiny", PARTITIONS)
+    arguments = {"service_url": broker.service_url, "topic": "tiny", "rows": TRIGGER_ROWS}
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.spark_run", "trigger", json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as query:
+        assert query.stdout is not None
+        query.stdout.readline()
+        workload = Workload(TRIGGER_ROWS, 100, rate_per_s=TRIGGER_RATE, batching="none")
+        produce(workload, broker.service_url, "tiny")
+        answer, _ = query.communicate(timeout=180)
+    return float(json.loads(answer.splitlines()[-1]))
+
+
+def shape(broker: DevBroker, workload: Workload, suffix: str, warm: int) -> dict[str, float]:
+    """All figures of one shape of entries."""
+    topic = f"ingest{suffix}"
+    load(broker, topic, workload)
+    rates = throughput(broker, topic, workload.messages, warm)
+    arguments = {
+        "service_url": broker.service_url, "topic": topic, "messages": workload.messages,
+    }  # fmt: skip
+    size = child("bench.embedded", "checkpoint", json.dumps(arguments))
+    stalled = child("bench.embedded", "stalled", json.dumps(arguments))
+    return {
+        f"runtime_over_bare{suffix}": rates["runtime"] / rates["bare"],
+        f"spark_over_bare{suffix}": rates["spark"] / rates["bare"],
+        f"spark_rows_per_s{suffix}": rates["spark"],
+        f"runtime_rows_per_s{suffix}": rates["runtime"],
+        f"bare_rows_per_s{suffix}": rates["bare"],
+        f"bare_touchless_rows_per_s{suffix}": rates["bare_touchless"],
+        f"checkpoint_bytes_per_message{suffix}": size["bytes_per_message"],
+        f"stalled_sink_peak_mb{suffix}": stalled["peak_mb"],
+    }
+
+
+def run(messages: int) -> dict[str, float]:
+    """All figures; small entries (about 2 messages) and large ones (1,000)."""
+    small = Workload(messages, keys=1_000, size_bytes=100)
+    warm = 20_000
+    figures: dict[str, float] = {}
+    with DevBroker() as broker:
+        load(broker, "warm", replace(small, messages=warm))
+        figures |= shape(broker, small, "", warm)
+        figures |= shape(broker, replace(small, entry_messages=1_000), "_large", warm)
+        figures["trigger_ms"] = tiny_triggers(broker)
+        load(broker, "heavy", Workload(20_000, keys=1_000, size_bytes=100_000, batching="none"))
+        heavy = {"service_url": broker.service_url, "topic": "heavy", "messages": 20_000}
+        figures["stalled_sink_peak_mb_100kb"] = child(
+            "bench.embedded", "stalled", json.dumps(heavy)
+        )["peak_mb"]
+    return figures
