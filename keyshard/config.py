@@ -11,8 +11,8 @@ from keyshard.core.hash_range import RING_SIZE
 from keyshard.errors import ConfigError
 
 MIB = 1024 * 1024
-_SERVICE_URL = re.compile(r"^pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?$")
-_ADMIN_URL = re.compile(r"^https?://[^/\s]+/?$")
+_SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
+_ADMIN_URL = re.compile(r"https?://[^/\s]+/?")
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class SourceConfig:
                 f"subscription is {self.subscription!r}. Name the Pulsar subscription that holds "
                 "the backlog of this source."
             )
-        if not _SERVICE_URL.match(self.service_url):
+        if not _SERVICE_URL.fullmatch(self.service_url):
             raise ConfigError(
                 f"service_url is {self.service_url!r}; write pulsar://host:port or "
                 "pulsar+ssl://host:port."
             )
-        if self.admin_url is not None and not _ADMIN_URL.match(self.admin_url):
+        if self.admin_url is not None and not _ADMIN_URL.fullmatch(self.admin_url):
             raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
         if self.starting_position not in ("earliest", "latest"):
             raise ConfigError(

@@ -213,6 +213,7 @@ class Coordinator:
         with self._lock:
             self._window.plan(checkpoint, entries)
             layout = self._lay_out(self._window.batch(batch_id))
+            self._note_full()
         _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
         return list(layout)
 
@@ -247,7 +248,7 @@ class Coordinator:
                 if batch_id not in self._window.batches:
                     self._layouts.pop(batch_id, None)
                     self._released.append(batch_id)
-            self._full.clear()
+            self._note_full()
         for topic_partition, entries in released.items():
             self._acknowledger.submit(topic_partition, entries)
 
@@ -315,6 +316,9 @@ class Coordinator:
             receiver.stop()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _note_full(self) -> None:
+        self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
 
     def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
         layout = lay_out(batch.entries, batch.checkpoint.ranges)

@@ -1,0 +1,193 @@
+"""Small builders and fakes that several tests share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.core.key_slot import key_slot
+from keyshard.runtime.coordinator import Coordinator
+
+DEADLINE_S = 10.0
+"""After this a wait has failed, seconds."""
+
+P0 = TopicPartition("persistent://public/default/t", 0)
+P1 = TopicPartition("persistent://public/default/t", 1)
+P2 = TopicPartition("persistent://public/default/t", 2)
+
+
+def block(
+    ledger: int,
+    entry: int,
+    *keys: str | None,
+    of: int | None = None,
+    first: int = 0,
+    indices: Sequence[int] | None = None,
+    publish_ms: int = 1_000,
+    event_ms: int = 0,
+    values: Sequence[bytes] | None = None,
+    ordering_key: str | None = None,
+    properties: dict[str, str] | None = None,
+) -> EntryBlock:
+    """Messages of one entry, one for each key; by default all there are, with key ``"k"``.
+
+    Args:
+        of: Messages of the whole entry, when the block holds a part only.
+        first: Index of the first message, when ``indices`` are not given.
+        values: Payloads; by default ``ledger:entry:index``.
+    """
+    keys = keys or ("k",)
+    numbers = list(range(first, first + len(keys)) if indices is None else indices)
+    payloads = list(values or [b"%d:%d:%d" % (ledger, entry, index) for index in numbers])
+    batch_size = len(keys) if of is None else of
+    return EntryBlock(
+        id=EntryId(ledger, entry),
+        batch_size=batch_size,
+        batched=batch_size > 1,
+        indices=numbers,
+        values=payloads,
+        partition_keys=list(keys),
+        ordering_keys=[ordering_key] * len(keys),
+        publish_ms=[publish_ms] * len(keys),
+        event_ms=[event_ms] * len(keys),
+        properties=[dict(properties or {}) for _ in keys],
+        payload_bytes=sum(map(len, payloads)),
+    )
+
+
+def ids(blocks: Sequence[EntryBlock]) -> list[tuple[int, int]]:
+    """(ledger, entry) of each block."""
+    return [tuple(block.id) for block in blocks]  # type: ignore[misc]
+
+
+def key_in(hash_range: HashRange, number: int = 0) -> str:
+    """A key whose slot lies in ``hash_range``; different numbers give different keys."""
+    found = (key for i in range(10**6) if key_slot(key := f"key-{i}") in hash_range)
+    return next(key for i, key in enumerate(found) if i == number)
+
+
+def keys_of(ranges: int) -> list[str]:
+    """One key for each range of ``split_ring(ranges)``."""
+    return [key_in(hash_range) for hash_range in split_ring(ranges)]
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    """Poll until ``condition`` holds; fails at the deadline."""
+    end = time.monotonic() + deadline_s
+    never = threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true before the deadline"
+        never.wait(0.002)
+
+
+class FakeConsumer:
+    """A consumer that delivers what the test put in, and remembers what was acknowledged."""
+
+    def __init__(
+        self,
+        topic_partition: TopicPartition = P0,
+        hash_range: HashRange | None = None,
+        script: Sequence[Sequence[EntryBlock] | BaseException] = (),
+    ) -> None:
+        self.topic_partition = topic_partition
+        self.hash_range = hash_range or split_ring(1)[0]
+        self.script: deque[Sequence[EntryBlock] | BaseException] = deque(script)
+        self.received = 0
+        self.acknowledged: list[EntryId] = []
+        self.errors: deque[BaseException] = deque()
+        self.connected = True
+        self.closed = False
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        self.received += 1
+        if not self.script:
+            threading.Event().wait(min(timeout_ms, 2) / 1000)
+            return []
+        step = self.script.popleft()
+        if isinstance(step, BaseException):
+            raise step
+        return list(step)
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        if self.errors:
+            raise self.errors.popleft()
+        self.acknowledged.extend(entries)
+
+    def is_connected(self) -> bool:
+        return self.connected
+
+    def close(self) -> None:
+        self.closed = True
+        self.connected = False
+
+
+class FakeAdmin:
+    """The admin interface, as far as the runtime asks it."""
+
+    def __init__(self, cluster: str = "standalone", topics: Sequence[str] | None = None) -> None:
+        self.name = cluster
+        self.topics = topics
+        self.stats: dict[str, Any] | None = None
+        self.closed = False
+
+    def cluster(self) -> str:
+        return self.name
+
+    def topic_exists(self, topic: str) -> bool:
+        return self.topics is None or topic in self.topics
+
+    def subscription(self, *_: object) -> dict[str, Any] | None:
+        return self.stats
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def config(topic: str, **changes: Any) -> SourceConfig:
+    """A source of one topic, from its beginning, with four ranges."""
+    fields: dict[str, Any] = {
+        "subscription": "unit",
+        "parallelism": 4,
+        "starting_position": "earliest",
+        "receive_threads": 2,
+    }
+    return SourceConfig(topic, **(fields | changes))
+
+
+@contextmanager
+def running(
+    cluster: MemoryCluster,
+    source: SourceConfig,
+    checkpoint: Checkpoint | None = None,
+    *,
+    planned: bool = False,
+) -> Iterator[Coordinator]:
+    """A started coordinator on the in-memory broker; stopped at the end, without a release."""
+    coordinator = Coordinator(source, lambda: MemoryBroker(cluster))
+    coordinator.start(checkpoint, planned=planned)
+    try:
+        yield coordinator
+    finally:
+        coordinator.stop()
+
+
+def received(coordinator: Coordinator, rows: int) -> None:
+    """Wait until this many rows were accepted since the start."""
+    wait_until(lambda: coordinator.status()["rowsReceived"] >= rows)
+
+
+def rows_of(coordinator: Coordinator, end: Checkpoint) -> dict[int, list[dict[str, Any]]]:
+    """All rows of a batch, by layout partition."""
+    return {
+        index: [row for part in coordinator.read(end.batch_id, index) for row in part.to_pylist()]
+        for index in coordinator.plan(end)
+    }

@@ -1,0 +1,1 @@
+"""A package, because tests/unit has files of the same names."""

@@ -1,0 +1,116 @@
+"""Checkpoints round-trip, and equal ones have equal texts."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.errors import CheckpointError
+
+BOUNDED = settings(max_examples=40, deadline=None)
+
+ids = st.builds(EntryId, st.integers(0, 3), st.integers(0, 20))
+indices = st.frozensets(st.integers(0, 9), min_size=1)
+topic_partitions = st.builds(
+    TopicPartition,
+    st.sampled_from(["persistent://a/b/c", "persistent://a/b/\u65e5", 'persistent://a/b/"q"']),
+    st.integers(-1, 12),
+)
+
+
+@st.composite
+def partition_checkpoints(draw: st.DrawFn) -> PartitionCheckpoint:
+    delivered = draw(st.frozensets(ids, max_size=20))
+    batch = draw(st.frozensets(st.sampled_from(sorted(delivered)))) if delivered else frozenset()
+    partial = draw(st.dictionaries(st.sampled_from(sorted(batch)), indices)) if batch else {}
+    return PartitionCheckpoint(
+        floor=draw(st.none() | ids),
+        delivered=EntrySet.of(delivered),
+        batch=EntrySet.of(batch),
+        partial=partial,
+        published_ms=draw(st.integers(0, 2**53)),
+    )
+
+
+checkpoints = st.builds(
+    Checkpoint,
+    st.text(max_size=5),
+    st.text(min_size=1, max_size=5),
+    st.integers(1, 65_536),
+    st.dictionaries(topic_partitions, partition_checkpoints(), max_size=3),
+)
+
+
+@BOUNDED
+@given(checkpoints)
+def test_text_and_dictionary_round_trip(checkpoint: Checkpoint) -> None:
+    assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
+    assert Checkpoint.from_dict(checkpoint.to_dict()) == checkpoint
+
+
+@BOUNDED
+@given(checkpoints, st.randoms())
+def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: object) -> None:
+    turned = Checkpoint(
+        checkpoint.cluster,
+        checkpoint.subscription,
+        checkpoint.ranges,
+        dict(reversed(checkpoint.partitions.items())),
+    )
+    assert turned.to_json() == checkpoint.to_json()
+    resaved = Checkpoint.from_json(json.dumps(json.loads(checkpoint.to_json()), indent=2))
+    assert resaved.to_json() == checkpoint.to_json()
+
+
+@BOUNDED
+@given(checkpoints, checkpoints)
+def test_unequal_checkpoints_have_unequal_texts(left: Checkpoint, right: Checkpoint) -> None:
+    assert (left == right) == (left.to_json() == right.to_json())
+    assert (left == right) == (left.batch_id == right.batch_id)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+STATE_FIELDS = ("batch", "delivered", "floor", "partial", "published")
+PATHS = [
+    ("version",), ("ranges",), ("partitions",), ("partitions", "t"),
+    *(("partitions", "t", name) for name in STATE_FIELDS),
+]  # fmt: skip
+
+
+@BOUNDED
+@given(st.sampled_from(PATHS), json_values)
+def test_any_wrong_value_anywhere_is_a_checkpoint_error(
+    path: tuple[str, ...], value: object
+) -> None:
+    data = {
+        "version": 1, "cluster": "c", "subscription": "s", "ranges": 3,
+        "partitions": {"t": {
+            "delivered": "1:0-5", "batch": "1:3-5", "floor": "0:9", "partial": {"1:3": "0"},
+            "published": 5,
+        }},
+    }  # fmt: skip
+    at = data
+    for name in path[:-1]:
+        at = at[name]  # type: ignore[assignment]
+    at[path[-1]] = value  # type: ignore[assignment]
+    try:
+        found = Checkpoint.from_dict(data)
+    except CheckpointError as exc:
+        assert exc.message.endswith(".")  # noqa: PT017 - other values are valid
+    else:
+        assert Checkpoint.from_json(found.to_json()) == found

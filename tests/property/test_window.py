@@ -1,0 +1,325 @@
+"""Deliveries, faults, cuts and restarts in any order: each message in one batch, in key order.
+
+The machine plays the broker, the consumers' assemblies, the host and its checkpoint storage. What
+the broker does: it delivers what is unacknowledged in order of each slot, in parts; it delivers
+again at a reconnect; it may forget acknowledgements; somebody else may acknowledge single indices.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helpers import P0, P1, block
+from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import range_index
+from keyshard.core.layout import lay_out
+from keyshard.core.window import Budget, Receipt, Window
+
+KEYS = ["a", "b", "c", "d", "e", "f"]
+ENTRIES_PER_LEDGER = 5
+BUDGET = Budget(rows_max=24, bytes_max=10**6)
+
+
+@dataclass
+class Stored:
+    """An entry at the broker."""
+
+    id: EntryId
+    key: str
+    size: int
+    foreign: set[int] = field(default_factory=set)
+    """Indices that somebody else acknowledged."""
+    acked: bool = False
+
+    def part(self, indices: list[int]) -> EntryBlock:
+        keys = [self.key] * len(indices)
+        stamp = self.id.ledger * 100 + self.id.entry
+        return block(*self.id, *keys, of=self.size, indices=indices, publish_ms=stamp)
+
+    @property
+    def open_indices(self) -> list[int]:
+        return [] if self.acked else [i for i in range(self.size) if i not in self.foreign]
+
+
+@dataclass
+class Planned:
+    """A batch as the host saw it."""
+
+    end: Checkpoint
+    layout: dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]
+
+
+class Lane:
+    """One consumer: what the broker is going to send it, and its assembly."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Stored, int]] = []
+        self.assembly = EntryAssembly()
+        self.sent: list[Stored] = []
+
+
+class WindowMachine(RuleBasedStateMachine):
+    @initialize(ranges=st.integers(1, 5), seed=st.integers(0, 1_000))
+    def begin(self, ranges: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.logs: dict[TopicPartition, list[Stored]] = {P0: [], P1: []}
+        self.committed: list[Planned] = []
+        """Batches whose checkpoint is in the host's commit log."""
+        self.planned: list[Planned] = []
+        """Batches whose checkpoint is in the host's offset log only."""
+        self.restart_with(Checkpoint("c", "s", ranges), ranges)
+
+    def restart_with(self, base: Checkpoint, ranges: int) -> None:
+        self.ranges = ranges
+        self.window = Window(base, ranges, BUDGET)
+        for topic_partition in self.logs:
+            self.window.add_partition(topic_partition)
+        self.lanes = {(tp, i): Lane() for tp in self.logs for i in range(ranges)}
+        for tp, i in self.lanes:
+            self.deliver_again(tp, i)
+
+    # -- the broker ---------------------------------------------------------------------------
+
+    def deliver_again(self, tp: TopicPartition, index: int) -> None:
+        """Queue all that is unacknowledged, in order of each slot and any order between them."""
+        by_slot: dict[int, list[Stored]] = {}
+        for stored in self.logs[tp]:
+            slot = stored.part([0]).slot
+            assert slot is not None
+            if stored.open_indices and range_index(slot, self.ranges) == index:
+                by_slot.setdefault(slot, []).append(stored)
+        lane = self.lanes[tp, index]
+        lane.queue = []
+        while by_slot:
+            slot = self.random.choice(list(by_slot))
+            stored = by_slot[slot].pop(0)
+            lane.queue.extend((stored, i) for i in stored.open_indices)
+            if not by_slot[slot]:
+                del by_slot[slot]
+
+    @rule(tp=st.sampled_from([P0, P1]), key=st.sampled_from(KEYS), size=st.integers(1, 4))
+    def publish(self, tp: TopicPartition, key: str, size: int) -> None:
+        number = len(self.logs[tp])
+        entry_id = EntryId(1 + number // ENTRIES_PER_LEDGER, number % ENTRIES_PER_LEDGER)
+        stored = Stored(entry_id, key, size)
+        self.logs[tp].append(stored)
+        slot = stored.part([0]).slot
+        assert slot is not None
+        lane = self.lanes[tp, range_index(slot, self.ranges)]
+        lane.queue.extend((stored, i) for i in range(size))
+
+    @rule(at=st.integers(0, 99), messages=st.integers(1, 8))
+    def receive(self, at: int, messages: int) -> None:
+        tp, index = list(self.lanes)[at % len(self.lanes)]
+        lane = self.lanes[tp, index]
+        taken, lane.queue = lane.queue[:messages], lane.queue[messages:]
+        parts: list[tuple[Stored, list[int]]] = []
+        for stored, i in taken:
+            if not parts or parts[-1][0] is not stored or i <= parts[-1][1][-1]:
+                parts.append((stored, []))
+            parts[-1][1].append(i)
+        for stored, indices in parts:
+            if not self.feed(tp, index, stored.part(indices)):
+                return
+            lane.sent.append(stored)
+
+    def feed(self, tp: TopicPartition, index: int, part: EntryBlock | None) -> bool:
+        """Give a part, or silence, to the assembly; False when the consumer was re-opened."""
+        assembly = self.lanes[tp, index].assembly
+        try:
+            entries = [assembly.end_early()] if part is None else assembly.add(part)
+        except RedeliveryNeeded:
+            self.lanes[tp, index].assembly = EntryAssembly(doubted=assembly.doubted)
+            self.deliver_again(tp, index)
+            return False
+        for entry in entries:
+            if self.window.receive(tp, index, entry) is Receipt.COMMITTED:
+                assert any(
+                    entry.id in done.end.partitions[tp].batch
+                    for done in self.committed
+                    if tp in done.end.partitions
+                ), "an entry would be acknowledged before its batch is committed"
+                self.acknowledge(tp, [entry.id])
+        return True
+
+    @rule(at=st.integers(0, 99), which=st.integers(0, 99))
+    def duplicate(self, at: int, which: int) -> None:
+        """The broker delivers an entry twice without any fault."""
+        tp, index = list(self.lanes)[at % len(self.lanes)]
+        lane = self.lanes[tp, index]
+        if lane.sent:
+            stored = lane.sent[which % len(lane.sent)]
+            if stored.open_indices:
+                self.feed(tp, index, stored.part(stored.open_indices))
+
+    @rule(at=st.integers(0, 99))
+    def reconnect(self, at: int) -> None:
+        """Clears the client's queue, maybe inside an entry; the assembly does not notice."""
+        self.deliver_again(*list(self.lanes)[at % len(self.lanes)])
+
+    @rule(at=st.integers(0, 99))
+    def quiet(self, at: int) -> None:
+        tp, index = list(self.lanes)[at % len(self.lanes)]
+        lane = self.lanes[tp, index]
+        if not lane.queue and lane.assembly.open is not None:
+            self.feed(tp, index, None)
+
+    @rule(tp=st.sampled_from([P0, P1]), at=st.integers(0, 99), index=st.integers(0, 3))
+    def somebody_acknowledges_an_index(self, tp: TopicPartition, at: int, index: int) -> None:
+        if self.logs[tp]:
+            stored = self.logs[tp][at % len(self.logs[tp])]
+            if index < stored.size and stored.size > 1:
+                stored.foreign.add(index)
+
+    @rule(tp=st.sampled_from([P0, P1]), count=st.integers(1, 5))
+    def forget_acknowledgements(self, tp: TopicPartition, count: int) -> None:
+        """A broker that crashes loses the newest ones; every consumer reconnects."""
+        for stored in [stored for stored in self.logs[tp] if stored.acked][-count:]:
+            stored.acked = False
+        for where, index in self.lanes:
+            if where == tp:
+                self.deliver_again(tp, index)
+
+    def acknowledge(self, tp: TopicPartition, entries: list[EntryId]) -> None:
+        done = set(entries)
+        for stored in self.logs[tp]:
+            if stored.id in done:
+                stored.acked = True
+
+    # -- the host -----------------------------------------------------------------------------
+
+    @rule(rows_max=st.integers(1, 12))
+    def cut(self, rows_max: int) -> None:
+        before = self.window.received_rows
+        end = self.window.cut(rows_max)
+        assert (end is None) == (before == 0)
+        if end is not None:
+            batch = self.window.batch(end.batch_id)
+            entries = [entry for blocks in batch.entries.values() for entry in blocks]
+            largest = max(entry.rows for entry in entries)
+            extra = len(self.lanes) * 4
+            assert batch.rows <= max(min(rows_max, BUDGET.rows_max // 2), largest) + extra
+            self.planned.append(Planned(end, self.layout(end)))
+
+    def layout(
+        self, end: Checkpoint
+    ) -> dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]:
+        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges)
+        return {
+            index: [(tp, entry.id, tuple(entry.indices)) for tp, entry in entries]
+            for index, entries in located.items()
+        }
+
+    @precondition(lambda self: self.planned)
+    @rule(at=st.integers(0, 3))
+    def commit(self, at: int) -> None:
+        """The host's commit log has these batches; then it tells the window."""
+        count = at % len(self.planned) + 1
+        self.committed += self.planned[:count]
+        del self.planned[:count]
+        released = self.window.release(self.committed[-1].end)
+        assert released
+        for tp, entries in released.items():
+            self.acknowledge(tp, entries)
+        assert self.window.release(self.committed[-1].end) == {}
+
+    @rule(ranges=st.integers(1, 5), committed=st.integers(0, 2), run_again=st.booleans())
+    def crash(self, ranges: int, committed: int, run_again: bool) -> None:
+        """Some planned batches are committed and unreleased, the next may have to run again."""
+        self.committed += self.planned[:committed]
+        del self.planned[:committed]
+        again = self.planned[0] if self.planned and run_again else None
+        self.planned = []
+        base = again.end if again else self.committed[-1].end if self.committed else None
+        window_base = Checkpoint("c", "s", ranges, base.partitions if base else {})
+        self.restart_with(window_base, ranges)
+        if again is None:
+            return
+        self.window.expect(again.end)
+        for at in range(4):  # redeliveries may come before the batch is read again
+            self.window.validate()
+            self.receive(at, 3)
+        self.window.plan(again.end, self.read_again(again.end))
+        self.planned = [again]
+        assert self.layout(again.end) == again.layout, "a batch that ran again is another one"
+
+    def read_again(self, end: Checkpoint) -> dict[TopicPartition, list[EntryBlock]]:
+        return {
+            tp: [
+                stored.part(sorted(state.partial.get(stored.id, range(stored.size))))
+                for stored in self.logs[tp]
+                if stored.id in state.batch
+            ]
+            for tp, state in end.partitions.items()
+            if state.batch
+        }
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def the_window_is_valid(self) -> None:
+        if hasattr(self, "window"):
+            self.window.validate()
+
+    @invariant()
+    def each_entry_is_in_one_batch_and_in_order_of_its_slot(self) -> None:
+        if not hasattr(self, "window"):
+            return
+        seen: set[tuple[TopicPartition, EntryId]] = set()
+        last: dict[tuple[TopicPartition, str], EntryId] = {}
+        for batch in (*self.committed, *self.planned):
+            for located in batch.layout.values():
+                for tp, entry_id, indices in located:
+                    assert (tp, entry_id) not in seen, "an entry is in two batches"
+                    seen.add((tp, entry_id))
+                    stored = next(s for s in self.logs[tp] if s.id == entry_id)
+                    missing = set(range(stored.size)) - set(indices)
+                    assert missing <= stored.foreign, "a batch is not whole"
+                    assert entry_id > last.get((tp, stored.key), EntryId(0, 0)), "out of order"
+                    last[tp, stored.key] = entry_id
+
+    def teardown(self) -> None:
+        """Nothing is lost: when all is received, cut and released, nothing is left anywhere."""
+        if not hasattr(self, "window"):
+            return
+        for _ in range(400):
+            for at, (tp, index) in enumerate(self.lanes):
+                lane = self.lanes[tp, index]
+                if lane.queue:
+                    self.receive(at, 1_000)
+                elif lane.assembly.open is not None:
+                    self.feed(tp, index, None)
+            self.cut(12)
+            while self.planned:
+                self.commit(3)
+            self.the_window_is_valid()
+            self.each_entry_is_in_one_batch_and_in_order_of_its_slot()
+            if not self.unfinished():
+                break
+        assert not self.unfinished(), "something is never delivered"
+        assert self.window.rows == self.window.received_rows == 0
+        for tp, log in self.logs.items():
+            assert all(stored.acked or not stored.open_indices for stored in log)
+            delivered = {
+                e for done in self.committed for e in done.end.partitions.get(tp, NONE).batch
+            }
+            never = {stored.id for stored in log} - delivered
+            assert all(len(s.foreign) == s.size for s in log if s.id in never), "an entry is lost"
+
+    def unfinished(self) -> bool:
+        return bool(self.window.received_rows) or any(
+            lane.queue or lane.assembly.open is not None for lane in self.lanes.values()
+        )
+
+
+NONE = PartitionCheckpoint()
+
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

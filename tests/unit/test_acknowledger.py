@@ -1,0 +1,148 @@
+"""Acknowledging in the background: everything once, in turns, and failing loudly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from helpers import P0, P1, FakeConsumer, wait_until
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.errors import AcknowledgeError, BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.runtime import acknowledger
+from keyshard.runtime.acknowledger import Acknowledger
+
+Make = Callable[..., Acknowledger]
+
+
+def entries(count: int, first: int = 0) -> list[EntryId]:
+    return [EntryId(1, entry) for entry in range(first, first + count)]
+
+
+class Bench:
+    """An acknowledger over one consumer per topic partition."""
+
+    def __init__(self) -> None:
+        self.consumers = {P0: FakeConsumer(P0), P1: FakeConsumer(P1)}
+        self.away = threading.Event()
+        self.failures: list[KeyShardError] = []
+        self.made: list[Acknowledger] = []
+
+    def consumer_of(self, topic_partition: TopicPartition) -> FakeConsumer:
+        if self.away.is_set():
+            raise BrokerUnavailableError("No consumer is connected.")
+        return self.consumers[topic_partition]
+
+    def start(self, timeout_s: float = 10.0) -> Acknowledger:
+        made = Acknowledger(self.consumer_of, timeout_s, self.failures.append)
+        self.made.append(made)
+        return made
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    for made in bench.made:
+        made.stop(0.05)
+        assert not made._thread.is_alive()
+
+
+def test_entries_go_to_a_consumer_of_their_partition(bench: Bench) -> None:
+    acks = bench.start()
+    acks.submit(P0, entries(3))
+    acks.submit(P1, entries(2, first=7))
+    wait_until(lambda: not acks.waiting)
+    assert bench.consumers[P0].acknowledged == entries(3)
+    assert bench.consumers[P1].acknowledged == entries(2, first=7)
+    assert acks.acknowledged == 5
+
+
+def test_many_entries_go_in_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acknowledger, "ENTRIES_PER_TURN", 4)
+    turns: list[int] = []
+    consumer = bench.consumers[P0]
+    take = consumer.acknowledge
+    consumer.acknowledge = lambda ids: (turns.append(len(ids)), take(ids))  # type: ignore[method-assign]
+    acks = bench.start()
+    acks.submit(P0, entries(10))
+    wait_until(lambda: not acks.waiting)
+    assert turns == [4, 4, 2]
+    assert consumer.acknowledged == entries(10)
+
+
+def test_what_a_consumer_refuses_goes_to_the_next(bench: Bench) -> None:
+    bench.consumers[P0].errors.extend([BrokerError("closed"), BrokerUnavailableError("away")])
+    acks = bench.start()
+    acks.submit(P0, entries(2))
+    wait_until(lambda: not acks.waiting)
+    assert bench.consumers[P0].acknowledged == entries(2)
+    assert bench.failures == []
+
+
+def test_entries_wait_while_no_consumer_is_connected(bench: Bench) -> None:
+    bench.away.set()
+    acks = bench.start()
+    acks.submit(P0, entries(2))
+    assert acks.waiting == 2
+    bench.away.clear()
+    wait_until(lambda: not acks.waiting)
+    assert bench.consumers[P0].acknowledged == entries(2)
+
+
+def test_a_failure_past_the_limit_fails_the_source_and_names_the_partition(bench: Bench) -> None:
+    bench.away.set()
+    acks = bench.start(timeout_s=0.05)
+    acks.submit(P0, entries(2))
+    wait_until(lambda: bench.failures)
+    (failure,) = bench.failures
+    assert isinstance(failure, AcknowledgeError)
+    assert failure.facts == {"topic_partition": P0.name}
+    assert "2 entries" in failure.message
+    assert acks.acknowledged == 0
+
+
+def test_an_unforeseen_error_fails_the_source_too(bench: Bench) -> None:
+    bench.consumers[P0].errors.append(ZeroDivisionError("a bug"))
+    acks = bench.start()
+    acks.submit(P0, entries(1))
+    wait_until(lambda: bench.failures)
+    (failure,) = bench.failures
+    assert "a bug" in str(failure)
+
+
+def test_too_many_waiting_entries_are_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acknowledger, "ENTRIES_WAITING_MAX", 5)
+    bench.away.set()
+    acks = bench.start()
+    acks.submit(P0, entries(5))
+    with pytest.raises(AcknowledgeError, match="5 entries wait") as caught:
+        acks.submit(P1, entries(1))
+    assert caught.value.facts == {"waiting": 5}
+    assert acks.waiting == 5
+
+
+def test_stop_hands_over_what_waits(bench: Bench) -> None:
+    acks = bench.start()
+    for at in range(50):
+        acks.submit(P0, entries(10, first=10 * at))
+    acks.stop(10.0)
+    assert bench.consumers[P0].acknowledged == entries(500)
+    assert acks.waiting == 0
+
+
+def test_stop_ends_in_time_when_the_broker_is_away(bench: Bench) -> None:
+    bench.away.set()
+    acks = bench.start(timeout_s=600)
+    acks.submit(P0, entries(1))
+    acks.stop(0.05)
+    wait_until(lambda: not acks._thread.is_alive())
+    assert bench.failures == []
+    assert acks.acknowledged == 0
+
+
+def test_the_thread_never_keeps_a_process_alive(bench: Bench) -> None:
+    assert bench.start()._thread.daemon

@@ -1,0 +1,103 @@
+"""Admission: shares of a limit, and the cut by position."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import block, ids
+from keyshard.core.admission import share_out, take_aligned
+from keyshard.core.entry import EntryBlock
+
+Received = list[tuple[EntryBlock, int]]
+
+
+def take(
+    received: Received,
+    rows_max: int = 10**9,
+    bytes_max: int = 10**9,
+    left_out: set[int] | None = None,
+) -> tuple[Received, Received]:
+    return take_aligned(
+        received, rows_max, bytes_max, lambda b: (b.rows, b.payload_bytes), left_out or set()
+    )
+
+
+def places(received: Received) -> list[tuple[int, int]]:
+    return [(b.id.entry, index) for b, index in received]
+
+
+def test_everything_is_given_while_the_limit_lasts() -> None:
+    assert share_out(10, {"a": 3, "b": 7}) == {"a": 3, "b": 7}
+    assert share_out(10, {}) == {}
+
+
+def test_shares_are_proportional_to_demand() -> None:
+    shares = share_out(1_000, {"a": 1_000, "b": 3_000, "c": 6_000})
+    assert sum(shares.values()) == 1_000
+    assert all(
+        abs(shares[key] - ideal) <= 3 for key, ideal in zip("abc", (100, 300, 600), strict=True)
+    )
+
+
+def test_a_small_demand_is_not_starved_by_a_large_one() -> None:
+    shares = share_out(10, {"large": 10**9, "small": 1})
+    assert shares == {"large": 9, "small": 1}
+
+
+def test_all_of_the_limit_is_given_out() -> None:
+    shares = share_out(10, {"a": 7, "b": 7, "c": 7})
+    assert sum(shares.values()) == 10
+    assert min(shares.values()) >= 3
+
+
+def test_the_first_keys_come_first_when_the_limit_is_smaller_than_their_number() -> None:
+    assert share_out(2, {"c": 5, "a": 5, "b": 5}) == {"c": 1, "a": 1, "b": 0}
+
+
+def test_the_cut_is_one_position_for_all_ranges() -> None:
+    received = [(block(1, entry), entry % 3) for entry in range(9)]
+    taken, rest = take(received, rows_max=4)
+    assert places(taken) == [(0, 0), (1, 1), (2, 2), (3, 0)]
+    assert places(rest) == [(4, 1), (5, 2), (6, 0), (7, 1), (8, 2)]
+
+
+@pytest.mark.parametrize(("rows_max", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 3), (7, 3)])
+def test_the_row_limit_holds_and_entries_stay_whole(rows_max: int, expected: int) -> None:
+    received = [(block(1, 0), 0), (block(1, 1, "a", "b"), 0), (block(1, 2, "a", "b", "c"), 0)]
+    taken, rest = take(received, rows_max=rows_max)
+    assert len(taken) == expected
+    assert taken + rest == received
+
+
+def test_the_byte_limit_holds() -> None:
+    received = [(block(1, entry, values=[b"x" * 10]), 0) for entry in range(5)]
+    assert len(take(received, bytes_max=29)[0]) == 2
+    assert len(take(received, bytes_max=30)[0]) == 3
+
+
+def test_a_single_entry_larger_than_the_limits_is_taken_alone() -> None:
+    large = block(1, 0, *("k" for _ in range(50)))
+    received = [(large, 0), (block(1, 1), 0)]
+    for limits in ({"rows_max": 10}, {"bytes_max": 10}, {"rows_max": 0, "bytes_max": 0}):
+        taken, rest = take(received, **limits)
+        assert ids([b for b, _ in taken]) == [(1, 0)]
+        assert ids([b for b, _ in rest]) == [(1, 1)]
+
+
+def test_a_range_left_out_before_gets_its_first_entry_beyond_the_cut() -> None:
+    received = [(block(1, entry), index) for entry, index in enumerate([0, 0, 1, 2, 1, 2])]
+    taken, rest = take(received, rows_max=2, left_out={2})
+    assert places(taken) == [(0, 0), (1, 0), (3, 2)]
+    assert places(rest) == [(2, 1), (4, 1), (5, 2)]
+
+
+def test_a_range_left_out_before_gets_nothing_extra_when_the_cut_reaches_it() -> None:
+    received = [(block(1, entry), index) for entry, index in enumerate([0, 1, 1])]
+    taken, rest = take(received, rows_max=2, left_out={1})
+    assert places(taken) == [(0, 0), (1, 1)]
+    assert places(rest) == [(2, 1)]
+
+
+def test_a_range_left_out_before_that_has_nothing_now_changes_nothing() -> None:
+    received = [(block(1, 0), 0), (block(1, 1), 0)]
+    assert places(take(received, rows_max=1, left_out={7})[0]) == [(0, 0)]

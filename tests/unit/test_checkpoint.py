@@ -1,0 +1,166 @@
+"""Checkpoints: canonical JSON, and every refusal of what is not one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helpers import P0, P1
+from keyshard.core.checkpoint import VERSION, Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryId
+from keyshard.core.entry_set import EntrySet
+from keyshard.errors import CheckpointError
+
+FULL = Checkpoint(
+    "standalone",
+    "billing",
+    10,
+    {
+        P1: PartitionCheckpoint(delivered=EntrySet.parse("9:0-3"), published_ms=5),
+        P0: PartitionCheckpoint(
+            floor=EntryId(7, 3),
+            delivered=EntrySet.parse("7:4-79"),
+            batch=EntrySet.parse("7:40-79"),
+            partial={EntryId(7, 41): frozenset({2, 0, 1}), EntryId(7, 40): frozenset({1})},
+            published_ms=1_700_000_000_000,
+        ),
+    },
+)
+
+
+def test_the_text_is_canonical_json_in_the_documented_form() -> None:
+    assert FULL.to_json() == (
+        '{"cluster":"standalone","partitions":{'
+        '"persistent://public/default/t-partition-0":{"batch":"7:40-79","delivered":"7:4-79",'
+        '"floor":"7:3","partial":{"7:40":"1","7:41":"0-2"},"published":1700000000000},'
+        '"persistent://public/default/t-partition-1":{"delivered":"9:0-3","published":5}},'
+        '"ranges":10,"subscription":"billing","version":1}'
+    )
+
+
+def test_equal_checkpoints_have_equal_texts_whatever_the_order_they_were_made_in() -> None:
+    turned = Checkpoint("standalone", "billing", 10, dict(reversed(FULL.partitions.items())))
+    assert turned == FULL
+    assert turned.to_json() == FULL.to_json()
+    assert turned.batch_id == FULL.batch_id
+
+
+def test_the_dictionary_dumped_by_anybody_has_its_keys_in_canonical_order() -> None:
+    assert json.dumps(FULL.to_dict(), separators=(",", ":")) == FULL.to_json()
+
+
+def test_text_round_trips() -> None:
+    for checkpoint in (FULL, Checkpoint("", "s", 1)):
+        assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
+        assert Checkpoint.from_dict(checkpoint.to_dict()) == checkpoint
+
+
+def test_any_difference_gives_another_batch_id() -> None:
+    state = FULL.partitions[P0]
+    others = [
+        Checkpoint("other", "billing", 10, FULL.partitions),
+        Checkpoint("standalone", "other", 10, FULL.partitions),
+        Checkpoint("standalone", "billing", 11, FULL.partitions),
+        Checkpoint("standalone", "billing", 10, {P0: state}),
+        Checkpoint("standalone", "billing", 10, {**FULL.partitions, P0: PartitionCheckpoint()}),
+    ]
+    assert len({FULL.batch_id, *(other.batch_id for other in others)}) == 6
+    assert len(FULL.batch_id) == 16
+
+
+def test_settled_is_what_lies_at_or_below_the_floor_or_is_delivered() -> None:
+    state = PartitionCheckpoint(floor=EntryId(7, 3), delivered=EntrySet.parse("7:5;8:1"))
+    settled = [(6, 99), (7, 3), (7, 5), (8, 1)]
+    open_ = [(7, 4), (7, 6), (8, 0), (8, 2), (9, 0)]
+    assert all(state.settled(EntryId(*pair)) for pair in settled)
+    assert not any(state.settled(EntryId(*pair)) for pair in open_)
+    assert not PartitionCheckpoint().settled(EntryId(0, 0))
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    data = copy.deepcopy(FULL.to_dict())
+    change(data)
+    return data
+
+
+def in_partition(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data["partitions"][P0.name].update({name: value})
+
+
+REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "older version": lambda data: data.update(version=0),
+    "newer version": lambda data: data.update(version=VERSION + 1),
+    "version as text": lambda data: data.update(version="1"),
+    "version as boolean": lambda data: data.update(version=True),
+    "no version": lambda data: data.pop("version"),
+    "no cluster": lambda data: data.pop("cluster"),
+    "no subscription": lambda data: data.pop("subscription"),
+    "no ranges": lambda data: data.pop("ranges"),
+    "no partitions": lambda data: data.pop("partitions"),
+    "ranges 0": lambda data: data.update(ranges=0),
+    "ranges above the ring": lambda data: data.update(ranges=65_537),
+    "ranges as text": lambda data: data.update(ranges="10"),
+    "ranges as boolean": lambda data: data.update(ranges=True),
+    "ranges null": lambda data: data.update(ranges=None),
+    "partitions a list": lambda data: data.update(partitions=[]),
+    "partition a number": lambda data: data["partitions"].update({P0.name: 3}),
+    "no delivered": lambda data: data["partitions"][P0.name].pop("delivered"),
+    "no published": lambda data: data["partitions"][P0.name].pop("published"),
+    "unknown field": in_partition("extra", 1),
+    "bad run": in_partition("delivered", "7:79-40"),
+    "delivered null": in_partition("delivered", None),
+    "delivered a number": in_partition("delivered", 7),
+    "delivered not canonical": in_partition("delivered", "7:4-78,79"),
+    "bad run in batch": in_partition("batch", "7:x"),
+    "batch not within delivered": in_partition("batch", "7:40-80"),
+    "batch at another ledger": in_partition("batch", "8:0"),
+    "partial not within batch": in_partition("partial", {"7:39": "0"}),
+    "partial without indices": in_partition("partial", {"7:40": ""}),
+    "partial indices not canonical": in_partition("partial", {"7:40": "00"}),
+    "partial a list": in_partition("partial", ["7:40"]),
+    "partial id not canonical": in_partition("partial", {"7:040": "1"}),
+    "floor without entry": in_partition("floor", "7"),
+    "floor negative": in_partition("floor", "7:-1"),
+    "floor not canonical": in_partition("floor", "07:3"),
+    "floor a number": in_partition("floor", 7),
+    "published as text": in_partition("published", "5"),
+    "published as boolean": in_partition("published", value=True),
+    "published a fraction": in_partition("published", 5.5),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_a_checkpoint_is_refused_with_a_sentence(
+    change: Callable[[dict[str, Any]], object],
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.from_json(json.dumps(changed(change)))
+    assert caught.value.message[0].isupper() or caught.value.message[0] == "'"
+    assert caught.value.message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "The checkpoint is not JSON"),
+        ("{", "The checkpoint is not JSON"),
+        ("[]", "The checkpoint is list, not an object."),
+        ("null", "The checkpoint is NoneType, not an object."),
+        ("{}", "The checkpoint has version None; this keyshard reads version 1."),
+        ('{"version":1}', "Field 'ranges' is missing in the checkpoint."),
+    ],
+)
+def test_other_texts_are_refused_by_what_they_are(text: str, sentence: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.from_json(text)
+    assert caught.value.message.startswith(sentence)
+
+
+def test_a_refusal_inside_a_partition_names_it() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.from_dict(changed(in_partition("batch", "7:40-80")))
+    assert caught.value.message == f"Cannot read {P0.name}: its batch is not within delivered."

@@ -1,0 +1,115 @@
+"""Columns: what each one holds, of which type, and how batches are limited."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from helpers import P0, P1, block
+from keyshard.core.entry import TopicPartition
+from keyshard.core.key_slot import key_slot
+from keyshard.core.layout import Located
+from keyshard.schema import columns
+from keyshard.schema.columns import SCHEMA, record_batches, select
+
+PLAIN = TopicPartition("persistent://a/b/c")
+NOW_MS = 1_700_000_000_123
+NOW = datetime(2023, 11, 14, 22, 13, 20, 123_000, tzinfo=timezone.utc)
+
+LOCATED: list[Located] = [
+    (P0, block(7, 1, "a", "b", of=3, indices=[0, 2], publish_ms=NOW_MS, values=[b"\x00", b""])),
+    (P0, block(7, 2, None, publish_ms=NOW_MS + 1, event_ms=5, properties={"p": "1", "q": ""})),
+    (P1, block(3, 0, "", ordering_key="o", publish_ms=0)),
+    (PLAIN, block(4, 0, "\u65e5", properties={"r": "2"})),
+]
+
+
+def table(names: list[str] | None = None) -> pa.Table:
+    batches = list(record_batches(LOCATED, names or SCHEMA.names))
+    return pa.Table.from_batches(batches)
+
+
+EXPECTED: dict[str, list[Any]] = {
+    "value": [b"\x00", b"", b"7:2:0", b"3:0:0", b"4:0:0"],
+    "__key": ["a", "b", None, "", "\u65e5"],
+    "__topic": [P0.topic, P0.topic, P0.topic, P0.topic, "persistent://a/b/c"],
+    "__partition": [0, 0, 0, 1, -1],
+    "__messageId": ["7:1:0", "7:1:2", "7:2:0", "3:0:0", "4:0:0"],
+    "__publishTime": [
+        NOW,
+        NOW,
+        NOW.replace(microsecond=124_000),
+        datetime(1970, 1, 1, tzinfo=timezone.utc),
+        datetime(1970, 1, 1, 0, 0, 1, tzinfo=timezone.utc),
+    ],
+    "__eventTime": [None, None, datetime(1970, 1, 1, 0, 0, 0, 5_000, timezone.utc), None, None],
+    "__properties": [[], [], [("p", "1"), ("q", "")], [], [("r", "2")]],
+    "__slot": [key_slot("a"), key_slot("b"), None, key_slot("o"), key_slot("\u65e5")],
+}
+
+
+@pytest.mark.parametrize("name", SCHEMA.names)
+def test_a_column_holds_what_it_should(name: str) -> None:
+    assert table()[name].to_pylist() == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", SCHEMA.names)
+def test_a_column_has_its_type_alone_and_with_the_others(name: str) -> None:
+    assert table().schema == SCHEMA
+    alone = table([name])
+    assert alone.schema == pa.schema([SCHEMA.field(name)])
+    assert alone[name].to_pylist() == EXPECTED[name]
+    alone.validate(full=True)
+
+
+def test_every_column_is_expected_here() -> None:
+    assert list(EXPECTED) == SCHEMA.names
+
+
+def test_columns_come_in_the_order_they_are_named() -> None:
+    assert table(["__slot", "value"]).column_names == ["__slot", "value"]
+    assert select(["__slot", "value"]).names == ["__slot", "value"]
+
+
+def test_an_unknown_column_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        select(["value", "nope"])
+
+
+def test_no_entries_give_no_batches() -> None:
+    assert list(record_batches([])) == []
+
+
+def located(count: int, rows: int = 1, size: int = 1) -> list[Located]:
+    return [
+        (P0, block(1, entry, *["k"] * rows, values=[b"x" * size] * rows)) for entry in range(count)
+    ]
+
+
+def test_batches_are_limited_in_rows_and_entries_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(columns, "ROWS_PER_BATCH_MAX", 10)
+    batches = list(record_batches(located(7, rows=3), ["__messageId"]))
+    assert [batch.num_rows for batch in batches] == [9, 9, 3]
+    ids = [text for batch in batches for text in batch.column(0).to_pylist()]
+    assert ids == [f"1:{entry}:{index}" for entry in range(7) for index in range(3)]
+
+
+def test_batches_are_limited_in_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "BYTES_PER_BATCH_MAX", 100)
+    assert [batch.num_rows for batch in record_batches(located(5, size=40))] == [2, 2, 1]
+
+
+def test_an_entry_above_the_limits_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "ROWS_PER_BATCH_MAX", 4)
+    blocks = [*located(1), (P0, block(1, 1, *["k"] * 9)), *located(1)]
+    assert [batch.num_rows for batch in record_batches(blocks)] == [1, 9, 1]
+
+
+def test_a_million_rows_do_not_come_in_one_batch() -> None:
+    rows = [batch.num_rows for batch in record_batches(located(3, rows=9_000), ["__partition"])]
+    assert rows == [9_000] * 3

@@ -1,0 +1,149 @@
+"""Configuration: completion, defaults, and refusals that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from keyshard.config import MIB, SourceConfig
+from keyshard.errors import ConfigError, NonPersistentTopicError
+
+
+def config(topics: Any = "t", **fields: Any) -> SourceConfig:
+    return SourceConfig(topics, **({"subscription": "s"} | fields))
+
+
+def test_names_are_completed_and_repeats_dropped_in_order() -> None:
+    found = config([" b ", "a", "persistent://public/default/b", "x/y/z"])
+    assert found.topics == (
+        "persistent://public/default/b",
+        "persistent://public/default/a",
+        "persistent://x/y/z",
+    )
+
+
+def test_a_single_string_is_one_topic() -> None:
+    assert config("orders").topics == ("persistent://public/default/orders",)
+
+
+def test_the_subscription_has_no_default() -> None:
+    with pytest.raises(TypeError, match="subscription"):
+        SourceConfig("t")  # type: ignore[call-arg]
+
+
+def test_defaults_are_valid_and_bounded() -> None:
+    found = config()
+    assert found.parallelism == 10
+    assert found.starting_position == "latest"
+    assert found.window_rows_max == 200_000
+    assert all(
+        getattr(found, field.name) > 0
+        for field in dataclasses.fields(found)
+        if field.name.endswith(("_max", "_ms", "_size")) and field.name != "batch_rows_max"
+    )
+
+
+def test_a_config_is_frozen_comparable_and_picklable() -> None:
+    found = config(parallelism=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.parallelism = 4  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(found)) == found == config(["t"], parallelism=3)
+    assert hash(found) == hash(config(["t"], parallelism=3))
+
+
+@pytest.mark.parametrize("topics", [[], ()])
+def test_no_topic_is_refused(topics: list[str]) -> None:
+    with pytest.raises(ConfigError, match="No topic is given"):
+        config(topics)
+
+
+def test_a_non_persistent_topic_is_refused() -> None:
+    with pytest.raises(NonPersistentTopicError):
+        config(["a", "non-persistent://a/b/c"])
+
+
+LIMITS = {
+    "parallelism": (1, 65_536),
+    "batch_rows_max": (1, 10**9),
+    "window_rows_max": (2, 10**9),
+    "window_bytes_max": (MIB, 2**50),
+    "subscribe_timeout_ms": (1, 3_600_000),
+    "operation_timeout_ms": (1_000, 3_600_000),
+    "replay_timeout_ms": (1, 3_600_000),
+    "receiver_queue_size": (1, 100_000),
+    "receive_threads": (1, 256),
+    "acknowledge_timeout_ms": (1_000, 86_400_000),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_numbers_are_kept_within_their_limits(name: str) -> None:
+    low, high = LIMITS[name]
+    for value in (low, high):
+        assert getattr(config(**{name: value}), name) == value
+    for value in (low - 1, high + 1, -1, 2.5, "5", True, [3]):
+        with pytest.raises(ConfigError) as caught:
+            config(**{name: value})
+        assert caught.value.message == (
+            f"{name} is {value!r}; it must be an integer from {low} to {high}."
+        )
+
+
+def test_every_number_has_limits() -> None:
+    assert set(LIMITS) == {
+        field.name for field in dataclasses.fields(SourceConfig) if "int" in str(field.type)
+    }
+
+
+def test_only_the_batch_limit_may_be_unset() -> None:
+    assert config(batch_rows_max=None).batch_rows_max is None
+    with pytest.raises(ConfigError, match="parallelism is None"):
+        config(parallelism=None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["pulsar://localhost:6650", "pulsar+ssl://a:6651/", "pulsar://a:1,b:2", "pulsar://[::1]:6650"],
+)
+def test_service_urls(url: str) -> None:
+    assert config(service_url=url).service_url == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:6650", "http://a:8080", "pulsar://", "pulsar://a b", "pulsar://a,,b"]
+)
+def test_a_wrong_service_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="service_url is") as caught:
+        config(service_url=url)
+    assert repr(url) in caught.value.message
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8080", "pulsar://a:1", "http://", "http://a/admin"])
+def test_a_wrong_admin_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="admin_url is"):
+        config(admin_url=url)
+
+
+@pytest.mark.parametrize("url", ["http://a:8080", "https://a:8443/"])
+def test_admin_urls(url: str) -> None:
+    assert config(admin_url=url).admin_url == url
+
+
+@pytest.mark.parametrize("name", ["", " s", "s\n"])
+def test_a_wrong_subscription_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="subscription is"):
+        config(subscription=name)
+
+
+@pytest.mark.parametrize("position", ["Earliest", "", "0", "beginning"])
+def test_a_wrong_starting_position_is_refused(position: str) -> None:
+    with pytest.raises(ConfigError, match=r"starting_position is .*; write 'earliest' or 'latest'"):
+        config(starting_position=position)
+
+
+def test_an_empty_worker_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match="worker_host is empty"):
+        config(worker_host="")

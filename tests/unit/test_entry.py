@@ -1,0 +1,86 @@
+"""Names of topic partitions and entries, and what a block knows about itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import block
+from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.key_slot import key_slot
+from keyshard.errors import ConfigError, NonPersistentTopicError
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("orders", "persistent://public/default/orders"),
+        ("acme/shop/orders", "persistent://acme/shop/orders"),
+        ("persistent://acme/shop/orders", "persistent://acme/shop/orders"),
+        ("orders-partition-3", "persistent://public/default/orders-partition-3"),
+    ],
+)
+def test_a_topic_name_is_completed(short: str, full: str) -> None:
+    assert full_topic_name(short) == full
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a/b", "a/b/c/d", "persistent://orders", "persistent://a/b/", "kafka://a/b/c", "a b",
+     "persistent://", "//", "a/ /c", "a/b/c\n"],
+)  # fmt: skip
+def test_what_is_no_topic_name_is_refused_and_shown(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        full_topic_name(name)
+    assert caught.value.message.startswith(f"{name!r} is not a topic name. Write")
+
+
+def test_a_non_persistent_topic_is_refused_by_name() -> None:
+    with pytest.raises(NonPersistentTopicError, match="non-persistent") as caught:
+        full_topic_name("non-persistent://public/default/t")
+    assert caught.value.facts == {"topic": "non-persistent://public/default/t"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("persistent://a/b/c", TopicPartition("persistent://a/b/c", -1)),
+        ("persistent://a/b/c-partition-0", TopicPartition("persistent://a/b/c", 0)),
+        ("persistent://a/b/c-partition-12", TopicPartition("persistent://a/b/c", 12)),
+        ("persistent://a/b/c-partition-", TopicPartition("persistent://a/b/c-partition-", -1)),
+        (
+            "persistent://a/b/c-partition-1-partition-2",
+            TopicPartition("persistent://a/b/c-partition-1", 2),
+        ),
+    ],
+)
+def test_a_topic_partition_is_read_from_the_brokers_name_and_written_back(
+    name: str, expected: TopicPartition
+) -> None:
+    assert TopicPartition.parse(name) == expected
+    assert expected.name == str(expected) == name
+
+
+def test_topic_partitions_sort_by_number() -> None:
+    unsorted = [TopicPartition("t", 10), TopicPartition("t", 2), TopicPartition("s", 11)]
+    assert [tp.partition for tp in sorted(unsorted)] == [11, 2, 10]
+
+
+def test_entry_ids_sort_in_publish_order() -> None:
+    unsorted = [EntryId(10, 0), EntryId(9, 99), EntryId(9, 100)]
+    assert sorted(unsorted) == [EntryId(9, 99), EntryId(9, 100), EntryId(10, 0)]
+
+
+def test_a_block_counts_its_messages_and_knows_whether_it_is_whole() -> None:
+    assert (block(1, 0).rows, block(1, 0).whole) == (1, True)
+    part = block(1, 0, "a", "b", of=3)
+    assert (part.rows, part.whole) == (2, False)
+
+
+def test_the_first_message_routes_an_entry() -> None:
+    assert block(1, 0, "a", "b").slot == key_slot("a")
+    assert block(1, 0, "a", ordering_key="o").slot == key_slot("o")
+    assert block(1, 0, None).slot is None
+
+
+def test_slots_of_mixed_keys_are_told_one_by_one() -> None:
+    assert block(1, 0, "a", None, "b").slots() == [key_slot("a"), None, key_slot("b")]

@@ -1,0 +1,72 @@
+"""Errors: codes, texts, and crossing process borders."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from keyshard import errors
+from keyshard.errors import BrokerError, ConfigError, KeyShardError
+
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, KeyShardError)
+]
+
+
+def test_every_class_has_a_code_of_its_own() -> None:
+    codes = [cls.code for cls in CLASSES]
+    assert len(CLASSES) > 20
+    assert len(set(codes)) == len(codes)
+    assert all(re.fullmatch(r"KEYSHARD_[A-Z]+(_[A-Z]+)*", code) for code in codes)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_the_text_starts_with_the_code(cls: type[KeyShardError]) -> None:
+    assert str(cls("The broker is away.")) == f"[{cls.code}] The broker is away."
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_pickling_keeps_class_message_and_facts(cls: type[KeyShardError]) -> None:
+    error = cls("It went wrong.", topic="t", count=3)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert (str(copy), copy.message, copy.facts) == (str(error), "It went wrong.", error.facts)
+    assert error.facts == {"topic": "t", "count": 3}
+
+
+def test_the_tree_in_the_docstring_names_every_class_and_code_below_its_parent() -> None:
+    assert errors.__doc__ is not None
+    drawn: dict[str, tuple[str, bool]] = {}
+    parents: dict[str, str | None] = {}
+    path: list[str] = []
+    line = re.compile(r"^([ │├└─]*)(\w+) +(KEYSHARD_\w+)( +\(retriable\))?$")
+    for text in errors.__doc__.splitlines():
+        if match := line.match(text):
+            depth = (len(match[1]) - 4) // 4
+            path[depth:] = [match[2]]
+            parents[match[2]] = path[depth - 1] if depth else None
+            drawn[match[2]] = match[3], bool(match[4])
+    assert drawn == {cls.__name__: (cls.code, cls.retriable) for cls in CLASSES}
+    root = KeyShardError.__name__
+    assert parents.pop(root) is None
+    assert parents == {
+        cls.__name__: BrokerError.__name__ if BrokerError in cls.__bases__ else root
+        for cls in CLASSES
+        if cls is not KeyShardError
+    }
+
+
+def test_only_errors_that_may_pass_by_themselves_are_retriable() -> None:
+    assert {cls.__name__ for cls in CLASSES if cls.retriable} == {
+        "BrokerUnavailableError",
+        "RangeConflictError",
+    }
+
+
+def test_an_option_error_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="KEYSHARD_BAD_OPTION"):
+        raise ConfigError("parallelism is 0.")

@@ -1,0 +1,37 @@
+"""What an import brings with it: clients and engines are loaded when they are needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of the heavy modules a fresh interpreter has after a statement."""
+    program = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_keyshard_loads_no_client_and_no_engine() -> None:
+    assert loaded_by("import keyshard") == set()
+
+
+def test_describing_a_source_loads_no_client_and_no_engine() -> None:
+    statement = "import keyshard; keyshard.KeyShardSource('t', subscription='s')"
+    assert loaded_by(statement) == set()
+
+
+def test_the_in_memory_broker_needs_no_client_and_no_engine() -> None:
+    assert loaded_by("import keyshard.broker.memory") == set()
+
+
+def test_importing_the_spark_adapter_loads_no_broker_client() -> None:
+    pytest.importorskip("pyspark")
+    assert loaded_by("import spark_adapter") <= {"pyspark", "pyarrow.flight"}

@@ -1,0 +1,104 @@
+"""The layout: a pure function of the number of ranges and the entries of a batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from helpers import P0, P1, block, key_in
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.core.layout import home_range, lay_out
+from keyshard.core.window import Budget, Window
+
+Entries = dict[TopicPartition, list[EntryBlock]]
+
+
+def entries() -> Entries:
+    keys: list[str | None] = [f"key-{i % 17}" for i in range(60)]
+    keys[::7] = [None] * len(keys[::7])
+    return {tp: [block(1 + i // 40, i % 40, key) for i, key in enumerate(keys)] for tp in (P1, P0)}
+
+
+@pytest.mark.parametrize("ranges", [1, 3, 10, 1_000])
+def test_every_entry_is_in_exactly_one_partition_in_position_order(ranges: int) -> None:
+    layout = lay_out(entries(), ranges)
+    assert list(layout) == sorted(layout)
+    assert all(0 <= index < ranges for index in layout)
+    placed = [(tp, b.id) for located in layout.values() for tp, b in located]
+    assert sorted(placed) == sorted((tp, b.id) for tp, blocks in entries().items() for b in blocks)
+    for located in layout.values():
+        assert located
+        order = [(tp, b.id) for tp, b in located]
+        assert order == sorted(order)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_arrival_does_not_matter(seed: int) -> None:
+    shuffled = entries()
+    for blocks in shuffled.values():
+        random.Random(seed).shuffle(blocks)
+    turned = dict(reversed(shuffled.items()))
+    assert lay_out(turned, 10) == lay_out(entries(), 10)
+
+
+def test_the_range_that_received_an_entry_does_not_matter() -> None:
+    def layout_of(receiving_range: int) -> object:
+        window = Window(Checkpoint("", "s", 10), 10, Budget(1_000, 10**9))
+        window.add_partition(P0)
+        for entry in entries()[P0]:
+            window.receive(P0, receiving_range, entry)
+        end = window.cut()
+        assert end is not None
+        return lay_out(window.batch(end.batch_id).entries, end.ranges)
+
+    assert layout_of(0) == layout_of(9)
+
+
+@pytest.mark.parametrize("ranges", [2, 10, 37])
+def test_a_key_is_always_in_one_partition_that_of_its_slot(ranges: int) -> None:
+    homes: dict[str, set[int]] = {}
+    for index, located in lay_out(entries(), ranges).items():
+        for _, entry in located:
+            if entry.partition_keys[0] is not None:
+                homes.setdefault(entry.partition_keys[0], set()).add(index)
+                assert entry.slot in split_ring(ranges)[index]
+    assert len(homes) == 17
+    assert all(len(found) == 1 for found in homes.values())
+
+
+def test_another_number_of_ranges_gives_another_layout() -> None:
+    assert len(lay_out(entries(), 1)) == 1
+    assert len(lay_out(entries(), 10)) == 10
+
+
+def test_the_ordering_key_decides_the_partition() -> None:
+    low, high = split_ring(2)
+    entry = block(1, 0, key_in(low), ordering_key=key_in(high))
+    assert list(lay_out({P0: [entry]}, 2)) == [1]
+
+
+def test_the_first_key_decides_where_a_mixed_batch_goes() -> None:
+    low, high = split_ring(2)
+    entry = block(1, 0, key_in(high), key_in(low), key_in(low))
+    assert list(lay_out({P0: [entry]}, 2)) == [1]
+
+
+def test_keyless_entries_are_spread_by_their_position_alone() -> None:
+    homes = [home_range(P0, EntryId(1, entry), None, 10) for entry in range(200)]
+    assert set(homes) == set(range(10))
+    assert homes == [home_range(P0, EntryId(1, entry), None, 10) for entry in range(200)]
+    assert homes != [home_range(P1, EntryId(1, entry), None, 10) for entry in range(200)]
+    assert homes != [home_range(P0, EntryId(2, entry), None, 10) for entry in range(200)]
+
+
+def test_the_home_of_a_keyless_entry_is_pinned_because_stored_batches_depend_on_it() -> None:
+    found = [home_range(P0, EntryId(7, entry), None, 65_536) for entry in range(4)]
+    assert found == [33_068, 53_807, 60_096, 29_439]
+
+
+def test_an_empty_batch_has_no_partitions() -> None:
+    assert lay_out({}, 10) == {}
+    assert lay_out({P0: []}, 10) == {}

@@ -1,0 +1,121 @@
+"""The stream process ends with its host, and gives the ranges back first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers import wait_until
+
+LEFT_S = 10.0
+"""After this the process must have left, seconds."""
+
+CHILD = """
+import pathlib, sys, threading
+from spark_adapter import lifecycle
+lifecycle.STOP_TIMEOUT_S = float(sys.argv[3])
+folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+def stop():
+    with (folder / "stopped").open("a") as file:
+        file.write("stopped\\n")
+    if how == "hangs":
+        threading.Event().wait()
+    if how == "raises":
+        raise RuntimeError("the broker is away")
+
+lifecycle.end_with_host(stop)
+import os
+(folder / "pid.new").write_text(str(os.getpid()))
+(folder / "pid.new").rename(folder / "pid")
+threading.Event().wait()
+"""
+
+PARENT = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]]).wait()
+"""
+
+
+class Host:
+    """A process that stands for Spark's JVM, with the stream process as its child."""
+
+    def __init__(self, folder: Path, how: str = "stops", stop_timeout_s: float = 4.0) -> None:
+        self.folder = folder
+        arguments = [CHILD, str(folder), how, str(stop_timeout_s)]
+        self.parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments])
+        wait_until((folder / "pid").exists, 30)
+        self.child = int((folder / "pid").read_text())
+
+    def alive(self) -> bool:
+        """Whether the child runs; one that ended and is not waited for does not."""
+        try:
+            status = Path(f"/proc/{self.child}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] not in "ZX"
+
+    @property
+    def stops(self) -> int:
+        file = self.folder / "stopped"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def end(self) -> None:
+        if self.alive():
+            os.kill(self.child, signal.SIGKILL)
+        self.parent.kill()
+        self.parent.wait(10)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
+
+    def make(*args: object) -> Host:
+        made.append(Host(tmp_path, *args))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def test_it_leaves_after_stopping_when_the_host_is_killed(host: Callable[..., Host]) -> None:
+    process = host()
+    process.parent.kill()
+    process.parent.wait(10)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert process.stops == 1
+
+
+def test_it_leaves_with_status_0_after_stopping_on_sigterm(host: Callable[..., Host]) -> None:
+    process = host()
+    os.kill(process.child, signal.SIGTERM)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert process.stops == 1
+
+
+def test_it_leaves_though_stopping_raises(host: Callable[..., Host]) -> None:
+    process = host("raises")
+    os.kill(process.child, signal.SIGTERM)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert process.stops == 1
+
+
+def test_it_leaves_in_time_though_stopping_hangs(host: Callable[..., Host]) -> None:
+    process = host("hangs", 0.3)
+    began = time.monotonic()
+    os.kill(process.child, signal.SIGTERM)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert time.monotonic() - began >= 0.3
+    assert process.stops == 1

@@ -1,0 +1,192 @@
+"""Options of format("keyshard"): parsing, refusals, the way back, and the table of the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.errors import ConfigError, NonPersistentTopicError
+from spark_adapter.options import OPTIONS, options_table, parse_options, to_options
+
+MINIMAL = {"topic": "orders", "subscription": "billing"}
+
+EVERYTHING = {
+    "service.url": "pulsar://broker:6650",
+    "admin.url": "http://broker:8080",
+    "topics": "orders, acme/shop/returns",
+    "subscription": "billing",
+    "parallelism": "7",
+    "startingOffsets": "earliest",
+    "maxOffsetsPerTrigger": "500",
+    "windowMaxRows": "3000",
+    "windowMaxBytes": "2097152",
+    "workerHost": "10.0.0.1",
+    "subscribeTimeoutMillis": "1234",
+}
+
+
+def refused(options: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(options)
+    return caught.value.message
+
+
+def test_topic_and_subscription_are_enough() -> None:
+    assert parse_options(MINIMAL) == KeyShardSource("orders", subscription="billing")
+
+
+def test_every_option_reaches_its_field() -> None:
+    assert parse_options(EVERYTHING) == KeyShardSource(
+        ["orders", "acme/shop/returns"],
+        subscription="billing",
+        service_url="pulsar://broker:6650",
+        admin_url="http://broker:8080",
+        parallelism=7,
+        starting_position="earliest",
+        batch_rows_max=500,
+        window_rows_max=3_000,
+        window_bytes_max=2_097_152,
+        worker_host="10.0.0.1",
+        subscribe_timeout_ms=1_234,
+    )
+    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic"}
+
+
+def test_names_are_case_insensitive_as_in_spark() -> None:
+    upper = {name.upper(): value for name, value in EVERYTHING.items()}
+    lower = {name.lower(): value for name, value in EVERYTHING.items()}
+    assert parse_options(upper) == parse_options(lower) == parse_options(EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("subscriptionName", "subscription"),
+        ("parallelsim", "parallelism"),
+        ("startingOffset", "startingOffsets"),
+        ("maxOffsetPerTrigger", "maxOffsetsPerTrigger"),
+        ("serviceUrl", "service.url"),
+        ("WINDOWMAXROW", "windowMaxRows"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(wrong: str, meant: str) -> None:
+    message = refused({**MINIMAL, wrong: "1"})
+    assert message.startswith(f"Option {wrong!r} is unknown. Did you mean {meant!r}?")
+
+
+def test_an_option_like_no_other_is_refused_too() -> None:
+    assert "is unknown" in refused({**MINIMAL, "": "1"})
+
+
+@pytest.mark.parametrize("first", ["topic", "topics"])
+def test_topic_and_topics_together_are_refused(first: str) -> None:
+    second = {"topic": "topics", "topics": "topic"}[first]
+    message = refused({first: "a", second: "b", "subscription": "s"})
+    assert message == f"Give only one of {first!r} and {second!r}."
+
+
+def test_missing_topic_and_missing_subscription_are_refused() -> None:
+    assert refused({"subscription": "s"}).startswith("No topic is given. Set option 'topic'")
+    assert refused({"topic": "t"}).startswith("Option 'subscription' is missing.")
+
+
+@pytest.mark.parametrize("text", ["", " , ", ","])
+def test_an_empty_list_of_topics_is_refused(text: str) -> None:
+    assert refused({"topics": text, "subscription": "s"}).startswith("No topic is given.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["parallelism", "maxOffsetsPerTrigger", "windowMaxRows", "windowMaxBytes",
+     "subscribeTimeoutMillis"],
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["ten", "", "1.5", "1e3", "0x10"])
+def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:
+    assert (
+        refused({**MINIMAL, name: text}) == f"Option {name!r} is {text!r}; it must be an integer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "start"),
+    [
+        ("parallelism", "0", "parallelism is 0; it must be an integer from 1 to 65536."),
+        ("maxOffsetsPerTrigger", "0", "maxOffsetsPerTrigger is 0; it must be"),
+        ("windowMaxRows", "1", "windowMaxRows is 1; it must be"),
+        ("windowMaxBytes", "-1", "windowMaxBytes is -1; it must be"),
+        ("subscribeTimeoutMillis", "0", "subscribeTimeoutMillis is 0; it must be"),
+        ("service.url", "broker:6650", "service.url is 'broker:6650'; write pulsar://host:port"),
+        ("admin.url", "broker:8080", "admin.url is 'broker:8080'; write http://host:port."),
+        ("startingOffsets", "first", "startingOffsets is 'first'; write"),
+        ("workerHost", "", "workerHost is empty;"),
+    ],
+)
+def test_a_refusal_calls_the_option_by_the_name_the_user_wrote(
+    name: str, value: str, start: str
+) -> None:
+    assert refused({**MINIMAL, name: value}).startswith(start)
+
+
+@pytest.mark.parametrize("topic", ["acme/topics", "my topics", "worker_host is", "a/parallelism"])
+@pytest.mark.parametrize("name", ["topic", "topics"])
+def test_a_refusal_shows_the_users_value_as_it_is(name: str, topic: str) -> None:
+    message = refused({name: topic, "subscription": "s"})
+    assert message.startswith(f"{topic!r} is not a topic name.")
+
+
+def test_a_non_persistent_topic_keeps_its_own_error() -> None:
+    with pytest.raises(NonPersistentTopicError):
+        parse_options({**MINIMAL, "topic": "non-persistent://a/b/c"})
+
+
+@pytest.mark.parametrize("options", [MINIMAL, EVERYTHING], ids=["minimal", "everything"])
+def test_options_of_a_source_make_the_same_source(options: dict[str, str]) -> None:
+    source = parse_options(options)
+    assert parse_options(to_options(source)) == source
+
+
+def test_defaults_are_not_written_into_options() -> None:
+    assert set(to_options(parse_options(MINIMAL))) <= {"topic", "topics", "subscription"}
+
+
+def test_a_topic_with_a_comma_in_its_name_stays_one_topic() -> None:
+    source = KeyShardSource("a,b", subscription="s")
+    assert parse_options(to_options(source)) == source
+
+
+def test_several_topics_with_a_comma_in_a_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="comma"):
+        to_options(KeyShardSource(["a,b", "c"], subscription="s"))
+
+
+def test_a_setting_without_an_option_is_refused_when_it_is_not_the_default() -> None:
+    source = KeyShardSource("t", subscription="s", receive_threads=9)
+    with pytest.raises(ConfigError, match="receive_threads cannot be set for Spark; leave it at 4"):
+        to_options(source)
+
+
+def test_every_option_has_a_field_and_a_meaning() -> None:
+    fields = {field.name for field in dataclasses.fields(KeyShardSource)}
+    for option in OPTIONS:
+        assert option.field in fields
+        assert option.meaning.endswith(".")
+
+
+def test_the_table_of_the_docs_lists_every_option_with_its_default() -> None:
+    rows = dict(line.split(" | ", 1) for line in options_table().splitlines()[2:])
+    assert list(rows) == [f"| `{option.name}`" for option in OPTIONS]
+    assert rows["| `parallelism`"].startswith("`10` | ")
+    assert rows["| `subscription`"].startswith(" | ")
+    assert rows["| `maxOffsetsPerTrigger`"].startswith(" | ")
+    assert rows["| `startingOffsets`"].startswith("`latest` | ")
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "options.md"
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="docs/options.md is not written yet")
+def test_the_docs_contain_the_table_as_it_is_now() -> None:
+    assert options_table() in DOCS.read_text()

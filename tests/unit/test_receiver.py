@@ -1,0 +1,212 @@
+"""Receive threads: what consumers deliver reaches the sink, whole, in order, or as an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from helpers import P0, P1, FakeConsumer, block, ids, wait_until
+from keyshard.core.assembly import EntryAssembly
+from keyshard.core.entry import EntryBlock, TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
+from keyshard.runtime import receiver
+from keyshard.runtime.receiver import Lane, Receiver, Seat
+
+RING = split_ring(1)[0]
+
+
+class FakeSink:
+    """Remembers what was delivered; re-opens a lane with its next consumer."""
+
+    def __init__(self) -> None:
+        self.full: set[TopicPartition] = set()
+        self.delivered: list[tuple[Lane, list[EntryBlock]]] = []
+        self.failures: list[KeyShardError] = []
+        self.next_consumers: list[FakeConsumer] = []
+        self.error: BaseException | None = None
+
+    def is_full(self, topic_partition: TopicPartition) -> bool:
+        return topic_partition in self.full
+
+    def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.delivered.append((lane, list(entries)))
+
+    def reopen(self, lane: Lane) -> None:
+        lane.consumer.close()
+        lane.consumer = self.next_consumers.pop(0)
+        lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
+
+    def fail(self, error: KeyShardError) -> None:
+        self.failures.append(error)
+
+    def of(self, lane: Lane) -> list[EntryBlock]:
+        return [entry for where, entries in self.delivered for entry in entries if where is lane]
+
+
+class Started:
+    """Receivers that are stopped at the end of the test."""
+
+    def __init__(self) -> None:
+        self.sink = FakeSink()
+        self.receivers: list[Receiver] = []
+
+    def __call__(self, *lanes: Lane) -> Receiver:
+        made = Receiver("test-receive", lanes, self.sink)
+        self.receivers.append(made)
+        return made
+
+
+@pytest.fixture
+def start() -> Iterator[Started]:
+    started = Started()
+    yield started
+    for made in started.receivers:
+        made.stop()
+        made.join(5)
+        assert not made._thread.is_alive()
+
+
+def lane_of(
+    *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
+) -> tuple[Lane, FakeConsumer]:
+    consumer = FakeConsumer(where, script=script)
+    return Lane(Seat(where, 0, RING), consumer), consumer
+
+
+def part(entry: int, *indices: int, of: int) -> EntryBlock:
+    return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
+
+
+def test_entries_are_delivered_in_order_with_their_lane(start: Started) -> None:
+    lane, _ = lane_of([block(1, 0), block(1, 1)], [], [block(1, 2)])
+    other, _ = lane_of([block(5, 0)], where=P1)
+    start(lane, other)
+    wait_until(lambda: len(start.sink.of(lane)) == 3 and start.sink.of(other))
+    assert ids(start.sink.of(lane)) == [(1, 0), (1, 1), (1, 2)]
+    assert ids(start.sink.of(other)) == [(5, 0)]
+
+
+def test_only_whole_entries_are_delivered(start: Started) -> None:
+    lane, consumer = lane_of([part(0, 0, 1, of=4)], [], [part(0, 2, of=4)])
+    start(lane)
+    wait_until(lambda: consumer.received > 5)
+    assert start.sink.delivered == []
+    consumer.script.append([part(0, 3, of=4)])
+    wait_until(lambda: start.sink.delivered)
+    (entry,) = start.sink.of(lane)
+    assert entry.indices == [0, 1, 2, 3]
+
+
+def test_a_full_topic_partition_is_paused_and_the_others_go_on(start: Started) -> None:
+    lane, paused = lane_of([block(1, 0)])
+    other, consumer = lane_of([block(5, 0)], where=P1)
+    start.sink.full.add(P0)
+    start(lane, other)
+    wait_until(lambda: consumer.received > 5)
+    assert paused.received == 0
+    start.sink.full.clear()
+    wait_until(lambda: start.sink.of(lane))
+
+
+def test_a_thread_whose_partitions_are_all_full_wakes_up_again(start: Started) -> None:
+    lane, consumer = lane_of([block(1, 0)])
+    start.sink.full.add(P0)
+    start(lane)
+    threading.Event().wait(2 * receiver.PAUSED_WAIT_S)
+    assert consumer.received == 0
+    start.sink.full.clear()
+    wait_until(lambda: start.sink.of(lane))
+
+
+def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Started) -> None:
+    again = [block(1, 0), part(1, 0, 1, of=3), block(1, 2)]
+    lane, first = lane_of(again)
+    start.sink.next_consumers = [FakeConsumer(script=[again])]
+    start(lane)
+    wait_until(lambda: len(start.sink.of(lane)) == 4)
+    assert ids(start.sink.of(lane)) == [(1, 0), (1, 0), (1, 1), (1, 2)]
+    assert start.sink.of(lane)[2].indices == [0, 1]
+    assert first.closed
+    assert lane.assembly.open is None
+
+
+def test_a_half_received_entry_comes_whole_after_the_question(start: Started) -> None:
+    lane, _ = lane_of([part(1, 0, 1, of=3), block(1, 2)])
+    whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
+    start.sink.next_consumers = [FakeConsumer(script=[whole])]
+    start(lane)
+    wait_until(lambda: len(start.sink.of(lane)) == 2)
+    assert [entry.indices for entry in start.sink.of(lane)] == [[0, 1, 2], [0]]
+
+
+def test_silence_is_an_early_end_too(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
+    lane, _ = lane_of([part(1, 0, of=2)])
+    start.sink.next_consumers = [FakeConsumer(script=[[part(1, 0, of=2)]])]
+    start(lane)
+    wait_until(lambda: start.sink.of(lane))
+    (entry,) = start.sink.of(lane)
+    assert entry.indices == [0]
+    assert start.sink.next_consumers == []
+
+
+def test_silence_without_a_connection_is_no_early_end(
+    start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.01)
+    lane, consumer = lane_of([part(1, 0, of=2)])
+    consumer.connected = False
+    start(lane)
+    wait_until(lambda: consumer.received > 30)
+    assert start.sink.delivered == []
+    consumer.script.append([part(1, 1, of=2)])
+    wait_until(lambda: start.sink.of(lane))
+    assert start.sink.of(lane)[0].whole
+
+
+def test_an_error_of_a_consumer_ends_the_thread_and_is_told(start: Started) -> None:
+    error = BrokerError("The consumer is broken.")
+    lane, _ = lane_of([block(1, 0)], error, [block(1, 1)])
+    made = start(lane)
+    made.join(5)
+    assert start.sink.failures == [error]
+    assert ids(start.sink.of(lane)) == [(1, 0)]
+
+
+def test_an_unforeseen_error_is_told_with_its_text(start: Started) -> None:
+    lane, _ = lane_of(ZeroDivisionError("a bug"))
+    start(lane).join(5)
+    (failure,) = start.sink.failures
+    assert "ZeroDivisionError('a bug')" in failure.message
+
+
+def test_an_error_of_the_sink_is_told(start: Started) -> None:
+    start.sink.error = error = KeyShardError("The ids were handed out twice.")
+    lane, _ = lane_of([block(1, 0)])
+    start(lane).join(5)
+    assert start.sink.failures == [error]
+
+
+def test_a_stop_elsewhere_ends_the_thread_silently(start: Started) -> None:
+    lane, _ = lane_of(RuntimeStoppedError("stopped"))
+    start(lane).join(5)
+    assert start.sink.failures == []
+
+
+def test_a_busy_lane_is_served_more_often_than_idle_ones(start: Started) -> None:
+    busy, consumer = lane_of(*([block(1, entry)] for entry in range(200)))
+    idle = [lane_of(where=P1) for _ in range(8)]
+    start(busy, *(lane for lane, _ in idle))
+    wait_until(lambda: len(start.sink.of(busy)) == 200)
+    assert sum(quiet.received for _, quiet in idle) <= consumer.received + len(idle)
+    assert all(quiet.received > 5 for _, quiet in idle), "an idle lane still has its turn"
+
+
+def test_the_thread_never_keeps_a_process_alive(start: Started) -> None:
+    lane, _ = lane_of()
+    assert start(lane)._thread.daemon

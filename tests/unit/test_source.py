@@ -1,0 +1,162 @@
+"""The public source: a description that connects when it is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+import keyshard
+from helpers import wait_until
+from keyshard import Checkpoint, KeyShardSource, SourceStream
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.errors import BatchReleasedError, CheckpointError, ConfigError, RuntimeStoppedError
+from keyshard.runtime.coordinator import Coordinator
+
+CLUSTER = MemoryCluster()
+
+
+class MemorySource(KeyShardSource):
+    """A source on the in-memory broker."""
+
+    def coordinator(self) -> Coordinator:
+        return Coordinator(self, lambda: MemoryBroker(CLUSTER))
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest) -> MemorySource:
+    topic = CLUSTER.create_topic(request.node.name, partitions=2)
+    return MemorySource(topic, subscription="s", parallelism=3, starting_position="earliest")
+
+
+@pytest.fixture
+def stream(source: MemorySource) -> Iterator[SourceStream]:
+    with source.open() as stream:
+        yield stream
+
+
+def publish(source: KeyShardSource, *numbers: int) -> None:
+    (topic,) = source.topics
+    messages = [Message(b"%d" % number, key=f"key-{number % 5}") for number in numbers]
+    CLUSTER.publish(topic, *messages)
+
+
+def take(stream: SourceStream, rows: int) -> list[int]:
+    """Read and commit batches until this many rows came."""
+    found: list[int] = []
+    while len(found) < rows:
+        batch = stream.next_batch(timeout_s=10)
+        assert batch is not None
+        found += [int(value) for part in batch for value in part["value"].to_pylist()]
+        stream.commit(batch)
+    return found
+
+
+def backlog(source: KeyShardSource) -> int:
+    (topic,) = source.topics
+    return sum(CLUSTER.backlog(where, "s") for where in CLUSTER.partitions(topic))
+
+
+def test_the_documented_loop_takes_everything_once(
+    source: MemorySource, stream: SourceStream
+) -> None:
+    publish(source, *range(30))
+    assert sorted(take(stream, 30)) == list(range(30))
+    assert stream.next_batch(timeout_s=0) is None
+    wait_until(lambda: backlog(source) == 0)
+    assert stream.status()["entriesAcknowledged"] == 30
+
+
+def test_a_batch_is_read_by_partition_as_often_as_needed(
+    source: MemorySource, stream: SourceStream
+) -> None:
+    publish(source, *range(30))
+    wait_until(lambda: stream.status()["rowsReceived"] == 30)
+    batch = stream.next_batch(timeout_s=10)
+    assert batch is not None
+    assert set(batch.partitions) <= {0, 1, 2}
+    by_partition = [
+        value
+        for partition in batch.partitions
+        for part in batch.read(partition)
+        for value in part["value"].to_pylist()
+    ]
+    assert by_partition == [value for part in batch for value in part["value"].to_pylist()]
+    assert len(by_partition) == 30
+
+
+def test_a_batch_is_no_larger_than_asked(source: MemorySource, stream: SourceStream) -> None:
+    publish(source, *range(30))
+    wait_until(lambda: stream.status()["rowsReceived"] == 30)
+    batch = stream.next_batch(timeout_s=10, rows_max=4)
+    assert batch is not None
+    assert sum(part.num_rows for part in batch) == 4
+
+
+def test_committing_a_batch_commits_those_before_it(
+    source: MemorySource, stream: SourceStream
+) -> None:
+    publish(source, *range(10))
+    wait_until(lambda: stream.status()["rowsReceived"] == 10)
+    first = stream.next_batch(timeout_s=10, rows_max=5)
+    second = stream.next_batch(timeout_s=10)
+    assert first is not None
+    assert second is not None
+    stream.commit(second)
+    wait_until(lambda: backlog(source) == 0)
+    with pytest.raises(BatchReleasedError):
+        list(first)
+
+
+def test_opening_with_the_stored_checkpoint_continues_after_it(source: MemorySource) -> None:
+    publish(source, *range(20))
+    with source.open() as stream:
+        wait_until(lambda: stream.status()["rowsReceived"] == 20)
+        batch = stream.next_batch(timeout_s=10, rows_max=8)
+        assert batch is not None
+        stored = [int(v) for part in batch for v in part["value"].to_pylist()]
+        checkpoint = batch.checkpoint  # stored with the rows; then the program dies
+    with dataclasses.replace(source, parallelism=5).open(checkpoint) as stream:
+        rest = take(stream, 20 - len(stored))
+        assert stream.next_batch(timeout_s=0) is None
+        wait_until(lambda: backlog(source) == 0)
+    assert sorted(stored + rest) == list(range(20))
+    assert Checkpoint.from_json(checkpoint).subscription == "s"
+
+
+def test_a_checkpoint_that_is_none_is_refused_before_connecting() -> None:
+    source = KeyShardSource("t", subscription="s", service_url="pulsar://no.such.host.invalid:1")
+    with pytest.raises(CheckpointError):
+        source.open("nonsense")
+
+
+def test_a_closed_stream_says_so(source: MemorySource) -> None:
+    stream = source.open()
+    stream.close()
+    stream.close()
+    with pytest.raises(RuntimeStoppedError):
+        stream.next_batch(timeout_s=0)
+
+
+def test_leaving_the_block_closes_the_stream_after_an_error_too(source: MemorySource) -> None:
+    with pytest.raises(ZeroDivisionError), source.open():
+        raise ZeroDivisionError
+    with dataclasses.replace(source, subscribe_timeout_ms=1).open():
+        pass
+
+
+def test_a_description_connects_to_nothing() -> None:
+    source = KeyShardSource("t", subscription="s", service_url="pulsar://no.such.host.invalid:1")
+    assert not source.coordinator().started
+    assert "subscription='s'" in repr(source)
+
+
+def test_a_wrong_value_is_refused_when_the_source_is_described() -> None:
+    with pytest.raises(ConfigError):
+        KeyShardSource("t", subscription="s", parallelism=0)
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in keyshard.__all__:
+        assert getattr(keyshard, name).__doc__

@@ -1,0 +1,343 @@
+"""The window: what becomes of deliveries, the cut over several topic partitions, and release."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import P0, P1, P2, block, ids
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.window import ROW_OVERHEAD_BYTES, Budget, Receipt, Window
+from keyshard.errors import BatchUnknownError, TopicRecreatedError
+
+START = Checkpoint("c", "s", 4)
+
+
+def window_of(
+    *partitions: TopicPartition,
+    rows_max: int = 1_000,
+    bytes_max: int = 10**9,
+    checkpoint: Checkpoint = START,
+    ranges: int = 4,
+) -> Window:
+    window = Window(checkpoint, ranges, Budget(rows_max, bytes_max))
+    for topic_partition in partitions or (P0,):
+        window.add_partition(topic_partition)
+    return window
+
+
+def give(window: Window, *entries: int, where: TopicPartition = P0, index: int = 0) -> None:
+    for entry in entries:
+        assert window.receive(where, index, block(1, entry)) is Receipt.ACCEPTED
+    window.validate()
+
+
+def cut(window: Window, rows_max: int | None = None) -> Checkpoint:
+    end = window.cut(rows_max)
+    window.validate()
+    assert end is not None
+    return end
+
+
+def taken(window: Window, end: Checkpoint) -> dict[TopicPartition, list[tuple[int, int]]]:
+    return {tp: ids(blocks) for tp, blocks in window.batch(end.batch_id).entries.items()}
+
+
+def test_without_rows_there_is_no_batch() -> None:
+    window = window_of()
+    assert window.cut() is None
+    assert window.newest == START
+
+
+def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
+    window = window_of(P0, P1)
+    give(window, 2, 0, 1)
+    end = cut(window)
+    batch = EntrySet.parse("1:0-2")
+    assert end == Checkpoint(
+        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}
+    )
+    assert window.newest == end
+    assert taken(window, end) == {P0: [(1, 0), (1, 1), (1, 2)]}
+    assert window.batch(end.batch_id).rows == 3
+    assert (window.rows, window.received_rows) == (3, 0)
+    assert window.cut() is None
+
+
+def test_delivered_grows_and_batch_is_of_this_cut_only() -> None:
+    window = window_of(P0, P1)
+    give(window, 0, 1)
+    give(window, 0, where=P1)
+    cut(window)
+    give(window, 2, 5)
+    second = cut(window)
+    assert str(second.partitions[P0].delivered) == "1:0-2,5"
+    assert str(second.partitions[P0].batch) == "1:2,5"
+    assert str(second.partitions[P1].delivered) == "1:0"
+    assert str(second.partitions[P1].batch) == ""
+
+
+def test_the_checkpoint_keeps_the_highest_publish_time_of_each_partition() -> None:
+    window = window_of()
+    window.receive(P0, 0, block(1, 0, publish_ms=50))
+    window.receive(P0, 0, block(1, 1, publish_ms=40))
+    assert cut(window).partitions[P0].published_ms == 50
+    window.receive(P0, 0, block(1, 2, publish_ms=45))
+    assert cut(window).partitions[P0].published_ms == 50
+
+
+def test_the_checkpoint_names_the_indices_of_partial_entries() -> None:
+    window = window_of()
+    window.receive(P0, 0, block(1, 0, "a", "b", of=4, indices=[0, 2]))
+    window.receive(P0, 0, block(1, 1, "a", "b"))
+    assert cut(window).partitions[P0].partial == {EntryId(1, 0): frozenset({0, 2})}
+
+
+def test_the_number_of_ranges_in_the_checkpoint_is_that_of_this_run() -> None:
+    window = window_of(ranges=7)
+    give(window, 0)
+    assert cut(window).ranges == 7
+
+
+def test_the_row_limit_is_split_in_proportion_over_partitions() -> None:
+    window = window_of(P0, P1)
+    give(window, *range(80))
+    give(window, *range(20), where=P1)
+    entries = taken(window, cut(window, 10))
+    assert {tp: len(found) for tp, found in entries.items()} == {P0: 8, P1: 2}
+
+
+def test_a_cut_takes_at_most_half_of_the_budget() -> None:
+    window = window_of(rows_max=10)
+    give(window, *range(10))
+    assert window.batch(cut(window).batch_id).rows == 5
+    assert window.batch(cut(window, 100).batch_id).rows == 5
+
+
+def test_a_cut_takes_at_most_half_of_the_bytes() -> None:
+    size = ROW_OVERHEAD_BYTES + len(b"1:0:0")
+    window = window_of(bytes_max=8 * size)
+    give(window, *range(8))
+    assert window.batch(cut(window).batch_id).rows == 4
+
+
+def test_an_entry_larger_than_the_limit_makes_a_batch_of_its_own() -> None:
+    window = window_of(rows_max=4)
+    window.receive(P0, 0, block(1, 0, *("k" for _ in range(9))))
+    give(window, 1)
+    assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
+    assert taken(window, cut(window, 1)) == {P0: [(1, 1)]}
+
+
+def test_partitions_take_turns_when_the_limit_is_smaller_than_their_number() -> None:
+    window = window_of(P0, P1, P2)
+    for topic_partition in (P0, P1, P2):
+        give(window, *range(4), where=topic_partition)
+    turns = [next(iter(taken(window, cut(window, 1)))) for _ in range(6)]
+    assert set(turns[:3]) == set(turns[3:]) == {P0, P1, P2}
+
+
+def test_a_range_left_out_of_one_cut_has_a_part_in_the_next() -> None:
+    window = window_of()
+    give(window, *range(10), index=0)
+    give(window, 50, 51, index=1)
+    give(window, 60, index=2)
+    assert taken(window, cut(window, 3)) == {P0: [(1, 0), (1, 1), (1, 2)]}
+    assert taken(window, cut(window, 3)) == {P0: [(1, 3), (1, 4), (1, 5), (1, 50), (1, 60)]}
+    assert taken(window, cut(window, 3)) == {P0: [(1, 6), (1, 7), (1, 8)]}
+    assert taken(window, cut(window, 3)) == {P0: [(1, 9), (1, 51)]}
+
+
+def test_a_delivery_of_what_is_held_is_dropped_and_not_acknowledged() -> None:
+    window = window_of()
+    give(window, 0)
+    assert window.receive(P0, 1, block(1, 0)) is Receipt.HELD
+    end = cut(window)
+    assert window.receive(P0, 0, block(1, 0)) is Receipt.HELD
+    assert window.counters.duplicates_dropped == 2
+    assert window.counters.rows_received == 1
+    assert taken(window, end) == {P0: [(1, 0)]}
+    assert window.cut() is None
+    window.validate()
+
+
+def test_a_delivery_of_what_is_committed_is_dropped_and_acknowledged_again() -> None:
+    window = window_of()
+    give(window, 0)
+    window.release(cut(window))
+    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    assert window.counters.duplicates_dropped == 1
+    assert window.cut() is None
+    window.validate()
+
+
+def test_what_a_checkpoint_calls_settled_is_dropped_after_a_restart() -> None:
+    state = PartitionCheckpoint(EntryId(1, 4), EntrySet.parse("1:6"), published_ms=1_000)
+    window = window_of(checkpoint=Checkpoint("c", "s", 4, {P0: state}))
+    receipts = {e: window.receive(P0, 0, block(1, e)) for e in (0, 4, 5, 6, 7)}
+    assert [e for e, receipt in receipts.items() if receipt is Receipt.ACCEPTED] == [5, 7]
+    assert receipts[4] is receipts[6] is Receipt.COMMITTED
+    end = cut(window)
+    assert end.partitions[P0].floor == EntryId(1, 4)
+    assert str(end.partitions[P0].delivered) == "1:5-7"
+
+
+def test_a_redelivery_of_an_expected_batch_is_held_before_and_after_it_was_read_again() -> None:
+    before = window_of()
+    give(before, 0, 1)
+    committed = cut(before)
+    before.release(committed)
+    give(before, 2, 3)
+    planned = cut(before)
+
+    window = window_of(checkpoint=planned)
+    window.expect(planned)
+    window.validate()
+    assert window.receive(P0, 0, block(1, 2)) is Receipt.HELD
+    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    window.validate()
+    assert window.cut() is None
+    window.plan(planned, {P0: [block(1, 2), block(1, 3)]})
+    window.validate()
+    assert window.receive(P0, 0, block(1, 3)) is Receipt.HELD
+    assert window.rows == 2
+    assert window.release(planned) == {P0: [(1, 2), (1, 3)]}
+    assert window.receive(P0, 0, block(1, 3)) is Receipt.COMMITTED
+    assert window.rows == 0
+    window.validate()
+
+
+def test_what_comes_while_an_expected_batch_is_read_again_goes_into_the_next() -> None:
+    before = window_of()
+    give(before, 0)
+    planned = cut(before)
+    window = window_of(checkpoint=planned)
+    window.expect(planned)
+    give(window, 1)
+    window.plan(planned, {P0: [block(1, 0)]})
+    end = cut(window)
+    assert taken(window, end) == {P0: [(1, 1)]}
+    assert str(end.partitions[P0].delivered) == "1:0-1"
+
+
+def test_an_id_that_is_handed_out_a_second_time_stops_the_source() -> None:
+    window = window_of()
+    give(window, 0)
+    window.release(cut(window))
+    with pytest.raises(TopicRecreatedError, match="published 1 ms after") as caught:
+        window.receive(P0, 0, block(1, 0, "a", publish_ms=1_001))
+    assert caught.value.facts == {"topic_partition": P0.name}
+    assert window.receive(P0, 0, block(1, 0, "a", publish_ms=1_000)) is Receipt.COMMITTED
+
+
+def test_release_returns_the_entries_once() -> None:
+    window = window_of(P0, P1)
+    give(window, 0, 1)
+    give(window, 7, where=P1)
+    end = cut(window)
+    assert window.release(end) == {P0: [(1, 0), (1, 1)], P1: [(1, 7)]}
+    assert window.release(end) == {}
+    with pytest.raises(BatchUnknownError, match=end.batch_id):
+        window.batch(end.batch_id)
+    window.validate()
+
+
+def test_releasing_a_batch_releases_the_older_ones_with_it_and_no_later_one() -> None:
+    window = window_of()
+    ends = []
+    for entry in range(3):
+        give(window, entry)
+        ends.append(cut(window))
+    assert window.release(ends[1]) == {P0: [(1, 0), (1, 1)]}
+    assert list(window.batches) == [ends[2].batch_id]
+    assert window.release(ends[0]) == {}
+    assert window.release(ends[2]) == {P0: [(1, 2)]}
+    window.validate()
+
+
+def test_releasing_an_unknown_checkpoint_releases_nothing() -> None:
+    window = window_of()
+    give(window, 0)
+    end = cut(window)
+    assert window.release(START) == {}
+    assert list(window.batches) == [end.batch_id]
+
+
+def test_a_partition_is_full_at_its_share_of_the_rows() -> None:
+    window = window_of(P0, P1, rows_max=10)
+    give(window, 0, 1, 2, 3)
+    assert not window.is_full(P0)
+    give(window, 4)
+    assert window.is_full(P0)
+    assert not window.is_full(P1)
+    assert window.fill() == 1.0
+    end = cut(window)
+    assert window.is_full(P0), "planned rows are held too"
+    window.release(end)
+    assert not window.is_full(P0)
+    assert window.fill() == 0.0
+
+
+def test_a_partition_is_full_at_its_share_of_the_bytes() -> None:
+    size = ROW_OVERHEAD_BYTES + 5
+    window = window_of(P0, P1, bytes_max=4 * size)
+    give(window, 0)
+    assert not window.is_full(P0)
+    give(window, 1)
+    assert window.is_full(P0)
+    assert not window.is_full(P1)
+
+
+def test_a_new_partition_makes_the_shares_smaller() -> None:
+    window = window_of(P0, rows_max=4)
+    give(window, 0, 1)
+    assert not window.is_full(P0)
+    window.add_partition(P1)
+    window.add_partition(P1)
+    assert window.is_full(P0)
+    assert window.partitions == (P0, P1)
+
+
+def test_memory_accounting_is_back_at_zero_after_release() -> None:
+    window = window_of(P0, P1)
+    for entry in range(10):
+        keys = ["k"] * (entry % 3 + 1)
+        window.receive(P0, 0, block(1, entry, *keys))
+        window.receive(P1, 0, block(2, entry, *keys))
+        window.receive(P1, 0, block(2, entry, *keys))
+    while (end := window.cut(4)) is not None:
+        window.validate()
+        window.release(end)
+    assert window.rows == window.received_rows == 0
+    assert window.fill() == 0.0
+    assert window.batches == {}
+
+
+def test_a_window_starts_with_the_partitions_of_its_checkpoint() -> None:
+    state = PartitionCheckpoint(delivered=EntrySet.parse("1:0"), published_ms=1)
+    window = Window(Checkpoint("c", "s", 4, {P1: state}), 4, Budget(10, 10**6))
+    assert window.partitions == (P1,)
+
+
+def test_a_partition_without_new_entries_keeps_its_state_in_the_next_checkpoint() -> None:
+    state = PartitionCheckpoint(delivered=EntrySet.parse("9:0"), published_ms=3)
+    window = window_of(P0, P1, checkpoint=Checkpoint("c", "s", 4, {P1: state}))
+    give(window, 0)
+    assert cut(window).partitions[P1] == state
+
+
+def test_validate_notices_an_entry_that_is_received_twice() -> None:
+    window = window_of()
+    give(window, 0)
+    partition = window._partitions[P0]
+    partition.received.append(partition.received[0])
+    with pytest.raises(AssertionError, match="received twice"):
+        window.validate()
+
+
+def test_blocks_of_a_batch_are_the_received_ones() -> None:
+    window = window_of()
+    entry: EntryBlock = block(1, 0, "a", "b")
+    window.receive(P0, 0, entry)
+    assert window.batch(cut(window).batch_id).entries == {P0: [entry]}
