@@ -51,6 +51,14 @@ class SourceConfig:
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
     """Longest time without a connected consumer to acknowledge through, milliseconds."""
+    settle_after_ms: int = field(default=300_000, kw_only=True)
+    """How long the broker must call an entry acknowledged that was never delivered here before it
+    counts as settled, milliseconds. The broker writes cursors every 60 s, and a crash undoes the
+    rest."""
+    checkpoint_bytes_max: int = field(default=256 * 1024, kw_only=True)
+    """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
+    fail_on_data_loss: bool = field(default=True, kw_only=True)
+    """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
 
     def __post_init__(self) -> None:
         names = [self.topics] if isinstance(self.topics, str) else list(self.topics)
@@ -76,6 +84,10 @@ class SourceConfig:
             )
         if not self.worker_host:
             raise ConfigError("worker_host is empty; name the address the tasks can reach.")
+        if type(self.fail_on_data_loss) is not bool:
+            raise ConfigError(
+                f"fail_on_data_loss is {self.fail_on_data_loss!r}; it must be true or false."
+            )
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -100,4 +112,6 @@ _LIMITS = (
     ("receiver_queue_size", 1, 100_000),
     ("receive_threads", 1, 256),
     ("acknowledge_timeout_ms", 1_000, 86_400_000),
+    ("settle_after_ms", 1, 86_400_000),
+    ("checkpoint_bytes_max", 4_096, 2**30),
 )

@@ -16,6 +16,7 @@
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
     ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
     ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
+    ├── DataLossAckedElsewhereError    KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE
     ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT
     ├── AcknowledgeError               KEYSHARD_ACKNOWLEDGE_FAILED
     ├── RuntimeStoppedError            KEYSHARD_STOPPED
@@ -137,6 +138,12 @@ class DataLossTrimmedError(KeyShardError):
     """Entries of a planned batch are no longer stored at the broker."""
 
     code = "KEYSHARD_DATA_LOSS_TRIMMED"
+
+
+class DataLossAckedElsewhereError(KeyShardError):
+    """Entries were acknowledged at the broker that no committed or planned batch holds."""
+
+    code = "KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE"
 
 
 class ReplayTimeoutError(KeyShardError):

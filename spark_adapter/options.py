@@ -70,12 +70,32 @@ OPTIONS = (
         "subscribe_timeout_ms",
         "Longest wait for ranges that somebody else still holds, such as a crashed run.",
     ),
+    Option(
+        "settleAfterMillis",
+        "settle_after_ms",
+        "How long the broker must call an entry acknowledged that this query never got before it "
+        "counts as settled. Needs `admin.url`.",
+    ),
+    Option(
+        "maxCheckpointBytes",
+        "checkpoint_bytes_max",
+        "Size of a checkpoint at which the fast ranges of a topic partition wait for slow ones.",
+    ),
+    Option(
+        "failOnDataLoss",
+        "fail_on_data_loss",
+        "Whether the query fails when a planned batch is no longer stored, or entries were "
+        "acknowledged that no batch holds. `false` warns, counts them in `entriesLost`, goes on.",
+    ),
 )
 
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
     "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
+    "settle_after_ms", "checkpoint_bytes_max",
 }  # fmt: skip
+
+_BOOLEANS = {"fail_on_data_loss"}
 
 
 def parse_options(options: Mapping[str, str]) -> KeyShardSource:
@@ -132,7 +152,7 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
             continue
         if name not in known:
             raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
-        options[known[name]] = str(value)
+        options[known[name]] = str(value).lower() if name in _BOOLEANS else str(value)
     return options
 
 
@@ -143,6 +163,7 @@ def options_table() -> str:
     for option in OPTIONS:
         default = defaults[option.field]
         shown = "" if default is None or default is dataclasses.MISSING else f"`{default}`"
+        shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
     return "\n".join(lines)
 
@@ -150,6 +171,10 @@ def options_table() -> str:
 def _parse(option: Option, text: str) -> Any:
     if option.name == "topics":
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
+    if option.field in _BOOLEANS:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"Option {option.name!r} is {text!r}; it must be true or false.")
+        return text.lower() == "true"
     if option.field not in _INTEGERS:
         return text
     try:

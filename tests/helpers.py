@@ -11,11 +11,13 @@ from typing import Any
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config import SourceConfig
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.subscribe import Admin
 
 DEADLINE_S = 10.0
 """After this a wait has failed, seconds."""
@@ -137,6 +139,7 @@ class FakeAdmin:
         self.name = cluster
         self.topics = topics
         self.stats: dict[str, Any] | None = None
+        self.state: BrokerState | None = None
         self.closed = False
 
     def cluster(self) -> str:
@@ -147,6 +150,9 @@ class FakeAdmin:
 
     def subscription(self, *_: object) -> dict[str, Any] | None:
         return self.stats
+
+    def broker_state(self, *_: object) -> BrokerState | None:
+        return self.state
 
     def close(self) -> None:
         self.closed = True
@@ -170,9 +176,10 @@ def running(
     checkpoint: Checkpoint | None = None,
     *,
     planned: bool = False,
+    admin: Admin | None = None,
 ) -> Iterator[Coordinator]:
     """A started coordinator on the in-memory broker; stopped at the end, without a release."""
-    coordinator = Coordinator(source, lambda: MemoryBroker(cluster))
+    coordinator = Coordinator(source, lambda: MemoryBroker(cluster), admin)
     coordinator.start(checkpoint, planned=planned)
     try:
         yield coordinator

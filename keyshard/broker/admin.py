@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
 from keyshard.errors import AdminError, BrokerUnavailableError
 
@@ -50,6 +51,22 @@ class PulsarAdmin:
         )
         result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
         return result
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None:
+        """Ledgers and cursor of a topic partition; ``None`` when there is no such topic."""
+        path = f"{_path(topic_partition.name)}/internalStats"
+        stats = self._get(path, missing={})
+        if not stats:
+            return None
+        try:
+            return BrokerState.from_internal_stats(stats, subscription)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise AdminError(
+                f"GET {path} at {self._url} says something unexpected: {exc!r}. Leave admin.url "
+                "out to do without the checks it allows."
+            ) from exc
 
     def close(self) -> None:
         """Close the connections."""

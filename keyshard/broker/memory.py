@@ -160,6 +160,30 @@ class MemoryCluster:
                     notify()
         return published
 
+    def publish_marker(self, topic_partition: TopicPartition) -> EntryId:
+        """Store an entry as a transaction leaves it: it takes an id, and no client sees it.
+
+        The subscription acknowledges it by itself when it comes to it.
+        """
+        with self.lock:
+            log = self.log(topic_partition)
+            entry = log.append((), batched=False, producer="markers", publish_ms=0)
+            for subscription in self._subscriptions_of(topic_partition):
+                subscription.dispatch()
+            for notify in log.on_append:
+                notify()
+        return entry.id
+
+    def acknowledge(
+        self, topic_partition: TopicPartition, subscription: str, entries: Iterable[EntryId]
+    ) -> None:
+        """Acknowledge entries as somebody else would, such as an administrator who skips them."""
+        with self.lock:
+            ordinals = [self.log(topic_partition).ordinal(entry_id) for entry_id in entries]
+            self.subscription(topic_partition, subscription).acknowledge(
+                ordinal for ordinal in ordinals if ordinal is not None
+            )
+
     def backlog(self, topic_partition: TopicPartition, subscription: str) -> int:
         """Entries that are stored and not acknowledged.
 
@@ -167,12 +191,18 @@ class MemoryCluster:
             BrokerError: There is no such subscription.
         """
         with self.lock:
-            found = self._subscriptions.get((topic_partition, subscription))
-            if found is None:
-                raise BrokerError(
-                    f"{topic_partition} has no subscription {subscription!r}. Subscribe first."
-                )
-            return found.backlog
+            return self.subscription(topic_partition, subscription).backlog
+
+    def subscription(self, topic_partition: TopicPartition, name: str) -> Subscription:
+        """A subscription. The caller holds the lock.
+
+        Raises:
+            BrokerError: There is no such subscription.
+        """
+        found = self._subscriptions.get((topic_partition, name))
+        if found is None:
+            raise BrokerError(f"{topic_partition} has no subscription {name!r}. Subscribe first.")
+        return found
 
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Close the ledger of a topic partition, as a change of its broker does."""

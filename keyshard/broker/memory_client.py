@@ -169,9 +169,10 @@ class MemoryReader:
             while self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
-                blocks.append(entry.block())
-                rows += blocks[-1].rows
                 self._next += 1
+                if entry.messages:
+                    blocks.append(entry.block())
+                    rows += blocks[-1].rows
         return blocks
 
     def at_end(self) -> bool:

@@ -109,12 +109,15 @@ class EntryLog:
     def append(
         self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
     ) -> StoredEntry:
-        """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        """Store one entry; its first message routes it, a keyless one by producer and sequence.
+
+        One without messages is a marker: it takes an id, and nobody is ever shown it.
+        """
         if self._next_id.entry >= self._entries_per_ledger:
             self.roll_ledger()
         sequence_id = self._sequence_ids.get(producer, 0)
         self._sequence_ids[producer] = sequence_id + len(messages)
-        key = messages[0].routing_key
+        key = messages[0].routing_key if messages else None
         entry = StoredEntry(
             ordinal=len(self._entries),
             id=self._next_id,
@@ -135,6 +138,18 @@ class EntryLog:
     def get(self, ordinal: int) -> StoredEntry | None:
         """The entry, or ``None`` when it is trimmed."""
         return self._entries[ordinal]
+
+    @property
+    def ledger_sizes(self) -> dict[int, int]:
+        """Entries of each ledger that is stored, ascending; the last takes the next entry."""
+        sizes = {}
+        for entry_id in self._ids[self._first :]:
+            sizes[entry_id.ledger] = entry_id.entry + 1
+        return {**sizes, self._next_id.ledger: self._next_id.entry}
+
+    def id(self, ordinal: int) -> EntryId:
+        """Id of an entry, also of one that is trimmed."""
+        return self._ids[ordinal]
 
     def ordinal(self, entry_id: EntryId) -> int | None:
         """Ordinal of an id, or ``None`` when no entry ever had it."""

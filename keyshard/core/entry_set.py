@@ -143,6 +143,24 @@ class EntrySet:
         ledger, runs = next(reversed(self._ledgers.items()))
         return EntryId(ledger, runs[-1][1])
 
+    def run_end(self, entry_id: EntryId) -> EntryId | None:
+        """Last entry of the run that holds ``entry_id``, ``None`` when it is not in the set."""
+        ledger, entry = entry_id
+        runs = self._ledgers.get(ledger, ())
+        at = bisect_right(runs, (entry, _AFTER_ALL)) - 1
+        return EntryId(ledger, runs[at][1]) if at >= 0 and entry <= runs[at][1] else None
+
+    def above(self, entry_id: EntryId) -> EntrySet:
+        """The entries after ``entry_id``."""
+        ledger, entry = entry_id
+        kept = {other: runs for other, runs in self._ledgers.items() if other > ledger}
+        own = tuple(
+            (max(first, entry + 1), last)
+            for first, last in self._ledgers.get(ledger, ())
+            if last > entry
+        )
+        return EntrySet({ledger: own, **kept})
+
     def __contains__(self, entry_id: EntryId) -> bool:
         ledger, entry = entry_id
         runs = self._ledgers.get(ledger)

@@ -20,7 +20,10 @@ from keyshard.core.admission import share_out, take_aligned
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.errors import BatchUnknownError, TopicRecreatedError
+from keyshard.core.fingerprint import check_delivered, check_unknown, lowest_known_ledger
+from keyshard.core.settling import Proofs
+from keyshard.core.window_settling import SettlingWindow
+from keyshard.errors import BatchUnknownError
 
 ROW_OVERHEAD_BYTES = 512
 """Memory that a row takes beside its payload, as counted against the budget."""
@@ -34,7 +37,7 @@ class Receipt(Enum):
     HELD = auto()
     """It is in the window already: dropped; acknowledged when its batch is released."""
     COMMITTED = auto()
-    """Its batch is committed: dropped; acknowledge it again, the broker forgot."""
+    """Its batch is committed, or it is settled: dropped; acknowledge it, the broker forgot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Budget:
 
     rows_max: int
     bytes_max: int
+    checkpoint_bytes_max: int = 256 * 1024
+    """Size of a checkpoint at which the fast ranges of a topic partition pause."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,16 @@ class PartitionWindow:
     received_bytes: int = 0
     left_out: set[int] = field(default_factory=set)
     """Ranges that had data and no part in the newest cut."""
+    proofs: Proofs = field(default_factory=Proofs)
+    """Evidence that the next cut with rows puts into its checkpoint."""
+    owners: frozenset[int] = frozenset()
+    """Ranges that owe an entry of a hole, as far as known."""
+    tight: bool = False
+    """Whether the newest cut left entries out because the checkpoint had no room for them."""
+    waiting_rows: int = 0
+    """Received rows that no cut takes before something else comes."""
+    lowest_ledger: int = -1
+    """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
 
     def validate(self) -> None:
         """Assert the invariants."""
@@ -96,9 +111,13 @@ class Counters:
     misrouted: int = 0
     """Messages whose slot is outside the range that received them."""
     keyless: int = 0
+    holes_settled: int = 0
+    """Entries of holes that a checkpoint calls settled."""
+    entries_lost: int = 0
+    """Entries left out because they are gone or were acknowledged by somebody else."""
 
 
-class Window:
+class Window(SettlingWindow):
     """Received and planned entries of all topic partitions of a source."""
 
     def __init__(self, checkpoint: Checkpoint, ranges: int, budget: Budget) -> None:
@@ -122,7 +141,9 @@ class Window:
         """Make room for a topic partition. Idempotent."""
         if topic_partition not in self._partitions:
             state = self._base.partitions.get(topic_partition, PartitionCheckpoint())
-            self._partitions[topic_partition] = PartitionWindow(state)
+            self._partitions[topic_partition] = PartitionWindow(
+                state, lowest_ledger=lowest_known_ledger(state)
+            )
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Whether the partition's share of the budget is used up: its consumers pause."""
@@ -139,18 +160,21 @@ class Window:
         """Take a delivered entry.
 
         Raises:
-            TopicRecreatedError: The checkpoint calls its id delivered, but it was published later
-                than everything delivered: the ids were handed out a second time.
+            TopicRecreatedError: The ids were handed out a second time: it was published later than
+                everything delivered, but the checkpoint calls its id delivered, or its ledger lies
+                below all that the checkpoint knows.
         """
         window = self._partitions[topic_partition]
         if block.id in window.held:
             self.counters.duplicates_dropped += block.rows
             return Receipt.HELD
         if window.state.settled(block.id):
-            _check_fingerprint(topic_partition, window.state, block)
+            check_delivered(topic_partition, window.state, block)
             self.counters.duplicates_dropped += block.rows
             return Receipt.COMMITTED
+        check_unknown(topic_partition, window.state, window.lowest_ledger, block)
         window.received.append((block, range_index))
+        window.waiting_rows = 0
         window.received_rows += block.rows
         window.received_bytes += _size(block)
         self.counters.rows_received += block.rows
@@ -165,7 +189,7 @@ class Window:
                 the budget is taken, so that receiving goes on while the host works.
         """
         rows_limit = min(rows_max or self._budget.rows_max, max(1, self._budget.rows_max // 2))
-        ready = {tp: w for tp, w in self._partitions.items() if w.received}
+        ready = {tp: w for tp, w in self._partitions.items() if w.received and not w.waiting_rows}
         order = sorted(ready)
         order = order[self._turn % len(order) :] + order[: self._turn % len(order)] if order else []
         self._turn += 1
@@ -176,9 +200,11 @@ class Window:
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         for topic_partition in order:
             if rows_of[topic_partition]:
-                entries[topic_partition] = self._cut_partition(
+                blocks = self._cut_partition(
                     ready[topic_partition], rows_of[topic_partition], bytes_of[topic_partition]
                 )
+                if blocks:
+                    entries[topic_partition] = blocks
         if not entries:
             return None
         checkpoint = self._advance(entries)
@@ -198,12 +224,21 @@ class Window:
     def plan(
         self, checkpoint: Checkpoint, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
     ) -> None:
-        """Put back an expected batch that was read again after a restart."""
+        """Put back an expected batch that was read again after a restart.
+
+        What is missing in ``entries`` is lost, counted, and expected no longer.
+        """
         for topic_partition, blocks in entries.items():
             window = self._partitions[topic_partition]
             for block in blocks:
                 window.expected.discard(block.id)
                 self._hold(window, block)
+        for topic_partition, state in checkpoint.partitions.items():
+            window = self._partitions[topic_partition]
+            gone = {entry_id for entry_id in window.expected if entry_id in state.batch}
+            window.expected -= gone
+            window.held -= gone
+            self.counters.entries_lost += len(gone)
         self.batches[checkpoint.batch_id] = Batch(
             checkpoint, {tp: list(blocks) for tp, blocks in entries.items()}
         )
@@ -256,7 +291,7 @@ class Window:
     @property
     def received_rows(self) -> int:
         """Rows that a cut could take."""
-        return sum(window.received_rows for window in self._partitions.values())
+        return sum(w.received_rows - w.waiting_rows for w in self._partitions.values())
 
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""
@@ -282,7 +317,7 @@ class Window:
             planned = window.expected.union(block.id for block in blocks)
             assert len(planned) == len(blocks) + len(window.expected), "an entry is planned twice"
             assert window.held == planned | {block.id for block, _ in window.received}
-            assert all(entry_id in window.state.delivered for entry_id in planned)
+            assert all(map(window.state.settled, planned))
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)
 
     def _hold(self, window: PartitionWindow, block: EntryBlock) -> None:
@@ -294,15 +329,18 @@ class Window:
         self, window: PartitionWindow, rows_max: int, bytes_max: int
     ) -> list[EntryBlock]:
         window.received.sort(key=lambda item: item[0].id)
+        count = self._fitting(window)
+        if not count:
+            return []
         taken, rest = take_aligned(
-            window.received,
+            window.received[:count],
             rows_max,
             bytes_max,
             lambda block: (block.rows, _size(block)),
             window.left_out,
         )
-        window.left_out = {index for _, index in rest} - {index for _, index in taken}
-        window.received = rest
+        window.received = rest + window.received[count:]
+        window.left_out = {index for _, index in window.received} - {index for _, index in taken}
         blocks = [block for block, _ in taken]
         window.received_rows -= sum(block.rows for block in blocks)
         window.received_bytes -= sum(map(_size, blocks))
@@ -317,12 +355,19 @@ class Window:
             if not blocks and not old.delivered and old.floor is None:
                 continue
             batch = EntrySet.of(block.id for block in blocks)
+            settled = self._settle(window, blocks)
             window.state = PartitionCheckpoint(
-                floor=old.floor,
-                delivered=old.delivered | batch,
+                floor=settled.floor,
+                delivered=settled.delivered | batch,
                 batch=batch,
                 partial={b.id: frozenset(b.indices) for b in blocks if not b.whole},
-                published_ms=max([old.published_ms, *(max(b.publish_ms) for b in blocks)]),
+                published_ms=max(
+                    [
+                        old.published_ms,
+                        window.proofs.published_ms,
+                        *(max(b.publish_ms) for b in blocks),
+                    ]
+                ),
             )
             partitions[topic_partition] = window.state
         self._base = Checkpoint(
@@ -333,17 +378,3 @@ class Window:
 
 def _size(block: EntryBlock) -> int:
     return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
-
-
-def _check_fingerprint(
-    topic_partition: TopicPartition, state: PartitionCheckpoint, block: EntryBlock
-) -> None:
-    newest = max(block.publish_ms)
-    if newest > state.published_ms:
-        raise TopicRecreatedError(
-            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} is delivered according "
-            f"to the checkpoint, but was published {newest - state.published_ms} ms after "
-            "everything delivered: the topic or the cluster was created anew and hands out the "
-            "same ids again. Nothing was acknowledged. Start with a new checkpoint.",
-            topic_partition=topic_partition.name,
-        )

@@ -21,22 +21,24 @@ import pyarrow as pa
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.layout import Located, lay_out
+from keyshard.core.settling import Proofs
 from keyshard.core.window import Batch, Budget, Receipt, Window
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
     BrokerUnavailableError,
-    CheckpointMismatchError,
     KeyShardError,
     RuntimeStoppedError,
 )
 from keyshard.runtime.acknowledger import Acknowledger
-from keyshard.runtime.receiver import Lane, Receiver
+from keyshard.runtime.audit import audit, check_belongs
+from keyshard.runtime.receiver import Lane, Receiver, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
+from keyshard.runtime.settler import Settler
 from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
 from keyshard.schema.columns import SCHEMA, record_batches
 
@@ -69,6 +71,8 @@ class Coordinator:
         self._receivers: list[Receiver] = []
         self._lanes: list[Lane] = []
         self._full: set[TopicPartition] = set()
+        self._paused: dict[TopicPartition, frozenset[int]] = {}
+        """Ranges that pause for the size of the checkpoint; replaces ``_full`` where it is set."""
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
@@ -91,7 +95,7 @@ class Coordinator:
         timeout_s = config.operation_timeout_ms / 1000
         cluster = retry_until(self._admin.cluster, timeout_s) if self._admin else ""
         if checkpoint is not None:
-            _check_belongs(checkpoint, config.subscription, cluster)
+            check_belongs(checkpoint, config.subscription, cluster)
         self._broker = self._connect()
         try:
             found = find_partitions(self._broker, self._admin, config)
@@ -101,11 +105,13 @@ class Coordinator:
                 config.parallelism,
                 checkpoint.partitions if checkpoint else {},
             )
-            self._window = Window(
-                base, config.parallelism, Budget(config.window_rows_max, config.window_bytes_max)
+            budget = Budget(
+                config.window_rows_max, config.window_bytes_max, config.checkpoint_bytes_max
             )
+            self._window = Window(base, config.parallelism, budget)
             for topic_partition in found:
                 self._window.add_partition(topic_partition)
+            self._audit(checkpoint)
             if checkpoint is not None and planned:
                 self._window.expect(checkpoint)
             start = (
@@ -118,6 +124,8 @@ class Coordinator:
             )
         except BaseException:
             self._broker.close()
+            if self._admin:
+                self._admin.close()
             raise
         self._by_partition: dict[TopicPartition, list[Lane]] = {}
         for lane in self._lanes:
@@ -125,6 +133,7 @@ class Coordinator:
         self._acknowledger = Acknowledger(
             self._consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
+        self._settler = Settler(self._broker, self._admin, config, self)
         threads = min(config.receive_threads, len(self._lanes))
         self._receivers = [
             Receiver(f"keyshard-receive-{i}", self._lanes[i::threads], self) for i in range(threads)
@@ -150,9 +159,11 @@ class Coordinator:
             receiver.stop()
         if not self.started:
             return
+        self._settler.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
         for receiver in self._receivers:
             receiver.join(max(0.1, deadline - time.monotonic()))
+        self._settler.join(max(0.1, deadline - time.monotonic()))
         self._broker.close()
         if self._admin:
             self._admin.close()
@@ -178,6 +189,8 @@ class Coordinator:
             checkpoint = self._window.cut(rows_max or self._config.batch_rows_max)
             if checkpoint is not None:
                 self._lay_out(self._window.batch(checkpoint.batch_id))
+            for topic_partition in self._window.partitions:
+                self._pause(topic_partition)
             return checkpoint
 
     def wait_for_rows(self, timeout_s: float) -> bool:
@@ -209,7 +222,13 @@ class Coordinator:
             if batch_id in self._released:
                 raise _released_error(batch_id)
         began = time.monotonic()
-        entries = replay(self._broker, checkpoint, self._config.replay_timeout_ms / 1000)
+        config = self._config
+        entries = replay(
+            self._broker,
+            checkpoint,
+            config.replay_timeout_ms / 1000,
+            fail_on_data_loss=config.fail_on_data_loss,
+        )
         with self._lock:
             self._window.plan(checkpoint, entries)
             layout = self._lay_out(self._window.batch(batch_id))
@@ -265,6 +284,11 @@ class Coordinator:
                 "duplicatesDropped": counters.duplicates_dropped,
                 "misrouted": counters.misrouted,
                 "keyless": counters.keyless,
+                "ackHoles": self._window.holes,
+                "holesSettled": counters.holes_settled,
+                "entriesLost": counters.entries_lost,
+                "rangesPaused": sum(map(len, self._paused.values())),
+                "settlingError": self._settler.error,
                 "plannedBatches": len(self._window.batches),
                 "entriesAcknowledged": self._acknowledger.acknowledged,
                 "entriesToAcknowledge": self._acknowledger.waiting,
@@ -279,14 +303,15 @@ class Coordinator:
 
     # -- called by the receive threads ----------------------------------------------------------
 
-    def is_full(self, topic_partition: TopicPartition) -> bool:
-        return topic_partition in self._full
+    def is_paused(self, seat: Seat) -> bool:
+        paused = self._paused.get(seat.topic_partition)
+        return seat.topic_partition in self._full if paused is None else seat.range_index in paused
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:
-            outside, without_key = _routing_of(block, lane)
+            outside, without_key = routing_of(block, lane)
             misrouted += outside
             keyless += without_key
         with self._lock:
@@ -300,6 +325,7 @@ class Coordinator:
             self._window.counters.keyless += keyless
             if self._window.is_full(lane.seat.topic_partition):
                 self._full.add(lane.seat.topic_partition)
+            self._pause(lane.seat.topic_partition)
             self._lock.notify_all()
         if again:
             self._acknowledger.submit(lane.seat.topic_partition, again)
@@ -315,10 +341,37 @@ class Coordinator:
         for receiver in self._receivers:
             receiver.stop()
 
+    # -- called by the settler's thread ------------------------------------------------------------
+
+    def holes_views(self) -> dict[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
+        with self._lock:
+            views = {tp: self._window.holes_view(tp) for tp in self._window.partitions}
+            return {tp: view for tp, view in views.items() if view is not None}
+
+    def prove(
+        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int]
+    ) -> None:
+        with self._lock:
+            self._window.prove(topic_partition, proofs, owners)
+            self._pause(topic_partition)
+            self._lock.notify_all()
+
     # -- inside ------------------------------------------------------------------------------------
 
-    def _note_full(self) -> None:
-        self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
+    def _audit(self, checkpoint: Checkpoint | None) -> None:
+        if self._admin is None:
+            return
+        found = audit(self._broker, self._admin, self._config, checkpoint, self._window.partitions)
+        for topic_partition, proofs in found.proofs.items():
+            self._window.prove(topic_partition, proofs)
+        self._window.counters.entries_lost += found.entries_lost
+
+    def _pause(self, topic_partition: TopicPartition) -> None:
+        paused = self._window.paused(topic_partition)
+        if paused is None:
+            self._paused.pop(topic_partition, None)
+        else:
+            self._paused[topic_partition] = paused
 
     def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
         layout = lay_out(batch.entries, batch.checkpoint.ranges)
@@ -333,35 +386,9 @@ class Coordinator:
         raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
 
 
-def _routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:
-    """Messages of an entry that lie outside the lane's range, and that have no key."""
-    keys = block.partition_keys
-    if block.ordering_keys[0] is None and keys.count(keys[0]) == len(keys):
-        slot = block.slot
-        if slot is None:
-            return 0, len(keys)
-        return (0 if slot in lane.seat.hash_range else len(keys)), 0
-    slots = block.slots()
-    known = [slot for slot in slots if slot is not None]
-    return sum(slot not in lane.seat.hash_range for slot in known), len(slots) - len(known)
-
-
 def _released_error(batch_id: str) -> BatchReleasedError:
     return BatchReleasedError(
         f"Batch {batch_id} is committed and its rows are gone. Cache the DataFrame if it is needed "
         "after the batch, or read it inside foreachBatch.",
         batch_id=batch_id,
     )
-
-
-def _check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> None:
-    if checkpoint.subscription != subscription:
-        raise CheckpointMismatchError(
-            f"The checkpoint belongs to subscription {checkpoint.subscription!r}, this source uses "
-            f"{subscription!r}. Use that subscription, or start with a new checkpoint."
-        )
-    if cluster and checkpoint.cluster and checkpoint.cluster != cluster:
-        raise CheckpointMismatchError(
-            f"The checkpoint belongs to cluster {checkpoint.cluster!r}, the broker is of cluster "
-            f"{cluster!r}. Check service.url and admin.url, or start with a new checkpoint."
-        )

@@ -48,8 +48,8 @@ class Lane:
 class Sink(Protocol):
     """Where received entries go; implemented by the coordinator."""
 
-    def is_full(self, topic_partition: TopicPartition) -> bool:
-        """Whether the consumers of a topic partition pause."""
+    def is_paused(self, seat: Seat) -> bool:
+        """Whether the consumer of a seat pauses."""
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
         """Take entries of one lane, in delivery order."""
@@ -110,7 +110,7 @@ class Receiver:
 
     def _serve(self, lane: Lane) -> bool:
         """Receive once from a lane and queue it again; whether it was open for receipt."""
-        if self._stopping.is_set() or self._sink.is_full(lane.seat.topic_partition):
+        if self._stopping.is_set() or self._sink.is_paused(lane.seat):
             self._quiet.append(lane)
             return False
         blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
@@ -140,3 +140,16 @@ class Receiver:
             and now - lane.last_block_s > ENTRY_QUIET_S
             and lane.consumer.is_connected()
         )
+
+
+def routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:
+    """Messages of an entry that lie outside the lane's range, and that have no key."""
+    keys = block.partition_keys
+    if block.ordering_keys[0] is None and keys.count(keys[0]) == len(keys):
+        slot = block.slot
+        if slot is None:
+            return 0, len(keys)
+        return (0 if slot in lane.seat.hash_range else len(keys)), 0
+    slots = block.slots()
+    known = [slot for slot in slots if slot is not None]
+    return sum(slot not in lane.seat.hash_range for slot in known), len(slots) - len(known)

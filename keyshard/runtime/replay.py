@@ -5,6 +5,7 @@ They are unacknowledged, hence stored; nothing waits for redelivery.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,11 @@ GAP_ENTRIES_MAX = 2_000
 THREADS_MAX = 4
 """Topic partitions read at the same time."""
 
+_log = logging.getLogger(__name__)
+
 
 def replay(
-    broker: Broker, checkpoint: Checkpoint, timeout_s: float
+    broker: Broker, checkpoint: Checkpoint, timeout_s: float, *, fail_on_data_loss: bool = True
 ) -> dict[TopicPartition, list[EntryBlock]]:
     """Read the batch of ``checkpoint``.
 
@@ -34,6 +37,8 @@ def replay(
         broker: Connection to read through.
         checkpoint: End checkpoint of the batch; its ``batch`` and ``partial`` name the entries.
         timeout_s: Deadline for all of it, seconds.
+        fail_on_data_loss: Whether missing entries are an error; else they are left out, with a
+            warning.
 
     Returns:
         The entries of the batch per topic partition, ascending; partial ones with the indices that
@@ -50,31 +55,40 @@ def replay(
             tp: pool.submit(_replay_partition, broker, tp, state, deadline)
             for tp, state in wanted.items()
         }
-        return {tp: future.result() for tp, future in futures.items()}
+        found = {tp: future.result() for tp, future in futures.items()}
+    for tp, blocks in found.items():
+        missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
+        if missing:
+            loss = _trimmed(tp, missing)
+            if fail_on_data_loss:
+                raise loss
+            _log.warning("%s Left out, because failOnDataLoss is false.", loss)
+    return found
 
 
 def _replay_partition(
     broker: Broker, topic_partition: TopicPartition, state: PartitionCheckpoint, deadline: float
 ) -> list[EntryBlock]:
     found: dict[EntryId, EntryBlock] = {}
-    for stretch in _stretches(state.batch):
+    for stretch in stretches(state.batch):
 
         def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
             return _read_stretch(broker, topic_partition, stretch, deadline)
 
         for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
             found[block.id] = _only(block, state.partial.get(block.id))
-    missing = state.batch - EntrySet.of(found)
-    if missing:
-        raise DataLossTrimmedError(
-            f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
-            f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
-            "batch was committed. Restore the topic, or start with a new checkpoint and "
-            "subscription if the loss is accepted.",
-            topic_partition=topic_partition.name,
-            missing=str(missing),
-        )
     return [found[entry_id] for entry_id in sorted(found)]
+
+
+def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrimmedError:
+    return DataLossTrimmedError(
+        f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
+        f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
+        "batch was committed. Restore the topic, or set failOnDataLoss to false if the loss is "
+        "accepted.",
+        topic_partition=topic_partition.name,
+        missing=str(missing),
+    )
 
 
 def _read_stretch(
@@ -91,11 +105,11 @@ def _read_stretch(
         reader.close()
 
 
-def _stretches(batch: EntrySet) -> Iterator[EntrySet]:
+def stretches(entries: EntrySet) -> Iterator[EntrySet]:
     """Parts of a set that one Reader each reads: runs with small gaps in one ledger."""
     part: list[tuple[int, int]] = []
     part_ledger = -1
-    for ledger, first, last in batch.runs():
+    for ledger, first, last in entries.runs():
         if part and (ledger != part_ledger or first - part[-1][1] > GAP_ENTRIES_MAX):
             yield EntrySet({part_ledger: tuple(part)})
             part = []

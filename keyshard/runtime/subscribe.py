@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.assembly import EntryAssembly
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import (
@@ -36,6 +37,10 @@ class Admin(Protocol):
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None: ...
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None: ...
 
     def close(self) -> None: ...
 

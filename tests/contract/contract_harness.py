@@ -11,7 +11,9 @@ import _pulsar
 import httpx
 import pulsar
 
+from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.memory import Batching, LookAhead, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -33,6 +35,9 @@ class Harness(Protocol):
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""
+
+    def admin(self) -> MemoryAdmin | PulsarAdmin:
+        """The admin interface; it is closed at the end of the test."""
 
     def create_topic(self, partitions: int = 0) -> str:
         """Create a topic nobody else uses, without partitions by default; its full name."""
@@ -70,6 +75,9 @@ class MemoryHarness:
     def broker(self) -> Broker:
         self._brokers.append(MemoryBroker(self._cluster))
         return self._brokers[-1]
+
+    def admin(self) -> MemoryAdmin:
+        return MemoryAdmin(self._cluster)
 
     def create_topic(self, partitions: int = 0) -> str:
         return self._cluster.create_topic(_unique_name(), partitions)
@@ -112,10 +120,15 @@ class PulsarHarness:
         )
         self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
         self._brokers: list[PulsarBroker] = []
+        self._admins: list[PulsarAdmin] = []
 
     def broker(self) -> Broker:
         self._brokers.append(PulsarBroker(self._service_url))
         return self._brokers[-1]
+
+    def admin(self) -> PulsarAdmin:
+        self._admins.append(PulsarAdmin(str(self._admin.base_url)))
+        return self._admins[-1]
 
     def create_topic(self, partitions: int = 0) -> str:
         topic = f"persistent://public/default/{_unique_name()}"
@@ -159,6 +172,8 @@ class PulsarHarness:
     def close(self) -> None:
         for broker in self._brokers:
             broker.close()
+        for admin in self._admins:
+            admin.close()
         self._client.close()
         self._admin.close()
 

@@ -76,6 +76,8 @@ LIMITS = {
     "receiver_queue_size": (1, 100_000),
     "receive_threads": (1, 256),
     "acknowledge_timeout_ms": (1_000, 86_400_000),
+    "settle_after_ms": (1, 86_400_000),
+    "checkpoint_bytes_max": (4_096, 2**30),
 }
 
 

@@ -25,6 +25,9 @@ EVERYTHING = {
     "windowMaxBytes": "2097152",
     "workerHost": "10.0.0.1",
     "subscribeTimeoutMillis": "1234",
+    "settleAfterMillis": "5000",
+    "maxCheckpointBytes": "10000",
+    "failOnDataLoss": "false",
 }
 
 
@@ -32,6 +35,13 @@ def refused(options: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_options(options)
     return caught.value.message
+
+
+@pytest.mark.parametrize("text", ["yes", "", "1"])
+def test_a_wrong_boolean_is_refused_by_name(text: str) -> None:
+    assert refused({**MINIMAL, "failOnDataLoss": text}) == (
+        f"Option 'failOnDataLoss' is {text!r}; it must be true or false."
+    )
 
 
 def test_topic_and_subscription_are_enough() -> None:
@@ -51,6 +61,9 @@ def test_every_option_reaches_its_field() -> None:
         window_bytes_max=2_097_152,
         worker_host="10.0.0.1",
         subscribe_timeout_ms=1_234,
+        settle_after_ms=5_000,
+        checkpoint_bytes_max=10_000,
+        fail_on_data_loss=False,
     )
     assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic"}
 
@@ -101,7 +114,7 @@ def test_an_empty_list_of_topics_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["parallelism", "maxOffsetsPerTrigger", "windowMaxRows", "windowMaxBytes",
-     "subscribeTimeoutMillis"],
+     "subscribeTimeoutMillis", "settleAfterMillis", "maxCheckpointBytes"],
 )  # fmt: skip
 @pytest.mark.parametrize("text", ["ten", "", "1.5", "1e3", "0x10"])
 def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:

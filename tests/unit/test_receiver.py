@@ -28,8 +28,8 @@ class FakeSink:
         self.next_consumers: list[FakeConsumer] = []
         self.error: BaseException | None = None
 
-    def is_full(self, topic_partition: TopicPartition) -> bool:
-        return topic_partition in self.full
+    def is_paused(self, seat: Seat) -> bool:
+        return seat.topic_partition in self.full
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
         if self.error is not None:

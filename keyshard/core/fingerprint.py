@@ -1,0 +1,103 @@
+"""Recognises ids that a re-created topic or a wiped cluster hands out a second time."""
+
+from __future__ import annotations
+
+from keyshard.core.broker_state import BrokerState
+from keyshard.core.checkpoint import PartitionCheckpoint
+from keyshard.core.entry import EntryBlock, TopicPartition
+from keyshard.errors import TopicRecreatedError
+
+CLOCK_SKEW_MS = 10_000
+"""Difference of producers' clocks that is no sign of anything, milliseconds."""
+
+
+def lowest_known_ledger(state: PartitionCheckpoint) -> int:
+    """Lowest ledger that a checkpoint knows; -1 when it knows none."""
+    known = [entry.ledger for entry in (state.floor, state.delivered.first) if entry is not None]
+    return min(known, default=-1)
+
+
+def check_delivered(
+    topic_partition: TopicPartition, state: PartitionCheckpoint, block: EntryBlock
+) -> None:
+    """Check an entry whose id is settled.
+
+    Raises:
+        TopicRecreatedError: It was published later than everything delivered.
+    """
+    newest = max(block.publish_ms)
+    if newest > state.published_ms:
+        raise _recreated(
+            topic_partition,
+            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} is delivered according "
+            f"to the checkpoint, but was published {newest - state.published_ms} ms after "
+            "everything delivered",
+        )
+
+
+def check_unknown(
+    topic_partition: TopicPartition,
+    state: PartitionCheckpoint,
+    lowest_ledger: int,
+    block: EntryBlock,
+) -> None:
+    """Check an entry that no checkpoint knows.
+
+    A late entry of a slow range may lie in a lower ledger than all that was delivered, but then it
+    is older than what was.
+
+    Args:
+        topic_partition: Where it lies.
+        state: The newest checkpoint's.
+        lowest_ledger: Lowest ledger that the checkpoint of this run's start knew; -1 without one.
+        block: The entry.
+
+    Raises:
+        TopicRecreatedError: Its ledger lies below all of them, and it was published later than
+            everything delivered.
+    """
+    if block.id.ledger >= lowest_ledger:
+        return
+    later_ms = min(block.publish_ms) - state.published_ms
+    if later_ms > CLOCK_SKEW_MS:
+        raise _recreated(
+            topic_partition,
+            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} lies below ledger "
+            f"{lowest_ledger}, the lowest that the checkpoint knows, but was published {later_ms} "
+            "ms after everything delivered",
+        )
+
+
+def check_ledgers(
+    topic_partition: TopicPartition, state: PartitionCheckpoint, broker: BrokerState
+) -> None:
+    """Check a checkpoint against the ledgers that the broker stores.
+
+    Raises:
+        TopicRecreatedError: It knows ledgers or entries that the broker has not made yet.
+    """
+    newest = state.delivered.last or state.floor
+    if newest is None or not broker.ledgers:
+        return
+    what = f"Entry {newest.ledger}:{newest.entry} of {topic_partition} is delivered according to"
+    if newest.ledger > broker.newest_ledger:
+        raise _recreated(
+            topic_partition,
+            f"{what} the checkpoint, but the newest ledger there is {broker.newest_ledger}",
+        )
+    for ledger, _, last in state.delivered.runs():
+        entries = broker.ledgers.get(ledger)
+        if entries is not None and last >= entries:
+            raise _recreated(
+                topic_partition,
+                f"Entry {ledger}:{last} of {topic_partition} is delivered according to the "
+                f"checkpoint, but the ledger has {entries} entries",
+            )
+
+
+def _recreated(topic_partition: TopicPartition, what: str) -> TopicRecreatedError:
+    return TopicRecreatedError(
+        f"{what}: the topic or the cluster was created anew and hands out the same ids again. "
+        "Nothing was acknowledged. Start with a new checkpoint.",
+        topic_partition=topic_partition.name,
+    )

@@ -1,0 +1,192 @@
+"""The settler: gathers evidence about holes in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from keyshard.broker.port import Broker
+from keyshard.config import SourceConfig
+from keyshard.core.broker_state import BrokerState
+from keyshard.core.checkpoint import PartitionCheckpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.hash_range import range_index
+from keyshard.core.settling import FIRST, Lasting, Proofs, borders_of, holes_of, proofs_of_ledgers
+from keyshard.errors import KeyShardError
+from keyshard.runtime.inspect_holes import Inspection, inspect_holes
+from keyshard.runtime.subscribe import Admin
+
+ROUND_S = 2.0
+"""Shortest time between two looks, seconds."""
+READ_SHARE = 0.25
+"""Part of its time that the settler reads at most."""
+READ_S = 1.0
+"""Longest time of reading over holes of one topic partition in one round, seconds."""
+HOLE_AGE_MS = 5_000
+"""Age from which a hole is read over; younger ones are mostly entries on their way."""
+EXISTING_MAX = 20_000
+"""Entries in holes that are remembered as existing, for each topic partition."""
+
+_log = logging.getLogger(__name__)
+
+
+class SettlerHost(Protocol):
+    """What the settler works for; implemented by the coordinator."""
+
+    def holes_views(self) -> Mapping[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
+        """State and held ids of each topic partition with holes or several ledgers."""
+
+    def prove(
+        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int]
+    ) -> None:
+        """Take evidence, and the ranges that owe an entry of a hole."""
+
+
+class _Watched:
+    """What is remembered of one topic partition between rounds."""
+
+    def __init__(self, hole_age_ms: int, settle_after_ms: int) -> None:
+        self.open = Lasting(hole_age_ms)
+        self.acknowledged = Lasting(settle_after_ms)
+        self.marked = Lasting(settle_after_ms)
+        self.existing: dict[EntryId, int | None] = {}
+        """Entries of holes that a Reader showed, with their slots."""
+        self.absent = EntrySet()
+        """Holes that were proved empty and are in no checkpoint yet."""
+
+
+class Settler:
+    """One daemon thread. Errors of the broker are kept for the status and tried again.
+
+    Args:
+        broker: Connection to read through.
+        admin: Admin interface, where there is one.
+        config: The source.
+        host: Whose holes are settled.
+    """
+
+    def __init__(
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, host: SettlerHost
+    ) -> None:
+        self._broker = broker
+        self._admin = admin
+        self._config = config
+        self._host = host
+        # A short settle time asks for short rounds; none is shorter than 20 ms.
+        self._round_s = max(0.02, min(ROUND_S, config.settle_after_ms / 2_000))
+        self._hole_age_ms = min(HOLE_AGE_MS, config.settle_after_ms)
+        self._watched: dict[TopicPartition, _Watched] = {}
+        self._stopping = threading.Event()
+        self.error = ""
+        """What went wrong in the newest round; empty when nothing did."""
+        self._thread = threading.Thread(target=self._run, name="keyshard-settle", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look at nothing more; returns without waiting."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, at most ``timeout_s`` seconds."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        wait_s = self._round_s
+        while not self._stopping.wait(wait_s):
+            began = time.monotonic()
+            error = ""
+            for topic_partition, (state, held) in self._host.holes_views().items():
+                if self._stopping.is_set():
+                    return
+                try:
+                    self._look_at(topic_partition, state, EntrySet.of(held))
+                except KeyShardError as exc:
+                    error = str(exc)
+                    _log.info("settling in %s is tried again: %s", topic_partition, exc)
+                except Exception as exc:  # noqa: BLE001 - it must not end what is healthy
+                    error = repr(exc)
+                    _log.exception("settling in %s failed unexpectedly", topic_partition)
+            self.error = error
+            wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
+
+    def _look_at(
+        self, topic_partition: TopicPartition, state: PartitionCheckpoint, held: EntrySet
+    ) -> None:
+        config = self._config
+        watched = self._watched.setdefault(
+            topic_partition, _Watched(self._hole_age_ms, config.settle_after_ms)
+        )
+        now_ms = time.monotonic_ns() // 1_000_000
+        broker_state: BrokerState | None = None
+        if self._admin is not None:
+            broker_state = self._admin.broker_state(topic_partition, config.subscription)
+        holes = holes_of(state, broker_state) - held
+        proofs, borders = Proofs(), EntrySet()
+        if broker_state is not None:
+            proofs.merge(proofs_of_ledgers(state, holes, broker_state))
+            proofs.merge(self._acknowledged_long(watched, now_ms, holes, broker_state))
+        else:
+            borders = borders_of(state)
+            holes |= borders
+        proofs.merge(self._read_over(topic_partition, watched, now_ms, holes - proofs.settled))
+        # What is no entry must not enter a checkpoint: ledgers would seem longer than they are.
+        proofs.settled -= borders
+        self._host.prove(topic_partition, proofs, self._owners(watched.existing, proofs.settled))
+
+    def _read_over(
+        self, topic_partition: TopicPartition, watched: _Watched, now_ms: int, holes: EntrySet
+    ) -> Proofs:
+        """What a Reader proves of holes that have been there for a while, each looked at once."""
+        watched.existing = {
+            entry_id: slot for entry_id, slot in watched.existing.items() if entry_id in holes
+        }
+        watched.absent &= holes
+        unknown = watched.open.update(now_ms, holes)
+        unknown -= watched.absent | EntrySet.of(watched.existing)
+        room = EXISTING_MAX - len(watched.existing)
+        if not unknown or room <= 0:
+            return Proofs()
+        deadline = time.monotonic() + READ_S
+        found = inspect_holes(self._broker, topic_partition, unknown, deadline, existing_max=room)
+        watched.existing |= found.existing
+        watched.absent |= found.proofs.settled
+        if FIRST in unknown:
+            found.proofs.base = _first_stored(found)
+        return found.proofs
+
+    @staticmethod
+    def _acknowledged_long(
+        watched: _Watched, now_ms: int, holes: EntrySet, broker_state: BrokerState
+    ) -> Proofs:
+        """Holes that somebody else acknowledged, and the mark-delete, both some time ago."""
+        proofs = Proofs()
+        proofs.settled = watched.acknowledged.update(now_ms, holes & broker_state.acknowledged())
+        marked = broker_state.mark_delete
+        if marked is not None:
+            # As a set, because the mark-delete may fall back: what it leaves starts anew.
+            below = broker_state.marked()
+            lasting = watched.marked.update(now_ms, below).last
+            if lasting is not None:
+                proofs.base = EntryId(lasting.ledger, lasting.entry + 1)
+        if proofs:
+            proofs.published_ms = time.time_ns() // 1_000_000
+        return proofs
+
+    def _owners(self, existing: Mapping[EntryId, int | None], settled: EntrySet) -> frozenset[int]:
+        return frozenset(
+            range_index(slot, self._config.parallelism)
+            for entry_id, slot in existing.items()
+            if slot is not None and entry_id not in settled
+        )
+
+
+def _first_stored(found: Inspection) -> EntryId | None:
+    """The first stored entry, as a Reader from the very first position showed it."""
+    if FIRST in found.existing:
+        return FIRST
+    end = found.proofs.ledger_ends.get(FIRST.ledger)
+    return end.next if end is not None and end.last < 0 else None

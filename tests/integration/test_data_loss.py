@@ -1,0 +1,347 @@
+"""Floor, holes, fingerprint, audit and partial entries, on a real broker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pulsar
+import pytest
+
+from contract.contract_harness import PulsarHarness
+from helpers import key_in, received, rows_of, wait_until
+from keyshard import KeyShardSource
+from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import StartPosition
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.devbroker import DevBroker
+from keyshard.errors import (
+    DataLossAckedElsewhereError,
+    DataLossTrimmedError,
+    TopicRecreatedError,
+)
+from keyshard.runtime.coordinator import Coordinator
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+
+RING = split_ring(1)[0]
+SUBSCRIPTION = "losses"
+KEYS = [key_in(hash_range) for hash_range in split_ring(4)]
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[DevBroker]:
+    """Acknowledges batch indices, and lets ledgers be trimmed as soon as they are closed."""
+    settings = {
+        "acknowledgmentAtBatchIndexLevelEnabled": "true",
+        "managedLedgerMinLedgerRolloverTimeMinutes": "0",
+        "defaultRetentionTimeInMinutes": "0",
+        "defaultRetentionSizeInMB": "0",
+    }
+    with DevBroker(settings=settings) as started:
+        yield started
+
+
+@pytest.fixture
+def harness(broker: DevBroker) -> Iterator[PulsarHarness]:
+    made = PulsarHarness(broker.service_url, broker.admin_url)
+    yield made
+    made.close()
+
+
+class Running:
+    """A source on one topic, started; stopped at the end of the block without a release."""
+
+    def __init__(
+        self,
+        broker: DevBroker,
+        topic: str,
+        checkpoint: Checkpoint | None = None,
+        *,
+        planned: bool = False,
+        admin: bool = True,
+        **changes: Any,
+    ) -> None:
+        source = KeyShardSource(
+            topic,
+            subscription=SUBSCRIPTION,
+            service_url=broker.service_url,
+            admin_url=broker.admin_url if admin else None,
+            parallelism=4,
+            starting_position="earliest",
+            **changes,
+        )
+        self._start = checkpoint, planned
+        self.coordinator = source.coordinator()
+
+    def __enter__(self) -> Coordinator:
+        checkpoint, planned = self._start
+        self.coordinator.start(checkpoint, planned=planned)
+        return self.coordinator
+
+    def __exit__(self, *_: object) -> None:
+        self.coordinator.stop()
+
+
+def messages(count: int) -> list[Message]:
+    return [Message(b"%d" % i, key=KEYS[i % len(KEYS)]) for i in range(count)]
+
+
+def commit(coordinator: Coordinator) -> Checkpoint:
+    end = coordinator.cut()
+    assert end is not None
+    rows_of(coordinator, end)
+    coordinator.release(end)
+    return end
+
+
+def stored_entries(harness: PulsarHarness, where: TopicPartition, count: int) -> list[EntryId]:
+    reader = harness.broker().reader(where, EntryId(0, 0))
+    found: dict[EntryId, None] = {}
+    wait_until(lambda: found.update({b.id: None for b in reader.read(100)}) or len(found) >= count)
+    return list(found)
+
+
+def acknowledge_elsewhere(
+    harness: PulsarHarness, where: TopicPartition, entries: list[EntryId]
+) -> None:
+    """As a sticky consumer of the same subscription that then leaves."""
+    broker = harness.broker()
+    consumer = broker.subscribe(
+        where,
+        SUBSCRIPTION,
+        RING,
+        start=StartPosition.EARLIEST,
+        consumer_name="somebody-else",
+        receiver_queue_size=10,
+    )
+    before = harness.backlog(where, SUBSCRIPTION)
+    consumer.acknowledge(entries)
+    consumer.close()
+    broker.close()
+    wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == before - len(entries))
+
+
+def put(broker: DevBroker, where: TopicPartition, call: str, method: str = "PUT") -> None:
+    path = where.name.replace("://", "/")
+    httpx.request(
+        method, f"{broker.admin_url}/admin/v2/{path}/{call}", timeout=20
+    ).raise_for_status()
+
+
+def test_ten_thousand_entries_acknowledged_before_leave_a_small_checkpoint(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    where = TopicPartition(topic)
+    harness.publish(topic, messages(20_000))
+    entries = stored_entries(harness, where, 20_000)
+    acknowledge_elsewhere(harness, where, entries[::2])
+    with Running(broker, topic) as coordinator:
+        received(coordinator, 10_000)
+        first = commit(coordinator)
+        harness.publish(topic, messages(4))
+        received(coordinator, 10_004)
+        second = commit(coordinator)
+        assert coordinator.status()["ackHoles"] == 0
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+    print(f"checkpoint bytes: {len(first.to_json())}, then {len(second.to_json())}")
+    assert len(second.to_json()) < 4_096
+    with Running(broker, topic, second) as coordinator:
+        harness.publish(topic, messages(1))
+        received(coordinator, 1)
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_the_floor_moves_over_ledgers(
+    broker: DevBroker, harness: PulsarHarness, *, admin: bool
+) -> None:
+    topic = harness.create_topic()
+    where = TopicPartition(topic)
+    with Running(broker, topic, admin=admin, settle_after_ms=500) as coordinator:
+        for number in range(3):
+            harness.publish(topic, messages(20))
+            received(coordinator, 20 * (number + 1))
+            commit(coordinator)
+            harness.roll_ledger(where)
+
+        def settled() -> bool:
+            harness.publish(topic, messages(1))
+            wait_until(lambda: coordinator.wait_for_rows(1.0))
+            state = commit(coordinator).partitions[where]
+            return state.floor is not None and state.delivered.run_count == 1
+
+        wait_until(settled)
+        assert coordinator.status()["settlingError"] == ""
+
+
+def test_a_restored_older_checkpoint_is_named_with_count_and_first_ids(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    where = TopicPartition(topic)
+    with Running(broker, topic) as coordinator:
+        ends = []
+        for number in range(2):
+            harness.publish(topic, messages(100))
+            received(coordinator, 100 * (number + 1))
+            ends.append(commit(coordinator))
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+    with pytest.raises(DataLossAckedElsewhereError) as caught, Running(broker, topic, ends[0]):
+        pass
+    lost = ends[1].partitions[where].batch
+    assert caught.value.facts["count"] == 100
+    assert caught.value.facts["first"] == str(lost)
+    with Running(broker, topic, ends[1]):
+        pass
+    with Running(broker, topic, ends[0], fail_on_data_loss=False) as coordinator:
+        assert coordinator.status()["entriesLost"] == 100
+
+
+def test_a_trimmed_planned_batch_is_named_or_left_out(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    where = TopicPartition(topic)
+    harness.publish(topic, messages(50))
+    with Running(broker, topic) as coordinator:
+        received(coordinator, 50)
+        planned = coordinator.cut()
+        assert planned is not None
+    gone = planned.partitions[where].batch
+    acknowledge_elsewhere(harness, where, list(gone))
+    harness.roll_ledger(where)
+    harness.publish(topic, messages(4))
+
+    def trimmed() -> bool:
+        put(broker, where, "trim", "POST")
+        reader = harness.broker().reader(where, EntryId(0, 0))
+        return all(block.id not in gone for block in reader.read(200))
+
+    wait_until(trimmed)
+    with (
+        Running(broker, topic, planned, planned=True) as coordinator,
+        pytest.raises(DataLossTrimmedError, match="50 entries of a planned batch"),
+    ):
+        coordinator.plan(planned)
+    with Running(broker, topic, planned, planned=True, fail_on_data_loss=False) as coordinator:
+        assert coordinator.plan(planned) == []
+        assert coordinator.status()["entriesLost"] == 50
+        coordinator.release(planned)
+        received(coordinator, 4)
+        commit(coordinator)
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+
+
+def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    where = TopicPartition(topic)
+    key = KEYS[0]
+    harness.publish(topic, [Message(b"%d" % i, key=key) for i in range(10)], Batching.BY_KEY)
+    acknowledged = acknowledge_indices(broker, topic, {0, 3, 4, 9})
+    assert acknowledged == {0, 3, 4, 9}
+    left = [b"1", b"2", b"5", b"6", b"7", b"8"]
+    harness.publish(topic, [Message(b"after", key=key)])
+
+    def values(rows: dict[int, list[dict[str, Any]]]) -> list[bytes]:
+        return [row["value"] for part in rows.values() for row in part]
+
+    with Running(broker, topic) as coordinator:
+        received(coordinator, 7)
+        planned = coordinator.cut()
+        assert planned is not None
+        first = rows_of(coordinator, planned)
+        assert values(first) == [*left, b"after"]
+    (indices,) = planned.partitions[where].partial.values()
+    assert indices == {1, 2, 5, 6, 7, 8}
+    with Running(broker, topic, planned, planned=True) as coordinator:
+        assert rows_of(coordinator, planned) == first
+        coordinator.release(planned)
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+        assert coordinator.cut() is None
+    with Running(broker, topic, planned) as coordinator:
+        harness.publish(topic, [Message(b"end", key=key)])
+        received(coordinator, 1)
+        end = coordinator.cut()
+        assert end is not None
+        assert values(rows_of(coordinator, end)) == [b"end"]
+
+
+def acknowledge_indices(broker: DevBroker, topic: str, indices: set[int]) -> set[int]:
+    """As a sticky consumer that acknowledges single messages of batches, and then leaves."""
+    client = pulsar.Client(
+        broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    consumer = client.subscribe(
+        topic,
+        SUBSCRIPTION,
+        consumer_type=pulsar.ConsumerType.KeyShared,
+        initial_position=pulsar.InitialPosition.Earliest,
+        key_shared_policy=pulsar.ConsumerKeySharedPolicy(
+            pulsar.KeySharedMode.Sticky, sticky_ranges=[(0, 65_535)]
+        ),
+        batch_index_ack_enabled=True,
+    )
+    done: set[int] = set()
+    for _ in range(10):
+        message = consumer.receive(10_000)
+        index = message.message_id().batch_index()
+        if index in indices:
+            consumer.acknowledge(message)
+            done.add(index)
+    consumer.close()
+    client.close()
+    return done
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bool) -> None:
+    with DevBroker() as broker:
+        topic = "persistent://public/default/wiped"
+        where = TopicPartition(topic, 0)
+
+        def produce(harness: PulsarHarness) -> None:
+            httpx.put(
+                f"{broker.admin_url}/admin/v2/persistent/public/default/wiped/partitions",
+                json=1,
+                timeout=20,
+            ).raise_for_status()
+            harness.publish(topic, messages(100))
+
+        harness = PulsarHarness(broker.service_url, broker.admin_url)
+        produce(harness)
+        with Running(broker, topic, admin=admin) as coordinator:
+            received(coordinator, 100)
+            end = commit(coordinator)
+            wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+        harness.close()
+        broker.stop()
+        broker.wipe()
+        broker.start()
+        harness = PulsarHarness(broker.service_url, broker.admin_url)
+        produce(harness)
+        (first, *_) = stored_entries(harness, where, 100)
+        assert first in end.partitions[where].delivered, "the same ids are handed out again"
+
+        def stopped() -> bool:
+            try:
+                coordinator.cut()
+            except TopicRecreatedError:
+                return True
+            return False
+
+        if admin:
+            # The audit refuses before anything is subscribed.
+            with pytest.raises(TopicRecreatedError), Running(broker, topic, end):
+                pass
+            harness.close()
+            return
+        with Running(broker, topic, end, admin=False) as coordinator:
+            wait_until(stopped)
+        assert harness.backlog(where, SUBSCRIPTION) == 100, "nothing is acknowledged"
+        harness.close()

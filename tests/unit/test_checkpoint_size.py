@@ -1,0 +1,65 @@
+"""What fits into a checkpoint while a range is slow, and who pauses."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import block
+from keyshard.core.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
+from keyshard.core.entry import EntryBlock
+from keyshard.core.entry_set import EntrySet
+
+Received = list[tuple[EntryBlock, int]]
+
+
+def received(*entries: int, index: int = 0) -> Received:
+    return [(block(1, entry), index) for entry in entries]
+
+
+def text_bytes(delivered: EntrySet, taken: Received) -> int:
+    batch = EntrySet.of(entry.id for entry, _ in taken)
+    return len(str(delivered | batch)) + len(str(batch))
+
+
+def test_neighbours_fit_however_many_they_are() -> None:
+    assert fitting(EntrySet(), received(*range(50_000)), PARTITION_BYTES + 100) == 50_000
+
+
+def test_entries_that_make_runs_fit_in_three_quarters_of_the_room() -> None:
+    entries = received(*range(0, 2_000, 2))
+    count = fitting(EntrySet(), entries, PARTITION_BYTES + 1_000)
+    assert 0 < count < 1_000
+    assert text_bytes(EntrySet(), entries[:count]) <= 750
+
+
+def test_without_room_nothing_fits_but_the_first_late_entry() -> None:
+    delivered = EntrySet.of(entry.id for entry, _ in received(*range(0, 400, 2)))
+    assert fitting(delivered, received(402, 404), PARTITION_BYTES + 100) == 0
+    assert fitting(delivered, received(13, 402), PARTITION_BYTES + 100) >= 1
+    assert fitting(EntrySet(), received(13), PARTITION_BYTES) == 1
+    assert fitting(delivered, [], PARTITION_BYTES) == 0
+
+
+def test_late_entries_use_the_last_quarter() -> None:
+    delivered = EntrySet.of(entry.id for entry, _ in received(*range(0, 400, 2)))
+    room = PARTITION_BYTES + len(str(delivered)) + 100
+    late = received(*range(1, 41, 2))
+    assert fitting(delivered, late, room) == len(late)
+    assert fitting(delivered, received(402), room) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "owners", "paused"), [(24, (), set()), (25, (), {1}), (25, (1,), set())]
+)
+def test_a_range_pauses_with_its_share_of_half_the_window(
+    rows: int, owners: tuple[int, ...], paused: set[int]
+) -> None:
+    waiting = [*received(*range(rows), index=1), *received(100, index=0)]
+    assert paused_ranges(waiting, 100, 10**9, 2, owners) == paused
+
+
+def test_a_range_pauses_by_bytes_too() -> None:
+    waiting = received(0, 1)
+    size = sum(entry.payload_bytes for entry, _ in waiting)
+    assert paused_ranges(waiting, 10**9, 2 * size, 1, ()) == {0}
+    assert paused_ranges(waiting, 10**9, 2 * size + 1, 1, ()) == set()

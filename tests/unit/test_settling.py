@@ -1,0 +1,167 @@
+"""Settling: what evidence makes of the delivered set and the floor, and what it must never do."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.broker_state import BrokerState
+from keyshard.core.checkpoint import PartitionCheckpoint
+from keyshard.core.entry import EntryId
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.settling import (
+    FIRST,
+    Lasting,
+    LedgerEnd,
+    Proofs,
+    borders_of,
+    holes_of,
+    proofs_of_ledgers,
+    settle,
+)
+
+
+def state(delivered: str, floor: tuple[int, int] | None = None) -> PartitionCheckpoint:
+    return PartitionCheckpoint(EntryId(*floor) if floor else None, EntrySet.parse(delivered))
+
+
+def result(
+    before: PartitionCheckpoint, proofs: Proofs, *undelivered: tuple[int, int]
+) -> tuple[tuple[int, int] | None, str, int]:
+    after = settle(before, proofs, [EntryId(*entry) for entry in undelivered])
+    return after.floor and tuple(after.floor), str(after.delivered), after.newly  # type: ignore[return-value]
+
+
+def parse(text: str) -> EntrySet:
+    return EntrySet.parse(text)
+
+
+def test_without_evidence_a_first_floor_is_not_invented() -> None:
+    assert result(state("7:3-9"), Proofs()) == (None, "7:3-9", 0)
+
+
+def test_a_known_floor_moves_over_what_follows_it() -> None:
+    assert result(state("7:3-9,11", (7, 2)), Proofs()) == ((7, 9), "7:11", 0)
+
+
+@pytest.mark.parametrize(("base", "floor"), [((7, 3), (7, 9)), ((7, 2), (7, 1)), ((3, 0), None)])
+def test_a_base_gives_the_first_floor(base: tuple[int, int], floor: tuple[int, int] | None) -> None:
+    after = result(state("7:3-9"), Proofs(EntryId(*base)))
+    assert after == (floor, "" if floor == (7, 9) else "7:3-9", 0)
+
+
+def test_settled_holes_join_the_set_and_the_floor_moves_over_both() -> None:
+    proofs = Proofs(settled=parse("7:4,6,12"))
+    assert result(state("7:3,5,7,9,11", (7, 2)), proofs) == ((7, 7), "7:9,11-12", 3)
+
+
+def test_a_hole_behind_an_unsettled_one_is_kept_in_the_set() -> None:
+    proofs = Proofs(settled=parse("7:5-8"))
+    assert result(state("7:4,9", (7, 2)), proofs) == ((7, 2), "7:4-9", 4)
+
+
+def test_what_was_received_is_never_settled_whatever_the_evidence_says() -> None:
+    proofs = Proofs(EntryId(8, 0), parse("7:4-6"), {7: LedgerEnd(3, EntryId(8, 0))})
+    assert result(state("7:3,7;8:0", (7, 2)), proofs, (7, 5)) == ((7, 4), "7:6-7;8:0", 2)
+
+
+def test_a_received_entry_at_the_start_of_a_ledger_stops_the_floor() -> None:
+    proofs = Proofs(ledger_ends={7: LedgerEnd(3, EntryId(8, 2))})
+    assert result(state("7:3;8:1", (7, 2)), proofs, (8, 0)) == ((7, 3), "8:1", 0)
+
+
+def test_the_floor_moves_over_the_ends_of_ledgers() -> None:
+    ends = {7: LedgerEnd(3, EntryId(9, 0)), 9: LedgerEnd(-1, EntryId(12, 4))}
+    assert result(state("7:3;12:4-5", (7, 2)), Proofs(ledger_ends=ends)) == ((12, 5), "", 0)
+
+
+def test_the_floor_stays_in_a_ledger_that_has_more() -> None:
+    proofs = Proofs(ledger_ends={7: LedgerEnd(4, EntryId(9, 0))})
+    assert result(state("7:3;9:0", (7, 2)), proofs) == ((7, 3), "9:0", 0)
+
+
+def test_holes_lie_between_the_floor_and_the_newest_delivered_entry() -> None:
+    assert str(holes_of(state("7:3,5;9:2"))) == "7:0-2,4;9:0-1"
+    assert str(holes_of(state("7:3,5;9:2", (7, 2)))) == "7:4;9:0-1"
+    assert holes_of(state("")) == EntrySet()
+
+
+def test_the_list_of_ledgers_shows_holes_at_ledger_ends_and_in_whole_ledgers() -> None:
+    broker = BrokerState({7: 8, 8: 2, 9: 50})
+    assert str(holes_of(state("7:3,5;9:2", (7, 2)), broker)) == "7:4,6-7;8:0-1;9:0-1"
+
+
+def test_the_list_of_ledgers_proves_ends_and_what_is_gone() -> None:
+    before = state("5:3;7:0-3;9:0", (4, 1))
+    broker = BrokerState({7: 4, 8: 2, 9: 50})
+    proofs = proofs_of_ledgers(before, holes_of(before, broker), broker)
+    assert proofs.base == EntryId(7, 0)
+    assert str(proofs.settled) == "5:0-2"
+    assert proofs.ledger_ends == {
+        4: LedgerEnd(-1, EntryId(7, 0)),
+        5: LedgerEnd(-1, EntryId(7, 0)),
+        7: LedgerEnd(3, EntryId(8, 0)),
+        8: LedgerEnd(1, EntryId(9, 0)),
+    }
+    assert result(before, proofs) == ((7, 3), "9:0", 3)
+
+
+def test_a_list_that_is_shorter_than_what_was_delivered_ends_nothing() -> None:
+    before = state("7:0-3;9:0", (6, 1))
+    broker = BrokerState({7: 0, 9: 1})
+    assert 7 not in proofs_of_ledgers(before, holes_of(before, broker), broker).ledger_ends
+
+
+def test_borders_are_behind_each_ledger_and_at_the_very_beginning() -> None:
+    assert str(borders_of(state("7:3,5;9:2"))) == "0:0;7:6"
+    assert str(borders_of(state("9:2", (7, 5)))) == "7:6"
+    assert borders_of(state("")) == EntrySet()
+
+
+def test_evidence_is_dropped_once_a_checkpoint_has_it() -> None:
+    proofs = Proofs(
+        EntryId(7, 0),
+        parse("7:1;9:9"),
+        {7: LedgerEnd(3, EntryId(8, 0)), 8: LedgerEnd(3, EntryId(9, 0))},
+    )
+    proofs.applied(EntryId(8, 0))
+    assert proofs == Proofs(None, EntrySet(), {8: LedgerEnd(3, EntryId(9, 0))})
+    proofs.applied(EntryId(9, 9))
+    assert not proofs
+
+
+def test_lasting_tells_what_stayed_and_starts_anew_for_what_came_back() -> None:
+    lasting = Lasting(100)
+    assert not lasting.update(0, parse("1:0-4"))
+    assert not lasting.update(60, parse("1:0-3,9"))
+    assert str(lasting.update(100, parse("1:0-4,9"))) == "1:0-3"
+    assert str(lasting.update(160, parse("1:0-4,9"))) == "1:0-3,9"
+    assert str(lasting.update(199, parse("1:4"))) == ""
+    assert str(lasting.update(200, parse("1:0-4"))) == "1:4"
+    assert str(lasting.update(10_000, parse("1:0-4"))) == "1:0-4"
+
+
+STATS = {
+    "currentLedgerEntries": 40,
+    "ledgers": [{"ledgerId": 12, "entries": 9}, {"ledgerId": 14, "entries": 0}],
+    "cursors": {
+        "s": {
+            "markDeletePosition": "12:2",
+            "individuallyDeletedMessages": "[(12:3..12:5],(12:7..14:0],(14:3..14:4]]",
+        }
+    },
+}
+
+
+def test_internal_stats_tell_ledgers_and_cursor() -> None:
+    broker = BrokerState.from_internal_stats(STATS, "s")
+    assert broker.ledgers == {12: 9, 14: 40}
+    assert broker.newest_ledger == 14
+    assert broker.mark_delete == EntryId(12, 2)
+    assert str(broker.individually) == "12:4-5,8;14:0,4"
+    assert str(broker.acknowledged()) == "12:0-2,4-5,8;14:0,4"
+    other = BrokerState.from_internal_stats(STATS, "other")
+    assert (other.mark_delete, other.acknowledged()) == (None, EntrySet())
+
+
+def test_the_very_first_position_is_below_all() -> None:
+    assert EntryId(0, 0) == FIRST
