@@ -160,6 +160,17 @@ class MemoryCluster:
                     notify()
         return published
 
+    def publish_marker(self, topic_partition: TopicPartition) -> EntryId:
+        """Store an entry that nobody receives, as the end of a transaction does."""
+        with self.lock:
+            log = self.log(topic_partition)
+            entry = log.append((), batched=False, producer="marker", publish_ms=self._now_ms())
+            for subscription in self._subscriptions_of(topic_partition):
+                subscription.dispatch()
+            for notify in log.on_append:
+                notify()
+        return entry.id
+
     def backlog(self, topic_partition: TopicPartition, subscription: str) -> int:
         """Entries that are stored and not acknowledged.
 

@@ -79,6 +79,11 @@ class MemoryConsumer:
             found = [self._log.ordinal(entry_id) for entry_id in entries]
             self._subscription.acknowledge(ordinal for ordinal in found if ordinal is not None)
 
+    def last_entry(self) -> EntryId | None:
+        with self._changed:
+            self._check_open()
+            return self._log.last_id
+
     def is_connected(self) -> bool:
         with self._changed:
             return self._connected
@@ -169,15 +174,16 @@ class MemoryReader:
             while self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
-                blocks.append(entry.block())
-                rows += blocks[-1].rows
                 self._next += 1
+                if not entry.is_marker:
+                    blocks.append(entry.block())
+                    rows += blocks[-1].rows
         return blocks
 
     def at_end(self) -> bool:
         with self._changed:
             self._check_open()
-            return self._next >= len(self._log)
+            return self._log.only_markers_from(self._next)
 
     def close(self) -> None:
         with self._changed:

@@ -275,6 +275,9 @@ class Subscription:
             entry = self._log.get(ordinal)
             if entry is None or self.cursor.is_acked(ordinal):
                 continue
+            if entry.is_marker:
+                self.cursor.ack(ordinal)
+                continue
             owner = self._owner(entry.slot)
             if owner is None or owner.permits <= 0 or self.replay.has_slot(entry.slot):
                 self.replay.add(ordinal, entry.slot, owner)

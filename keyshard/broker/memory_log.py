@@ -53,7 +53,13 @@ class StoredEntry:
     slot: int
     batched: bool
     messages: tuple[Message, ...]
+    """Empty for a marker, such as the commit of a transaction: nobody receives it."""
     publish_ms: int
+
+    @property
+    def is_marker(self) -> bool:
+        """Whether it is stored and counted, and never delivered or read."""
+        return not self.messages
 
     def block(self, first: int = 0, count: int | None = None) -> EntryBlock:
         """A fresh block of ``count`` messages (all, when not given) from index ``first`` on."""
@@ -102,6 +108,11 @@ class EntryLog:
         return len(self._entries)
 
     @property
+    def last_id(self) -> EntryId | None:
+        """Id of the last entry published; ``None`` when there never was one."""
+        return self._ids[-1] if self._ids else None
+
+    @property
     def first(self) -> int:
         """Ordinal of the first entry that is still stored, or the length when none is."""
         return self._first
@@ -114,7 +125,7 @@ class EntryLog:
             self.roll_ledger()
         sequence_id = self._sequence_ids.get(producer, 0)
         self._sequence_ids[producer] = sequence_id + len(messages)
-        key = messages[0].routing_key
+        key = messages[0].routing_key if messages else None
         entry = StoredEntry(
             ordinal=len(self._entries),
             id=self._next_id,
@@ -141,6 +152,11 @@ class EntryLog:
         ordinal = bisect_left(self._ids, entry_id)
         found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
         return ordinal if found else None
+
+    def only_markers_from(self, ordinal: int) -> bool:
+        """Whether nothing from an ordinal on can be read."""
+        rest = (self._entries[i] for i in range(max(ordinal, self._first), len(self._entries)))
+        return all(entry is None or entry.is_marker for entry in rest)
 
     def first_from(self, entry_id: EntryId) -> int:
         """Ordinal of the first stored entry at or after an id, or the length when none is."""

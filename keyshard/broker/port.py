@@ -58,6 +58,16 @@ class Consumer(Protocol):
             BrokerError: The client did not take them.
         """
 
+    def last_entry(self) -> EntryId | None:
+        """The last entry published to the topic partition; ``None`` when nothing is stored.
+
+        A broker may forget it with its ledger, once everybody acknowledged it. It may be an entry
+        that nobody receives, such as a transaction marker.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
     def is_connected(self) -> bool:
         """Whether the broker holds this consumer now; a reconnect makes this false for a while."""
 

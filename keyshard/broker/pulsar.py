@@ -181,6 +181,11 @@ class PulsarConsumer:
             for ledger, entry in entries:
                 acknowledge(message_id(partition, ledger, entry, -1))
 
+    def last_entry(self) -> EntryId | None:
+        with _translated("ask for the last entry of", self._topic_partition):
+            last = self._raw.get_last_message_id()
+        return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
+
     def is_connected(self) -> bool:
         return not self._closed and bool(self._consumer.is_connected())
 
