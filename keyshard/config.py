@@ -51,6 +51,11 @@ class SourceConfig:
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
     """Longest time without a connected consumer to acknowledge through, milliseconds."""
+    available_now_timeout_ms: int = field(default=600_000, kw_only=True)
+    """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
+    available_now_quiet_ms: int = field(default=5_000, kw_only=True)
+    """Silence after which, without admin.url, what a bounded run misses counts as acknowledged
+    before it began, milliseconds."""
 
     def __post_init__(self) -> None:
         names = [self.topics] if isinstance(self.topics, str) else list(self.topics)
@@ -100,4 +105,6 @@ _LIMITS = (
     ("receiver_queue_size", 1, 100_000),
     ("receive_threads", 1, 256),
     ("acknowledge_timeout_ms", 1_000, 86_400_000),
+    ("available_now_timeout_ms", 1, 86_400_000),
+    ("available_now_quiet_ms", 1, 3_600_000),
 )

@@ -23,6 +23,8 @@
     ├── BatchUnknownError              KEYSHARD_BATCH_UNKNOWN
     ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
     ├── UnsupportedTriggerError        KEYSHARD_UNSUPPORTED_TRIGGER
+    ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
+    ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
@@ -179,6 +181,18 @@ class UnsupportedTriggerError(KeyShardError):
     """The trigger of the Spark query cannot be served."""
 
     code = "KEYSHARD_UNSUPPORTED_TRIGGER"
+
+
+class AsyncProgressError(KeyShardError):
+    """The host plans a batch before it told that the one before is committed."""
+
+    code = "KEYSHARD_ASYNC_PROGRESS"
+
+
+class AvailableNowTimeoutError(KeyShardError):
+    """A bounded run did not get everything up to its targets before its deadline."""
+
+    code = "KEYSHARD_AVAILABLE_NOW_TIMEOUT"
 
 
 class WorkerEnvironmentError(KeyShardError):

@@ -248,6 +248,10 @@ class Window:
         """All topic partitions of the source."""
         return tuple(self._partitions)
 
+    def state(self, topic_partition: TopicPartition) -> PartitionCheckpoint:
+        """Floor and delivered set of a topic partition as of the newest cut."""
+        return self._partitions[topic_partition].state
+
     @property
     def rows(self) -> int:
         """Rows held, received and planned."""

@@ -73,10 +73,15 @@ class Acknowledger:
             self._waiting += len(entries)
             self._changed.notify_all()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing waits, at most ``timeout_s`` seconds; whether nothing does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
     def stop(self, timeout_s: float) -> None:
         """Hand over what waits, for at most ``timeout_s`` seconds, and end the thread."""
+        self.flush(timeout_s)
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, timeout_s)
             self._stopping.set()
             self._changed.notify_all()
         self._thread.join(timeout_s)

@@ -34,6 +34,7 @@ from keyshard.errors import (
     RuntimeStoppedError,
 )
 from keyshard.runtime.acknowledger import Acknowledger
+from keyshard.runtime.available_now import AvailableNow, last_entries
 from keyshard.runtime.receiver import Lane, Receiver
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
@@ -69,17 +70,26 @@ class Coordinator:
         self._receivers: list[Receiver] = []
         self._lanes: list[Lane] = []
         self._full: set[TopicPartition] = set()
+        self._available_now: AvailableNow | None = None
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
 
-    def start(self, checkpoint: Checkpoint | None = None, *, planned: bool = False) -> None:
+    def start(
+        self,
+        checkpoint: Checkpoint | None = None,
+        *,
+        planned: bool = False,
+        available_now: bool = False,
+    ) -> None:
         """Connect, own every range of every topic partition, and begin to receive.
 
         Args:
             checkpoint: Where to continue; ``None`` for the first start of a source.
             planned: Whether the checkpoint's batch is not committed yet; then :meth:`plan` reads
                 it again.
+            available_now: Whether only what is published before this call is consumed; then
+                :meth:`cut_available` takes the place of :meth:`cut`.
 
         Raises:
             CheckpointMismatchError: It belongs to another subscription or cluster.
@@ -116,6 +126,12 @@ class Coordinator:
             self._lanes = open_lanes(
                 self._broker, self._admin, config, self._window.partitions, start
             )
+            if available_now:
+                self._available_now = AvailableNow(
+                    last_entries(self._lanes, timeout_s), self._lanes, config=config,
+                    broker=self._broker, admin=self._admin, lock=self._lock,
+                    window=self._window, check=self.check,
+                )  # fmt: skip
         except BaseException:
             self._broker.close()
             raise
@@ -179,6 +195,22 @@ class Coordinator:
             if checkpoint is not None:
                 self._lay_out(self._window.batch(checkpoint.batch_id))
             return checkpoint
+
+    def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
+        """As :meth:`cut` in a bounded run, but waits for rows.
+
+        ``None`` means that everything up to the targets is delivered and acknowledged; the ranges
+        are given back then.
+
+        Raises:
+            AvailableNowTimeoutError: There was neither a row nor the end in time.
+        """
+        bounded = self._available_now
+        assert bounded is not None
+        if bounded.wait_for_rows(rows_max):
+            return self.cut(rows_max)
+        bounded.finish(self._acknowledger, self._receivers)
+        return None
 
     def wait_for_rows(self, timeout_s: float) -> bool:
         """Wait until something can be cut; whether it can."""
@@ -283,6 +315,10 @@ class Coordinator:
         return topic_partition in self._full
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        if self._available_now is not None:
+            entries = self._available_now.admit(lane, entries)
+            if not entries:
+                return
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:

@@ -43,6 +43,8 @@ class Lane:
     consumer: Consumer
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
     last_block_s: float = 0.0
+    rest_until_s: float = 0.0
+    """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
 
 
 class Sink(Protocol):
@@ -113,6 +115,12 @@ class Receiver:
         if self._stopping.is_set() or self._sink.is_full(lane.seat.topic_partition):
             self._quiet.append(lane)
             return False
+        if lane.rest_until_s:
+            if time.monotonic() < lane.rest_until_s:
+                self._quiet.append(lane)
+                return False
+            lane.rest_until_s = 0.0
+            self._sink.reopen(lane)
         blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
         now = time.monotonic()
         entries: list[EntryBlock] = []

@@ -13,6 +13,7 @@ from keyshard.config import SourceConfig
 from keyshard.core.assembly import EntryAssembly
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
+from keyshard.core.target import CursorState
 from keyshard.errors import (
     BrokerError,
     RangeConflictError,
@@ -36,6 +37,8 @@ class Admin(Protocol):
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None: ...
+
+    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None: ...
 
     def close(self) -> None: ...
 
@@ -103,6 +106,13 @@ def open_lanes(
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+def close_lanes(lanes: Iterable[Lane]) -> None:
+    """Give every range back; acknowledgements that the client holds reach the broker."""
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-close") as pool:
+        for closing in [pool.submit(lane.consumer.close) for lane in lanes]:
+            closing.result()
 
 
 def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threading.Event) -> None:

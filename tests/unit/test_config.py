@@ -76,6 +76,8 @@ LIMITS = {
     "receiver_queue_size": (1, 100_000),
     "receive_threads": (1, 256),
     "acknowledge_timeout_ms": (1_000, 86_400_000),
+    "available_now_timeout_ms": (1, 86_400_000),
+    "available_now_quiet_ms": (1, 3_600_000),
 }
 
 
