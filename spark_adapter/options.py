@@ -70,11 +70,22 @@ OPTIONS = (
         "subscribe_timeout_ms",
         "Longest wait for ranges that somebody else still holds, such as a crashed run.",
     ),
+    Option(
+        "operationTimeoutMillis",
+        "operation_timeout_ms",
+        "Longest time of one request to the broker, and of reaching it at first; whole seconds.",
+    ),
+    Option(
+        "availableNowTimeoutMillis",
+        "available_now_timeout_ms",
+        "`trigger(availableNow=True)`: longest wait for a row, or for proof that no more comes.",
+    ),
 )
 
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
     "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
+    "operation_timeout_ms", "available_now_timeout_ms",
 }  # fmt: skip
 
 

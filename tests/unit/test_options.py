@@ -25,6 +25,8 @@ EVERYTHING = {
     "windowMaxBytes": "2097152",
     "workerHost": "10.0.0.1",
     "subscribeTimeoutMillis": "1234",
+    "operationTimeoutMillis": "5678",
+    "availableNowTimeoutMillis": "90123",
 }
 
 
@@ -51,6 +53,8 @@ def test_every_option_reaches_its_field() -> None:
         window_bytes_max=2_097_152,
         worker_host="10.0.0.1",
         subscribe_timeout_ms=1_234,
+        operation_timeout_ms=5_678,
+        available_now_timeout_ms=90_123,
     )
     assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic"}
 
