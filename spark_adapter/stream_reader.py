@@ -87,9 +87,12 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """The checkpoint before the first batch; makes the subscription. Called twice."""
-        runtime = self._runtime or self._start(None)
-        return runtime.initial.to_dict()
+        """The checkpoint before the first batch. Called twice, the first time before the start.
+
+        Nothing is received yet: when the first batch runs again after a restart, Spark calls this
+        and then ``partitions``, whose end must be known before its entries are delivered again.
+        """
+        return Checkpoint("", self._source.subscription, self._source.parallelism).to_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Rows per batch; never "all", which therefore means Trigger.Once."""
@@ -143,9 +146,14 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._runtime:
             self._runtime.coordinator.stop()
 
-    def _start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> _Runtime:
+    def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
         coordinator = self._source.coordinator()
-        coordinator.start(checkpoint, planned=planned, available_now=self._available_now)
+        coordinator.start(
+            # The initial offset names no topic partition: it is the first start of the query.
+            checkpoint if checkpoint.partitions else None,
+            planned=planned,
+            available_now=self._available_now,
+        )
         server = BatchServer(coordinator, self._source.worker_host)
         self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
         end_with_host(coordinator.stop)
@@ -165,7 +173,6 @@ class _Runtime:
     ) -> None:
         self.coordinator = coordinator
         self.server = server
-        self.initial = coordinator.newest
         self._available_now = available_now
         # Spark allows async progress with a processing-time trigger only.
         self._commits_in_time = available_now
