@@ -37,10 +37,10 @@ class PulsarAdmin:
 
     def topic_exists(self, topic: str) -> bool:
         """Whether a topic exists, partitioned or not."""
-        if self._get(f"{_path(topic)}/partitions")["partitions"] > 0:
+        if self._get(f"{_path(topic)}/partitions", missing={}).get("partitions", 0) > 0:
             return True
         tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
-        return topic in self._get(f"persistent/{quote(tenant)}/{quote(namespace)}")
+        return topic in self._get(f"persistent/{quote(tenant)}/{quote(namespace)}", missing=())
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
