@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,9 +20,6 @@ from keyshard.errors import WorkerEnvironmentError
 from spark_topic import SparkTopic, ended, failed
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(120)]
-
-STREAM_PROCESS_S = 8
-"""What starting a query's stream process may take beside a deadline of keyshard, seconds."""
 
 
 @pytest.fixture
@@ -48,14 +44,12 @@ def unused_port() -> int:
 
 @pytest.mark.parametrize("wrong", ["service_url", "admin_url"])
 def test_a_broker_that_is_not_there(spark: SparkSession, topic: SparkTopic, wrong: str) -> None:
+    # tests/integration/test_unreachable.py measures the deadline, without Spark's start.
     scheme = {"service_url": "pulsar", "admin_url": "http"}[wrong]
     options = {wrong: f"{scheme}://127.0.0.1:{unused_port()}", "operationTimeoutMillis": "2000"}
-    began = time.monotonic()
     message = failed(topic.start(topic.rows(spark, **options)))
-    took = time.monotonic() - began
     assert "[KEYSHARD_BROKER_UNAVAILABLE]" in message
     assert options[wrong] in message
-    assert took < 2 + STREAM_PROCESS_S, f"only after {took:.1f} s"
 
 
 def test_a_topic_that_does_not_exist_is_not_created(spark: SparkSession, topic: SparkTopic) -> None:

@@ -143,7 +143,8 @@ def test_a_self_join_and_a_second_query_name_the_other_side(
     took = time.monotonic() - began
     assert "[KEYSHARD_SUBSCRIPTION_IN_USE]" in message
     assert "is in use by /127.0.0.1:" in message
-    assert took < 2 + 8, f"refused only after {took:.1f} s"
+    print(f"\na second query is refused after {took:.1f} s")
+    assert took < 17, "the default of 20 s was used"
     assert first.isActive
     first.stop()
 
@@ -153,7 +154,7 @@ def test_once_is_refused(spark: SparkSession, topic: SparkTopic) -> None:
     message = failed(topic.start(topic.rows(spark), trigger={"once": True}))
     assert "[KEYSHARD_UNSUPPORTED_TRIGGER]" in message
     assert "availableNow" in message
-    assert topic.backlog() == 10
+    assert topic.acknowledged() == [], "it subscribed"
 
 
 def test_async_progress_is_refused_before_anything_is_acknowledged(
