@@ -201,6 +201,31 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
     assert bench.backlog == bench.count - len(before)
 
 
+def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keyshard.runtime.available_now.ROWS_BEHIND_MAX", 5)
+    monkeypatch.setattr("keyshard.runtime.available_now.REST_S", (0.05, 0.4))
+    bench = Bench()
+    before = bench.publish(8, partitions=1)
+    waiting: list[MemoryConsumer] = []
+    receive = MemoryConsumer.receive
+
+    def without_one(consumer: MemoryConsumer, timeout_ms: int) -> list[EntryBlock]:
+        """An entry before the target waits at the broker until its range subscribes again."""
+        blocks = receive(consumer, timeout_ms)
+        late = [block for block in blocks if block.values == [before[2].encode()]]
+        waiting.extend([consumer] if late and not waiting else [])
+        return [block for block in blocks if block not in late or consumer not in waiting]
+
+    monkeypatch.setattr(MemoryConsumer, "receive", without_one)
+    with bounded(bench, admin=CursorAdmin(bench.cluster)) as coordinator:
+        bench.publish(60, partitions=1)
+        assert sorted(run(coordinator)) == sorted(before)
+    assert waiting
+    assert bench.backlog == 60
+
+
 def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:
     bench = Bench()
     before = bench.publish(20)
