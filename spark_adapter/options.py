@@ -27,8 +27,25 @@ OPTIONS = (
         "Admin REST interface, `http://host:port`. Optional; with it keyshard checks that topics "
         "exist, names the cluster in the checkpoint and the other side of a conflict in errors.",
     ),
-    Option("topic", "topics", "One topic. Exactly one of `topic` and `topics` is needed."),
+    Option(
+        "topic",
+        "topics",
+        "One topic. Exactly one of `topic`, `topics` and `topicsPattern` is needed.",
+    ),
     Option("topics", "topics", "Several topics, separated by commas."),
+    Option(
+        "topicsPattern",
+        "topics_pattern",
+        "Topics whose whole name matches: `regex` (in `public/default`), `tenant/namespace/regex` "
+        "or `persistent://tenant/namespace/regex`, as Python's `re` reads it. Partition suffixes "
+        "are no part of the name; system topics (`__...`) never match. Needs `admin.url`.",
+    ),
+    Option(
+        "partitionDiscoveryIntervalMillis",
+        "discovery_interval_ms",
+        "Time between two looks for new topics and topic partitions. What is found while the query "
+        "runs is read from its beginning.",
+    ),
     Option(
         "subscription",
         "subscription",
@@ -75,6 +92,7 @@ OPTIONS = (
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
     "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
+    "discovery_interval_ms",
 }  # fmt: skip
 
 
@@ -94,8 +112,10 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
             raise ConfigError(f"Give only one of {given[option.field]!r} and {option.name!r}.")
         given[option.field] = option.name
         fields[option.field] = _parse(option, text)
-    if "topics" not in fields:
-        raise ConfigError("No topic is given. Set option 'topic' or 'topics'.")
+    if "topics" in given and "topics_pattern" in given:
+        raise ConfigError(f"Give only one of {given['topics']!r} and 'topicsPattern'.")
+    if not given.keys() & {"topics", "topics_pattern"}:
+        raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
     if "subscription" not in fields:
         raise ConfigError(
             "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
@@ -117,7 +137,9 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
             has a comma in its name.
     """
     fields = {field.name: field for field in dataclasses.fields(source)}
-    if len(source.topics) == 1:
+    if source.topics_pattern is not None:
+        options = {}
+    elif len(source.topics) == 1:
         options = {"topic": source.topics[0]}
     elif any("," in topic for topic in source.topics):
         raise ConfigError(

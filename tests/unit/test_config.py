@@ -70,6 +70,7 @@ LIMITS = {
     "batch_rows_max": (1, 10**9),
     "window_rows_max": (2, 10**9),
     "window_bytes_max": (MIB, 2**50),
+    "discovery_interval_ms": (10, 86_400_000),
     "subscribe_timeout_ms": (1, 3_600_000),
     "operation_timeout_ms": (1_000, 3_600_000),
     "replay_timeout_ms": (1, 3_600_000),

@@ -25,6 +25,7 @@ EVERYTHING = {
     "windowMaxBytes": "2097152",
     "workerHost": "10.0.0.1",
     "subscribeTimeoutMillis": "1234",
+    "partitionDiscoveryIntervalMillis": "2345",
 }
 
 
@@ -51,8 +52,43 @@ def test_every_option_reaches_its_field() -> None:
         window_bytes_max=2_097_152,
         worker_host="10.0.0.1",
         subscribe_timeout_ms=1_234,
+        discovery_interval_ms=2_345,
     )
-    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic"}
+    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic", "topicsPattern"}
+
+
+PATTERN = {
+    "topicsPattern": "acme/shop/order-\\d+,?",
+    "subscription": "billing",
+    "admin.url": "http://broker:8080",
+}
+
+
+def test_a_pattern_stands_for_topics_and_is_completed() -> None:
+    source = parse_options(PATTERN)
+    assert source.topics == ()
+    assert source.topics_pattern == "persistent://acme/shop/order-\\d+,?"
+
+
+@pytest.mark.parametrize("other", ["topic", "topics"])
+def test_only_one_of_topics_and_pattern_may_be_given(other: str) -> None:
+    assert refused({**PATTERN, other: "t"}) == f"Give only one of {other!r} and 'topicsPattern'."
+
+
+def test_a_pattern_needs_admin() -> None:
+    without = {name: value for name, value in PATTERN.items() if name != "admin.url"}
+    message = refused(without)
+    assert message.startswith("topicsPattern needs the admin REST interface")
+
+
+@pytest.mark.parametrize("pattern", ["(", "a/b", "persistent://a/b", "a/b/", "a*/b/c", ""])
+def test_a_bad_pattern_is_refused_by_its_name(pattern: str) -> None:
+    assert refused({**PATTERN, "topicsPattern": pattern}).startswith("topicsPattern ")
+
+
+def test_a_non_persistent_pattern_keeps_its_own_error() -> None:
+    with pytest.raises(NonPersistentTopicError):
+        parse_options({**PATTERN, "topicsPattern": "non-persistent://a/b/c"})
 
 
 def test_names_are_case_insensitive_as_in_spark() -> None:
@@ -142,7 +178,7 @@ def test_a_non_persistent_topic_keeps_its_own_error() -> None:
         parse_options({**MINIMAL, "topic": "non-persistent://a/b/c"})
 
 
-@pytest.mark.parametrize("options", [MINIMAL, EVERYTHING], ids=["minimal", "everything"])
+@pytest.mark.parametrize("options", [MINIMAL, EVERYTHING, PATTERN])
 def test_options_of_a_source_make_the_same_source(options: dict[str, str]) -> None:
     source = parse_options(options)
     assert parse_options(to_options(source)) == source
