@@ -135,15 +135,24 @@ class FakeAdmin:
 
     def __init__(self, cluster: str = "standalone", topics: Sequence[str] | None = None) -> None:
         self.name = cluster
-        self.topics = topics
+        self.known = topics
         self.stats: dict[str, Any] | None = None
         self.closed = False
 
     def cluster(self) -> str:
         return self.name
 
-    def topic_exists(self, topic: str) -> bool:
-        return self.topics is None or topic in self.topics
+    def partition_count(self, topic: str) -> int | None:
+        return 2 if self.known is None or topic in self.known else None
+
+    def topics(self, *_: object) -> set[str]:
+        return set(self.known or ())
+
+    def created(self, *_: object) -> str:
+        return "once"
+
+    def remove_leftover(self, *_: object) -> bool:
+        return True
 
     def subscription(self, *_: object) -> dict[str, Any] | None:
         return self.stats

@@ -13,7 +13,7 @@ from keyshard.broker.memory_dispatch import Member, Subscription
 from keyshard.broker.memory_log import EntryLog
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.errors import BrokerError, RangeConflictError
+from keyshard.errors import BrokerError, RangeConflictError, TopicNotFoundError
 
 READ_MESSAGES_MAX = 1_000
 """Messages one read returns at most, unless its first entry is larger."""
@@ -29,16 +29,15 @@ class MemoryConsumer:
         self,
         *,
         lock: threading.RLock,
-        log: EntryLog,
-        subscription: Subscription,
+        find: Callable[[], Subscription],
         topic_partition: TopicPartition,
         hash_range: HashRange,
         name: str,
         receiver_queue_size: int,
     ) -> None:
         self._changed = threading.Condition(lock)
-        self._log = log
-        self._subscription = subscription
+        self._find = find
+        self._subscription = find()
         self._topic_partition = topic_partition
         self._hash_range = hash_range
         self._name = name
@@ -76,7 +75,7 @@ class MemoryConsumer:
             self._check_open()
             if not self._connected:
                 return
-            found = [self._log.ordinal(entry_id) for entry_id in entries]
+            found = [self._subscription.log.ordinal(entry_id) for entry_id in entries]
             self._subscription.acknowledge(ordinal for ordinal in found if ordinal is not None)
 
     def is_connected(self) -> bool:
@@ -98,12 +97,14 @@ class MemoryConsumer:
         with self._changed:
             self._member = self._new_member()
             self._next_index = self._unreturned_permits = 0
+            # Another one when the topic was deleted meanwhile.
+            self._subscription = self._find()
             self._subscription.join(self._member)
             self._connected = True
 
     def reconnect(self) -> None:
-        """Join again after :meth:`drop`, unless the range is taken."""
-        with self._changed, suppress(RangeConflictError):
+        """Join again after :meth:`drop`, unless the range is taken or the partition no more is."""
+        with self._changed, suppress(RangeConflictError, TopicNotFoundError):
             if not self._closed and not self._connected:
                 self.connect()
 
