@@ -76,6 +76,8 @@ class PartitionWindow:
     received_bytes: int = 0
     left_out: set[int] = field(default_factory=set)
     """Ranges that had data and no part in the newest cut."""
+    gone: bool = False
+    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
 
     def validate(self) -> None:
         """Assert the invariants."""
@@ -106,6 +108,7 @@ class Window:
         self._ranges = ranges
         self._budget = budget
         self._partitions: dict[TopicPartition, PartitionWindow] = {}
+        self._active: dict[TopicPartition, None] = {}
         self._turn = 0
         self.batches: dict[str, Batch] = {}
         """Planned batches by batch id, oldest first."""
@@ -119,15 +122,33 @@ class Window:
         return self._base
 
     def add_partition(self, topic_partition: TopicPartition) -> None:
-        """Make room for a topic partition. Idempotent."""
+        """Make room for a topic partition, also for one that was dropped. Idempotent."""
         if topic_partition not in self._partitions:
             state = self._base.partitions.get(topic_partition, PartitionCheckpoint())
             self._partitions[topic_partition] = PartitionWindow(state)
+        self._partitions[topic_partition].gone = False
+        self._active[topic_partition] = None
+
+    def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
+        """Forget what a topic partition has received; what is planned stays until its release.
+
+        Args:
+            gone: Whether it exists no more, or else is only not consumed any longer: then its
+                delivered set stays in the checkpoint.
+        """
+        window = self._partitions[topic_partition]
+        self._active.pop(topic_partition, None)
+        for block, _ in window.received:
+            self._let_go(window, block)
+        window.received = []
+        window.received_rows = window.received_bytes = 0
+        window.left_out = set()
+        window.gone = gone
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Whether the partition's share of the budget is used up: its consumers pause."""
         window = self._partitions[topic_partition]
-        shares = len(self._partitions)
+        shares = len(self._active)
         return (
             window.rows * shares >= self._budget.rows_max
             or window.bytes * shares >= self._budget.bytes_max
@@ -235,9 +256,7 @@ class Window:
             for topic_partition, blocks in self.batches.pop(oldest).entries.items():
                 window = self._partitions[topic_partition]
                 for block in blocks:
-                    window.held.discard(block.id)
-                    window.rows -= block.rows
-                    window.bytes -= _size(block)
+                    self._let_go(window, block)
                 released.setdefault(topic_partition, []).extend(block.id for block in blocks)
             if oldest == batch_id:
                 break
@@ -245,8 +264,8 @@ class Window:
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """All topic partitions of the source."""
-        return tuple(self._partitions)
+        """All topic partitions that are consumed."""
+        return tuple(self._active)
 
     @property
     def rows(self) -> int:
@@ -260,7 +279,7 @@ class Window:
 
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""
-        shares = len(self._partitions)
+        shares = len(self._active)
         budget = self._budget
         return max(
             (
@@ -290,6 +309,12 @@ class Window:
         window.rows += block.rows
         window.bytes += _size(block)
 
+    @staticmethod
+    def _let_go(window: PartitionWindow, block: EntryBlock) -> None:
+        window.held.discard(block.id)
+        window.rows -= block.rows
+        window.bytes -= _size(block)
+
     def _cut_partition(
         self, window: PartitionWindow, rows_max: int, bytes_max: int
     ) -> list[EntryBlock]:
@@ -314,7 +339,7 @@ class Window:
         for topic_partition, window in self._partitions.items():
             old = window.state
             blocks = entries.get(topic_partition, ())
-            if not blocks and not old.delivered and old.floor is None:
+            if window.gone or (not blocks and not old.delivered and old.floor is None):
                 continue
             batch = EntrySet.of(block.id for block in blocks)
             window.state = PartitionCheckpoint(

@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -28,16 +28,18 @@ from keyshard.core.window import Batch, Budget, Receipt, Window
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
-    BrokerUnavailableError,
     CheckpointMismatchError,
     KeyShardError,
     RuntimeStoppedError,
 )
 from keyshard.runtime.acknowledger import Acknowledger
-from keyshard.runtime.receiver import Lane, Receiver
+from keyshard.runtime.discovery import Discovery
+from keyshard.runtime.lanes import Lanes
+from keyshard.runtime.receiver import Lane
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
-from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
+from keyshard.runtime.subscribe import Admin, reopen_lane
+from keyshard.runtime.topics import Catalog, look, warn_of_existing
 from keyshard.schema.columns import SCHEMA, record_batches
 
 RELEASED_REMEMBERED = 1_000
@@ -66,9 +68,10 @@ class Coordinator:
         self._error: KeyShardError | None = None
         self._released: deque[str] = deque(maxlen=RELEASED_REMEMBERED)
         self._layouts: dict[str, dict[int, list[Located]]] = {}
-        self._receivers: list[Receiver] = []
-        self._lanes: list[Lane] = []
+        self._gone: set[TopicPartition] = set()
         self._full: set[TopicPartition] = set()
+        self._ending: Checkpoint | None = None
+        """A batch that was planned before the start; some of its topics may be dropped since."""
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
@@ -94,7 +97,9 @@ class Coordinator:
             _check_belongs(checkpoint, config.subscription, cluster)
         self._broker = self._connect()
         try:
-            found = find_partitions(self._broker, self._admin, config)
+            self._lanes = Lanes(self._broker, self._admin, config, self)
+            catalog = Catalog(self._broker, self._admin, config)
+            found = look(catalog, checkpoint, timeout_s)
             base = Checkpoint(
                 cluster or (checkpoint.cluster if checkpoint else ""),
                 config.subscription,
@@ -104,36 +109,38 @@ class Coordinator:
             self._window = Window(
                 base, config.parallelism, Budget(config.window_rows_max, config.window_bytes_max)
             )
-            for topic_partition in found:
+            for topic_partition in found.consumed:
                 self._window.add_partition(topic_partition)
             if checkpoint is not None and planned:
                 self._window.expect(checkpoint)
-            start = (
-                StartPosition(config.starting_position)
-                if checkpoint is None
-                else StartPosition.EARLIEST
-            )
-            self._lanes = open_lanes(
-                self._broker, self._admin, config, self._window.partitions, start
-            )
+            for topic_partition in found.kept | found.gone:
+                self._window.drop_partition(topic_partition, gone=topic_partition in found.gone)
+            self._gone.update(found.gone)
+            start = StartPosition.EARLIEST
+            if checkpoint is None:
+                start = StartPosition(config.starting_position)
+                if self._admin:
+                    warn_of_existing(self._admin, config.subscription, found.consumed, start.value)
+            lanes = self._lanes.open(found.consumed, start)
+            if checkpoint is not None and planned:
+                self._ending = checkpoint
+                self._lanes.hold(tp for tp in found.kept if checkpoint.partitions[tp].batch)
         except BaseException:
             self._broker.close()
             raise
-        self._by_partition: dict[TopicPartition, list[Lane]] = {}
-        for lane in self._lanes:
-            self._by_partition.setdefault(lane.seat.topic_partition, []).append(lane)
         self._acknowledger = Acknowledger(
-            self._consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
+            self._lanes.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
-        threads = min(config.receive_threads, len(self._lanes))
-        self._receivers = [
-            Receiver(f"keyshard-receive-{i}", self._lanes[i::threads], self) for i in range(threads)
-        ]
+        self._lanes.serve(lanes)
+        self.discovery = Discovery(
+            catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
+        )
+        self.discovery.start(found.consumed, found.gone)
         self.started = True
         _log.info(
             "%d ranges over %d topic partitions of %s as %r",
-            config.parallelism, len(self._by_partition), ", ".join(config.topics),
-            config.subscription,
+            config.parallelism, len(found.consumed),
+            config.topics_pattern or ", ".join(config.topics), config.subscription,
         )  # fmt: skip
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -146,13 +153,13 @@ class Coordinator:
         if self._lock.acquire(timeout=0.1):
             self._lock.notify_all()
             self._lock.release()
-        for receiver in self._receivers:
-            receiver.stop()
         if not self.started:
             return
+        self.discovery.stop()
+        self._lanes.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
-        for receiver in self._receivers:
-            receiver.join(max(0.1, deadline - time.monotonic()))
+        self._lanes.join(deadline)
+        self.discovery.join(max(0.1, deadline - time.monotonic()))
         self._broker.close()
         if self._admin:
             self._admin.close()
@@ -209,7 +216,9 @@ class Coordinator:
             if batch_id in self._released:
                 raise _released_error(batch_id)
         began = time.monotonic()
-        entries = replay(self._broker, checkpoint, self._config.replay_timeout_ms / 1000)
+        entries = replay(
+            self._broker, checkpoint, self._config.replay_timeout_ms / 1000, self._gone
+        )
         with self._lock:
             self._window.plan(checkpoint, entries)
             layout = self._lay_out(self._window.batch(batch_id))
@@ -268,6 +277,7 @@ class Coordinator:
                 "plannedBatches": len(self._window.batches),
                 "entriesAcknowledged": self._acknowledger.acknowledged,
                 "entriesToAcknowledge": self._acknowledger.waiting,
+                **self.discovery.status(),
             }
 
     def check(self) -> None:
@@ -312,8 +322,33 @@ class Coordinator:
             if self._error is None and not self._stopping.is_set():
                 self._error = error
             self._lock.notify_all()
-        for receiver in self._receivers:
-            receiver.stop()
+        self._lanes.pause()
+
+    # -- called by the discovery thread ----------------------------------------------------------
+
+    def grow(self, found: Collection[TopicPartition]) -> None:
+        lanes = self._lanes.open(found, StartPosition.EARLIEST)
+        with self._lock:
+            for topic_partition in found:
+                self._window.add_partition(topic_partition)
+            self._gone.difference_update(found)
+        self._lanes.serve(lanes)
+
+    def shrink(self, gone: Collection[TopicPartition]) -> None:
+        self._lanes.drop(gone)
+        with self._lock:
+            for topic_partition in gone:
+                self._window.drop_partition(topic_partition, gone=True)
+            self._gone.update(gone)
+            self._full.clear()
+
+    def tidy(self) -> None:
+        with self._lock:
+            ended = self._ending is not None and self._ending.batch_id in self._released
+        if ended and not self._acknowledger.waiting:
+            assert self._ending is not None
+            self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
+            self._ending = None
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -324,13 +359,6 @@ class Coordinator:
         layout = lay_out(batch.entries, batch.checkpoint.ranges)
         self._layouts[batch.checkpoint.batch_id] = layout
         return layout
-
-    def _consumer_of(self, topic_partition: TopicPartition) -> Consumer:
-        """A connected consumer of the topic partition: its acknowledgements reach the broker."""
-        for lane in self._by_partition[topic_partition]:
-            if lane.consumer.is_connected():
-                return lane.consumer
-        raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
 
 
 def _routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:

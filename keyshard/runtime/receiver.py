@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from keyshard.broker.port import Consumer
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.errors import KeyShardError, RuntimeStoppedError
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
 
 RECEIVE_WAIT_MS = 10
 """Longest wait for one consumer before the next has its turn, milliseconds."""
@@ -61,6 +61,23 @@ class Sink(Protocol):
         """Remember the error that ends the source."""
 
 
+@dataclass(slots=True)
+class _Change:
+    """What a receiver does between two rounds."""
+
+    added: Sequence[Lane] = ()
+    dropped: Collection[TopicPartition] = ()
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def close_quietly(lane: Lane) -> None:
+    """Close a lane's consumer; a broker that is away or refuses forgets it by itself."""
+    try:
+        lane.consumer.close()
+    except BrokerError as exc:
+        _log.debug("closing a consumer of %s failed: %s", lane.seat.topic_partition, exc)
+
+
 class Receiver:
     """One daemon thread over some lanes.
 
@@ -73,8 +90,26 @@ class Receiver:
         self._stopping = threading.Event()
         self._busy: deque[Lane] = deque()
         self._quiet: deque[Lane] = deque(lanes)
+        self._changes: deque[_Change] = deque()
+        self.lanes = len(lanes)
+        """Lanes it serves."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def add(self, lanes: Sequence[Lane]) -> None:
+        """Serve more lanes, from the next round on."""
+        self.lanes += len(lanes)
+        self._changes.append(_Change(added=lanes))
+
+    def drop(self, topic_partitions: Collection[TopicPartition]) -> threading.Event:
+        """Close the consumers of some topic partitions, between two rounds; set when it is done.
+
+        The thread does it itself, so that no consumer is closed while it is received from or
+        re-opened.
+        """
+        change = _Change(dropped=topic_partitions)
+        self._changes.append(change)
+        return change.done
 
     def stop(self) -> None:
         """Take nothing more; returns without waiting."""
@@ -87,6 +122,8 @@ class Receiver:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
+                while self._changes:
+                    self._apply(self._changes.popleft())
                 if not self._round():
                     self._stopping.wait(PAUSED_WAIT_S)
         except RuntimeStoppedError:
@@ -96,6 +133,18 @@ class Receiver:
         except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
             _log.exception("receiving ended unexpectedly")
             self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
+
+    def _apply(self, change: _Change) -> None:
+        self._quiet.extend(change.added)
+        for lanes in (self._busy, self._quiet) if change.dropped else ():
+            for _ in range(len(lanes)):
+                lane = lanes.popleft()
+                if lane.seat.topic_partition in change.dropped:
+                    close_quietly(lane)
+                    self.lanes -= 1
+                else:
+                    lanes.append(lane)
+        change.done.set()
 
     def _round(self) -> bool:
         """Serve each busy lane and one quiet lane; whether any could receive."""

@@ -285,7 +285,7 @@ def test_acknowledgements_go_through_a_consumer_that_is_connected(bench: Bench) 
         received(coordinator, 40)
         end = cut(coordinator)
         for where in bench.where:
-            lane = coordinator._by_partition[where][0]
+            lane = coordinator._lanes.by_partition[where][0]
             assert isinstance(lane.consumer, MemoryConsumer)
             lane.consumer.drop()
         coordinator.release(end)
@@ -423,7 +423,7 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(bench: Bench) ->
             with pytest.raises(BrokerError) as caught:
                 call()
             assert caught.value is error
-        wait_until(lambda: not any(r._thread.is_alive() for r in coordinator._receivers))
+        wait_until(lambda: not any(r._thread.is_alive() for r in coordinator._lanes.receivers))
     finally:
         coordinator.stop()
 
@@ -646,6 +646,9 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "plannedBatches": 1,
             "entriesAcknowledged": 0,
             "entriesToAcknowledge": 0,
+            "partitionsDiscovered": 0,
+            "partitionsGone": 0,
+            "discoveryError": "",
         }
         assert 0 < status["windowFill"] < 1
         coordinator.release(end)
