@@ -37,15 +37,7 @@ class PulsarAdmin:
     def partition_count(self, topic: str) -> int | None:
         """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
         found = self._get(f"{_path(topic)}/partitions", missing={})
-        if not found:
-            return None
-        count = int(found["partitions"])
-        if count == 0:
-            # Brokers before 4.0 answer 0 for a missing topic too.
-            tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
-            if topic not in self._get(_namespace(tenant, namespace)):
-                return None
-        return count
+        return int(found["partitions"]) if found else None
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
         """Full names of all persistent topics of a namespace, without their partitions.
@@ -59,7 +51,7 @@ class PulsarAdmin:
 
     def created(self, topic_partition: TopicPartition) -> str:
         """When its storage was created: another text after it was deleted and created again."""
-        return str(self._get(f"{_path(topic_partition.name)}/internal-info")["creationDate"])
+        return str(self._get(f"{_path(topic_partition.name)}/internal-info").get("creationDate"))
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
         """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
@@ -72,8 +64,8 @@ class PulsarAdmin:
             return True
         subscriptions = stats["subscriptions"]
         if (
-            stats["publishers"]
-            or stats["msgInCounter"]
+            stats.get("publishers")
+            or stats.get("msgInCounter")
             or set(subscriptions) != {subscription}
             or subscriptions[subscription]["consumers"]
             or self._get(f"{path}/internalStats", missing={}).get("numberOfEntries")

@@ -127,14 +127,16 @@ class Coordinator:
                 self._lanes.hold(tp for tp in found.kept if checkpoint.partitions[tp].batch)
         except BaseException:
             self._broker.close()
+            if self._admin:
+                self._admin.close()
             raise
+        self.discovery = Discovery(
+            catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
+        )
         self._acknowledger = Acknowledger(
             self._lanes.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
         self._lanes.serve(lanes)
-        self.discovery = Discovery(
-            catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
-        )
         self.discovery.start(found.consumed, found.gone)
         self.started = True
         _log.info(
@@ -323,6 +325,7 @@ class Coordinator:
                 self._error = error
             self._lock.notify_all()
         self._lanes.pause()
+        self.discovery.stop()
 
     # -- called by the discovery thread ----------------------------------------------------------
 

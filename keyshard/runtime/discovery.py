@@ -8,8 +8,10 @@ A round::
     3. new       not known: own every range of them, from their beginning
 
 Our own consumers reconnect within a second after their topic was deleted, and Pulsar creates it
-again for them. A partitioned topic is then missing from the metadata all the same. One without
-partitions looks as before, but its storage is new and empty: that tells it.
+again for them, unless a policy forbids that. A partitioned topic is then missing from the metadata
+all the same. One without partitions looks as before, but its storage is new and empty: that tells
+it. A topic that others created again between two rounds is told by its storage too. It is let go
+and owned anew, because consumers that found no topic do not come back.
 """
 
 from __future__ import annotations
@@ -195,17 +197,16 @@ class Discovery:
             _log.warning("%s is not consumed any more: %s", topic_partition, why)
 
     def _recreated(self) -> set[TopicPartition]:
-        """Topics without partitions whose storage is another one than before."""
+        """Topic partitions of topics whose storage is another one than before."""
         if self._admin is None:
             return set()
-        found: set[TopicPartition] = set()
-        for topic_partition in sorted(self._known):
-            if topic_partition.partition >= 0:
-                continue
-            created = self._creation_of(topic_partition)
-            if created and self._created.setdefault(topic_partition, created) != created:
-                found.add(topic_partition)
-        return found
+        found: set[str] = set()
+        firsts = {tp.topic: tp for tp in sorted(self._known, reverse=True)}
+        for topic, first in sorted(firsts.items()):
+            created = self._creation_of(first)
+            if created and self._created.setdefault(first, created) != created:
+                found.add(topic)
+        return {tp for tp in self._known if tp.topic in found}
 
     def _creation_of(self, topic_partition: TopicPartition) -> str:
         assert self._admin is not None

@@ -86,7 +86,9 @@ class Lanes:
         with self._lock:
             waiting = [receiver.drop(gone) for receiver in self.receivers]
         for done in waiting:
-            if not done.wait(max(0.0, deadline - time.monotonic())):
+            while not done.wait(0.05):
+                if time.monotonic() < deadline and not self._stopped:
+                    continue
                 raise BrokerUnavailableError(
                     f"Consumers of {', '.join(sorted(tp.name for tp in gone))[:200]} could not be "
                     f"closed within {DROP_TIMEOUT_S:.0f} s. Check the broker; it is tried again."
