@@ -292,6 +292,46 @@ def test_a_planned_batch_of_a_deleted_topic_is_data_loss_and_creates_nothing(
         pass
 
 
+def test_a_topic_no_longer_configured_ends_its_planned_batch_only(
+    dev_broker: DevBroker, topic_name: str
+) -> None:
+    old, new = f"{topic_name}-old", f"{topic_name}-new"
+    for topic in (old, new):
+        create_partitioned_topic(dev_broker.admin_url, topic, 2)
+        produce(LOAD, dev_broker.service_url, topic)
+    with source(dev_broker, topics=[old, new]).open() as stream:
+        wait_until(lambda: stream.status()["rowsReceived"] == 2 * LOAD.messages, DEADLINE_S)
+        batch = stream.next_batch(timeout_s=DEADLINE_S)
+        assert batch is not None
+        rows = sum(part.num_rows for part in batch)
+    coordinator = source(dev_broker, topics=[new]).coordinator()
+    coordinator.start(batch.end, planned=True)
+    try:
+        layout = coordinator.plan(batch.end)
+        again = [part for index in layout for part in coordinator.read(batch.end.batch_id, index)]
+        assert sum(part.num_rows for part in again) == rows == 2 * LOAD.messages
+        coordinator.release(batch.end)
+        wait_until(lambda: backlog(dev_broker, old, 2) == backlog(dev_broker, new, 2) == 0, 20)
+        wait_until(lambda: consumers(dev_broker, old) == 0, DEADLINE_S)
+        assert consumers(dev_broker, new) == 8
+        produce(LOAD, dev_broker.service_url, old)
+        produce(LOAD, dev_broker.service_url, new)
+        wait_until(lambda: coordinator.status()["rowsReceived"] == LOAD.messages, DEADLINE_S)
+        assert coordinator.status()["topicPartitions"] == 2
+        assert backlog(dev_broker, old, 2) > 0
+    finally:
+        coordinator.stop()
+
+
+def consumers(broker: DevBroker, topic: str) -> int:
+    """Consumers of two topic partitions."""
+    with closing(PulsarAdmin(broker.admin_url)) as admin:
+        stats = [
+            admin.subscription(TopicPartition(full_topic_name(topic), i), "s") for i in range(2)
+        ]
+    return sum(len(one["consumers"]) for one in stats if one)
+
+
 def test_a_broker_that_is_away_for_a_while_ends_nothing(topic_name: str) -> None:
     with DevBroker() as broker:
         create_partitioned_topic(broker.admin_url, f"{topic_name}-a", 2)

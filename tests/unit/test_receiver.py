@@ -210,3 +210,31 @@ def test_a_busy_lane_is_served_more_often_than_idle_ones(start: Started) -> None
 def test_the_thread_never_keeps_a_process_alive(start: Started) -> None:
     lane, _ = lane_of()
     assert start(lane)._thread.daemon
+
+
+def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
+    lane, consumer = lane_of([block(1, 0)])
+    running = start(lane)
+    other, added = lane_of([block(5, 0)], where=P1)
+    running.add([other])
+    wait_until(lambda: start.sink.of(lane) and start.sink.of(other))
+    assert running.lanes == 2
+    assert running.drop({P1}).wait(5)
+    assert (added.closed, consumer.closed) == (True, False)
+    assert running.lanes == 1
+    received = added.received
+    served = consumer.received
+    wait_until(lambda: consumer.received > served + 3)
+    assert added.received == received
+
+
+def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started) -> None:
+    class Stubborn(FakeConsumer):
+        def close(self) -> None:
+            raise BrokerError("the broker is away")
+
+    lane = Lane(Seat(P0, 0, RING), Stubborn())
+    running = start(lane)
+    assert running.drop({P0}).wait(5)
+    assert running.lanes == 0
+    assert start.sink.failures == []

@@ -341,3 +341,56 @@ def test_blocks_of_a_batch_are_the_received_ones() -> None:
     entry: EntryBlock = block(1, 0, "a", "b")
     window.receive(P0, 0, entry)
     assert window.batch(cut(window).batch_id).entries == {P0: [entry]}
+
+
+def test_a_dropped_partition_forgets_what_it_received_and_keeps_what_is_planned() -> None:
+    window = window_of(P0, P1)
+    give(window, 0, 1)
+    give(window, 5, where=P1)
+    end = cut(window)
+    give(window, 2, 3)
+    window.drop_partition(P0, gone=True)
+    window.validate()
+    assert window.partitions == (P1,)
+    assert window.received_rows == 0
+    assert taken(window, end) == {P0: [(1, 0), (1, 1)], P1: [(1, 5)]}
+    assert set(window.release(end)) == {P0, P1}
+    assert window.rows == 0
+    give(window, 6, where=P1)
+    assert set(cut(window).partitions) == {P1}, "what is gone leaves the checkpoint"
+
+
+def test_a_partition_that_is_only_not_consumed_any_more_stays_in_the_checkpoint() -> None:
+    window = window_of(P0, P1)
+    give(window, 0)
+    window.release(cut(window))
+    window.drop_partition(P0, gone=False)
+    give(window, 1, where=P1)
+    assert set(cut(window).partitions) == {P0, P1}
+
+
+def test_a_dropped_partition_that_is_added_again_knows_what_was_delivered() -> None:
+    window = window_of(P0, P1)
+    give(window, 0)
+    window.release(cut(window))
+    give(window, 1)
+    planned = cut(window)
+    window.drop_partition(P0, gone=True)
+    window.add_partition(P0)
+    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 1)) is Receipt.HELD
+    give(window, 2)
+    window.release(planned)
+    window.validate()
+
+
+def test_the_budget_is_shared_by_the_partitions_that_are_consumed() -> None:
+    window = window_of(P0, P1, rows_max=8)
+    give(window, 0, 1, 2, 3)
+    assert window.is_full(P0)
+    assert window.fill() == 1
+    window.drop_partition(P1, gone=True)
+    assert not window.is_full(P0)
+    assert window.fill() == 0.5
+    window.add_partition(P2)
+    assert window.is_full(P0)
