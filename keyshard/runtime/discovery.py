@@ -109,7 +109,7 @@ class Discovery:
         self._partitioned.update(
             tp.topic for tp in (*self._known, *self._leftovers) if tp.partition >= 0
         )
-        self._recreated()
+        self._recreated(self._known)
         self._thread.start()
 
     def stop(self) -> None:
@@ -145,11 +145,12 @@ class Discovery:
         with errors.kept():
             self._drop(gone, "it was deleted")
         with errors.kept():
-            self._drop(self._recreated(), "it was deleted and created again")
+            self._drop(self._recreated(self._known), "it was deleted and created again")
         with errors.kept():
             self._clean()
-        with errors.kept():
-            self._add(tp for topic in topics for tp in existing.get(topic, ()))
+        for topic in topics:
+            with errors.kept():
+                self._add(existing.get(topic, ()))
         self._owner.tidy()
         errors.raise_first()
 
@@ -196,17 +197,17 @@ class Discovery:
             self._created.pop(topic_partition, None)
             _log.warning("%s is not consumed any more: %s", topic_partition, why)
 
-    def _recreated(self) -> set[TopicPartition]:
+    def _recreated(self, among: Collection[TopicPartition]) -> set[TopicPartition]:
         """Topic partitions of topics whose storage is another one than before."""
         if self._admin is None:
             return set()
         found: set[str] = set()
-        firsts = {tp.topic: tp for tp in sorted(self._known, reverse=True)}
+        firsts = {tp.topic: tp for tp in sorted(among, reverse=True)}
         for topic, first in sorted(firsts.items()):
             created = self._creation_of(first)
             if created and self._created.setdefault(first, created) != created:
                 found.add(topic)
-        return {tp for tp in self._known if tp.topic in found}
+        return {tp for tp in among if tp.topic in found}
 
     def _creation_of(self, topic_partition: TopicPartition) -> str:
         assert self._admin is not None
@@ -237,12 +238,12 @@ class Discovery:
             return False
         return not self._admin.remove_leftover(topic_partition, self._subscription)
 
-    def _add(self, existing: Iterable[TopicPartition]) -> None:
-        new = {tp for tp in existing if tp not in self._known and tp not in self._leftovers}
+    def _add(self, existing: Collection[TopicPartition]) -> None:
+        new = sorted(tp for tp in existing if tp not in self._known and tp not in self._leftovers)
         if not new:
             return
-        self._owner.grow(sorted(new))
-        self._known |= new
+        self._owner.grow(new)
+        self._known.update(new)
         self.discovered += len(new)
-        _log.info("found %s", ", ".join(tp.name for tp in sorted(new)))
-        self._recreated()
+        self._recreated(new)
+        _log.info("found %s", ", ".join(tp.name for tp in new))

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
@@ -17,7 +18,7 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.runtime.receiver import Lane, Receiver, Sink, close_quietly
-from keyshard.runtime.subscribe import Admin, open_lane, open_lanes
+from keyshard.runtime.subscribe import THREADS_MAX, Admin, open_lane, open_lanes
 
 DROP_TIMEOUT_S = 30.0
 """Longest wait for the receive threads to close consumers, seconds."""
@@ -101,10 +102,9 @@ class Lanes:
 
         A topic partition whose ranges somebody else has now is left to them, with a warning.
         """
-        for topic_partition in topic_partitions:
-            lane = self._held(topic_partition)
-            if lane is not None:
-                self.by_partition[topic_partition] = [lane]
+        with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
+            lanes = [lane for lane in pool.map(self._held, topic_partitions) if lane is not None]
+        self.by_partition.update({lane.seat.topic_partition: [lane] for lane in lanes})
 
     def _held(self, topic_partition: TopicPartition) -> Lane | None:
         ring = split_ring(1)[0]

@@ -39,6 +39,11 @@ class Catalog:
             None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
         )
 
+    @property
+    def by_pattern(self) -> bool:
+        """Whether topics are matched, not named."""
+        return self._pattern is not None
+
     def topics(self) -> tuple[str, ...]:
         """Topics to consume: the named ones, or those that match now."""
         if self._pattern is None:
@@ -96,7 +101,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
         existing[topic] = retry_until(ask, timeout_s)
         if existing[topic]:
             continue
-        if checkpoint is None:
+        if checkpoint is None and not catalog.by_pattern:
             raise TopicNotFoundError(
                 f"Topic {topic} does not exist. Create it first, or correct its name.",
                 topic=topic,

@@ -4,96 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from helpers import config, keys_of, received, rows_of, wait_until
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from helpers import received, wait_until
+from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import TopicPartition
 from keyshard.errors import (
     AdminError,
     BrokerError,
     BrokerUnavailableError,
-    DataLossTrimmedError,
     SubscriptionInUseError,
-    TopicNotFoundError,
 )
-from keyshard.runtime.coordinator import Coordinator
-
-PREFIX = "persistent://public/default/"
-KEYS = keys_of(4)
-
-
-class World:
-    """A cluster, what was published to it, and what a source gave out of it."""
-
-    def __init__(self) -> None:
-        self.cluster = MemoryCluster()
-        self.admin = MemoryAdmin(self.cluster)
-        self.sent: Counter[str] = Counter()
-        self.got: Counter[str] = Counter()
-
-    def publish(self, topic: str | TopicPartition, count: int) -> None:
-        """Messages over all ranges; to a partitioned topic, over all its partitions."""
-        name = topic if isinstance(topic, TopicPartition) else PREFIX + topic
-        wheres = [name] if isinstance(name, TopicPartition) else self.cluster.partitions(name)
-        for where in wheres:
-            for _ in range(count):
-                number = self.sent.total()
-                value = f"{where.name}:{number}"
-                self.sent[value] += 1
-                message = Message(value.encode(), key=KEYS[number % len(KEYS)])
-                self.cluster.publish(where, message, publish_ms=1_000)
-
-    def source(self, topics: Any = (), **changes: Any) -> SourceConfig:
-        """A source that looks for topics only when a test makes it."""
-        return config(topics, **({"discovery_interval_ms": 86_400_000} | changes))
-
-    def matching(self, regex: str, **changes: Any) -> SourceConfig:
-        return self.source(topics_pattern=regex, admin_url="http://memory", **changes)
-
-    @contextmanager
-    def running(
-        self,
-        source: SourceConfig,
-        checkpoint: Checkpoint | None = None,
-        *,
-        planned: bool = False,
-        admin: bool = True,
-    ) -> Iterator[Coordinator]:
-        connect = lambda: MemoryBroker(self.cluster)  # noqa: E731
-        coordinator = Coordinator(source, connect, self.admin if admin else None)
-        coordinator.start(checkpoint, planned=planned)
-        try:
-            yield coordinator
-        finally:
-            coordinator.stop()
-
-    def take(self, coordinator: Coordinator) -> Checkpoint:
-        """Cut, read and commit one batch."""
-        end = coordinator.cut()
-        assert end is not None
-        self.read(coordinator, end)
-        coordinator.release(end)
-        return end
-
-    def read(self, coordinator: Coordinator, end: Checkpoint) -> None:
-        for rows in rows_of(coordinator, end).values():
-            self.got.update(row["value"].decode() for row in rows)
-
-    def backlog(self, topic: str) -> int:
-        wheres = self.cluster.partitions(PREFIX + topic)
-        return sum(self.cluster.backlog(where, "unit") for where in wheres)
-
-    def names(self) -> set[str]:
-        return {name.removeprefix(PREFIX) for name in self.cluster.topics()}
+from topic_world import PREFIX, World
 
 
 @pytest.fixture
@@ -308,12 +234,14 @@ def test_one_topic_that_fails_does_not_keep_the_others_waiting(world: World) -> 
 def test_a_new_topic_whose_ranges_are_taken_is_tried_again(world: World) -> None:
     source = world.matching(".*", subscribe_timeout_ms=20)
     with world.running(source) as coordinator:
-        world.cluster.create_topic("t")
-        with world.running(world.source("t")):
+        world.cluster.create_topic("a-taken")
+        world.cluster.create_topic("b-free")
+        with world.running(world.source("a-taken")):
             with pytest.raises(SubscriptionInUseError):
                 coordinator.discovery.round()
             coordinator.check()
-        world.publish("t", 2)
+            assert coordinator.status()["topicPartitions"] == 1, "the other one is consumed"
+        world.publish("a-taken", 2)
         coordinator.discovery.round()
         received(coordinator, 2)
 
@@ -340,135 +268,3 @@ def test_an_unforeseen_error_ends_the_source(world: World) -> None:
             return False
 
         wait_until(ended)
-
-
-# -- the start ------------------------------------------------------------------------------------
-
-
-def planned_over(world: World, *topics: str) -> Checkpoint:
-    """A planned batch of everything in some topics, whose run then ended."""
-    with world.running(world.source(list(topics))) as first:
-        received(first, world.sent.total())
-        end = first.cut()
-        assert end is not None
-    return end
-
-
-def test_a_topic_no_longer_configured_ends_its_planned_batch_only(world: World) -> None:
-    for name in ("old", "new"):
-        world.cluster.create_topic(name, 2)
-        world.publish(name, 4)
-    end = planned_over(world, "old", "new")
-    with world.running(world.source("new"), end, planned=True) as second:
-        world.publish("old", 3)
-        world.read(second, end)
-        assert world.got.total() == 16
-        second.release(end)
-        wait_until(lambda: world.backlog("new") == 0)
-        wait_until(lambda: world.backlog("old") == 6)
-        second.discovery.round()
-        world.publish("new", 2)
-        received(second, 4)
-        after = world.take(second)
-        assert sum("old" in value for value in world.got) == 8, "it is not consumed further"
-        assert second.status()["topicPartitions"] == 2
-        assert {where.topic for where in after.partitions} == {PREFIX + "old", PREFIX + "new"}
-        with world.running(world.source("old"), after) as third:
-            received(third, 6)
-            world.take(third)
-    assert world.got == world.sent
-
-
-def test_a_topic_no_longer_configured_and_taken_by_others_does_not_block(world: World) -> None:
-    for name in ("old", "new"):
-        world.cluster.create_topic(name, 2)
-        world.publish(name, 4)
-    end = planned_over(world, "old", "new")
-    source = world.source("new", subscribe_timeout_ms=20)
-    with world.running(world.source("old")), world.running(source, end, planned=True) as second:
-        world.read(second, end)
-        second.release(end)
-        wait_until(lambda: not second.status()["entriesToAcknowledge"])
-        second.check()
-        assert world.backlog("new") == 0
-
-
-def test_a_deleted_topic_in_the_checkpoint_does_not_block_the_start(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("gone", "stays"):
-        world.cluster.create_topic(name, 2)
-        world.publish(name, 4)
-    end = planned_over(world, "gone", "stays")
-    world.cluster.delete_topic(PREFIX + "gone")
-    with world.running(world.source(["gone", "stays"]), end) as second:
-        assert "gone does not exist" in caplog.text
-        assert second.status()["topicPartitions"] == 2
-        world.publish("stays", 1)
-        received(second, 2)
-        after = world.take(second)
-        assert {where.topic for where in after.partitions} == {PREFIX + "stays"}
-    assert world.names() == {"stays"}
-
-
-def test_a_planned_batch_of_a_deleted_topic_is_data_loss(world: World) -> None:
-    world.cluster.create_topic("gone", 2)
-    world.publish("gone", 4)
-    end = planned_over(world, "gone")
-    world.cluster.delete_topic(PREFIX + "gone")
-    for admin in (True, False):
-        with world.running(world.source("gone"), end, planned=True, admin=admin) as second:
-            with pytest.raises(DataLossTrimmedError, match="4 entries of a planned batch"):
-                second.plan(end)
-            assert world.names() == set(), "no Reader created it again"
-
-
-def test_a_missing_topic_is_refused_at_the_first_start_only(world: World) -> None:
-    with pytest.raises(TopicNotFoundError), world.running(world.source("missing")):
-        pass
-    with world.running(world.source("missing"), Checkpoint("", "unit", 4)) as coordinator:
-        assert coordinator.status()["topicPartitions"] == 0
-        world.cluster.create_topic("missing")
-        world.publish("missing", 2)
-        coordinator.discovery.round()
-        received(coordinator, 2)
-
-
-def test_an_existing_subscription_comes_before_the_starting_position(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Precedence: checkpoint, existing subscription, startingOffsets."""
-    world.cluster.create_topic("t", 2)
-    with world.running(world.source("t")):
-        pass
-    assert "exists on" not in caplog.text
-    world.publish("t", 5)
-    with world.running(world.source("t", starting_position="latest")) as second:
-        assert "'unit' exists on 2 of 2 topic partitions, with a backlog of 10" in caplog.text
-        received(second, 10)
-        end = world.take(second)
-        wait_until(lambda: world.backlog("t") == 0)
-    caplog.clear()
-    with world.running(world.source("t", starting_position="latest"), end) as third:
-        assert "exists on" not in caplog.text
-        world.publish("t", 1)
-        received(third, 2)
-        world.take(third)
-    assert world.got == world.sent
-
-
-def test_a_reconnect_to_a_recreated_topic_never_starts_at_latest(world: World) -> None:
-    world.cluster.create_topic("t", 2)
-    world.publish("t", 1)
-    with world.running(world.source("t", starting_position="latest")) as coordinator:
-        for client in world.cluster._clients:
-            client.drop()
-        world.cluster.delete_topic(PREFIX + "t")
-        world.cluster.create_topic("t", 2)
-        world.sent.clear()
-        world.publish("t", 3)
-        for client in world.cluster._clients:
-            client.reconnect()
-        received(coordinator, 6)
-        world.take(coordinator)
-        assert world.got == world.sent
