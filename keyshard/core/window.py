@@ -20,6 +20,7 @@ from keyshard.core.admission import share_out, take_aligned
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.layout import merged
 from keyshard.errors import BatchUnknownError, TopicRecreatedError
 
 ROW_OVERHEAD_BYTES = 512
@@ -313,20 +314,30 @@ class Window:
         partitions: dict[TopicPartition, PartitionCheckpoint] = {}
         for topic_partition, window in self._partitions.items():
             old = window.state
-            blocks = entries.get(topic_partition, ())
-            if not blocks and not old.delivered and old.floor is None:
+            own = entries.get(topic_partition, ())
+            if not own and not old.delivered and old.floor is None:
                 continue
-            batch = EntrySet.of(block.id for block in blocks)
+            batch = EntrySet.of(block.id for block in own)
             window.state = PartitionCheckpoint(
                 floor=old.floor,
                 delivered=old.delivered | batch,
                 batch=batch,
-                partial={b.id: frozenset(b.indices) for b in blocks if not b.whole},
-                published_ms=max([old.published_ms, *(max(b.publish_ms) for b in blocks)]),
+                partial={b.id: frozenset(b.indices) for b in own if not b.whole},
+                published_ms=max([old.published_ms, *(max(b.publish_ms) for b in own)]),
             )
             partitions[topic_partition] = window.state
+        blocks = [block for part in entries.values() for block in part]
+        together = merged(
+            sum(block.rows for block in blocks),
+            sum(block.payload_bytes for block in blocks),
+            self._ranges,
+        )
         self._base = Checkpoint(
-            self._base.cluster, self._base.subscription, self._ranges, partitions
+            self._base.cluster,
+            self._base.subscription,
+            self._ranges,
+            partitions,
+            None if together == self._ranges else together,
         )
         return self._base
 

@@ -321,8 +321,9 @@ class Coordinator:
         self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
 
     def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
-        layout = lay_out(batch.entries, batch.checkpoint.ranges)
-        self._layouts[batch.checkpoint.batch_id] = layout
+        end = batch.checkpoint
+        layout = lay_out(batch.entries, end.ranges, end.merged)
+        self._layouts[end.batch_id] = layout
         return layout
 
     def _consumer_of(self, topic_partition: TopicPartition) -> Consumer:

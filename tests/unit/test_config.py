@@ -113,7 +113,16 @@ def test_service_urls(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:6650", "http://a:8080", "pulsar://", "pulsar://a b", "pulsar://a,,b"]
+    "url",
+    [
+        "",
+        "localhost:6650",
+        "http://a:8080",
+        "pulsar://",
+        "pulsar://a b",
+        "pulsar://a,,b",
+        "pulsar://h:1\n",
+    ],
 )
 def test_a_wrong_service_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="service_url is") as caught:

@@ -27,6 +27,7 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
+from keyshard.core.layout import ROWS_PER_PARTITION_MIN
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -143,11 +144,26 @@ def test_nothing_is_acknowledged_before_its_release(bench: Bench) -> None:
 
 def test_every_range_has_rows_whatever_the_number_of_partitions(bench: Bench) -> None:
     source = config(bench.topic, parallelism=10)
+    for key in keys_of(10) * ROWS_PER_PARTITION_MIN:
+        bench.cluster.publish(bench.topic, Message(b"x:0", key=key))
+    with running(bench.cluster, source) as coordinator:
+        received(coordinator, 10 * ROWS_PER_PARTITION_MIN)
+        assert coordinator.plan(cut(coordinator)) == list(range(10))
+
+
+def test_a_small_batch_puts_several_ranges_into_one_partition_and_says_so(bench: Bench) -> None:
+    source = config(bench.topic, parallelism=10)
     for key in keys_of(10):
         bench.cluster.publish(bench.topic, Message(b"x:0", key=key))
     with running(bench.cluster, source) as coordinator:
         received(coordinator, 10)
-        assert coordinator.plan(cut(coordinator)) == list(range(10))
+        end = cut(coordinator)
+        assert coordinator.plan(end) == [0]
+        assert end.merged == 1
+        rows = rows_of(coordinator, end)
+    with running(bench.cluster, config(bench.topic, parallelism=3), end, planned=True) as again:
+        assert again.plan(end) == [0]
+        assert rows_of(again, end) == rows
 
 
 def test_reading_again_gives_the_same_rows(bench: Bench) -> None:

@@ -56,7 +56,7 @@ def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
     end = cut(window)
     batch = EntrySet.parse("1:0-2")
     assert end == Checkpoint(
-        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}
+        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}, merged=1
     )
     assert window.newest == end
     assert taken(window, end) == {P0: [(1, 0), (1, 1), (1, 2)]}
