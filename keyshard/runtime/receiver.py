@@ -43,6 +43,8 @@ class Lane:
     consumer: Consumer
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
     last_block_s: float = 0.0
+    ringing: Consumer | None = None
+    """The consumer that was asked to ring and has not yet: it must not be received from."""
 
 
 class Sink(Protocol):
@@ -64,21 +66,25 @@ class Sink(Protocol):
 class Receiver:
     """One daemon thread over some lanes.
 
-    Lanes that had data are served every round; of the quiet ones, one per round has its turn, so
-    that a busy range does not wait for the receive time-out of every idle one.
+    A lane is ready (it is received from), paused (its topic partition is full), or idle: then the
+    client rings when something comes, and the lane costs nothing until then.
     """
 
     def __init__(self, name: str, lanes: Sequence[Lane], sink: Sink) -> None:
         self._sink = sink
-        self._stopping = threading.Event()
-        self._busy: deque[Lane] = deque()
-        self._quiet: deque[Lane] = deque(lanes)
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._ready: deque[Lane] = deque(lanes)
+        self._paused: list[Lane] = []
+        self._idle: dict[int, Lane] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Take nothing more; returns without waiting."""
-        self._stopping.set()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread's end, at most ``timeout_s`` seconds."""
@@ -86,9 +92,8 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                if not self._round():
-                    self._stopping.wait(PAUSED_WAIT_S)
+            while not self._stopping:
+                self._round()
         except RuntimeStoppedError:
             pass
         except KeyShardError as exc:
@@ -97,46 +102,89 @@ class Receiver:
             _log.exception("receiving ended unexpectedly")
             self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
 
-    def _round(self) -> bool:
-        """Serve each busy lane and one quiet lane; whether any could receive."""
-        open_for_receipt = False
-        for _ in range(len(self._busy)):
-            open_for_receipt |= self._serve(self._busy.popleft())
-        for _ in range(len(self._quiet)):
-            lane = self._quiet.popleft()
-            if self._serve(lane):
-                return True
-        return open_for_receipt
+    def _round(self) -> None:
+        """Serve every ready lane once; without one, wait until a lane rings or may go on."""
+        with self._changed:
+            if not self._ready:
+                self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
+            serving = list(self._ready)
+            self._ready.clear()
+            self._ready.extend(self._paused)
+            self._paused.clear()
+        for lane in serving:
+            if self._stopping:
+                return
+            self._serve(lane)
+        if not serving:
+            self._look_for_early_ends()
 
-    def _serve(self, lane: Lane) -> bool:
-        """Receive once from a lane and queue it again; whether it was open for receipt."""
-        if self._stopping.is_set() or self._sink.is_full(lane.seat.topic_partition):
-            self._quiet.append(lane)
-            return False
+    def _serve(self, lane: Lane) -> None:
+        if lane.ringing is lane.consumer:
+            return
+        if self._sink.is_full(lane.seat.topic_partition):
+            self._paused.append(lane)
+            return
         blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
-        now = time.monotonic()
+        if not blocks:
+            self._rest(lane)
+            return
+        lane.last_block_s = time.monotonic()
         entries: list[EntryBlock] = []
         try:
             for block in blocks:
                 entries.extend(lane.assembly.add(block))
-            if blocks:
-                lane.last_block_s = now
-            elif self._ended_early(lane, now):
-                entries.append(lane.assembly.end_early())
         except RedeliveryNeeded as need:
-            _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
-            self._sink.deliver(lane, entries)
-            entries = []
-            self._sink.reopen(lane)
+            self._ask_again(lane, entries, need)
+            return
         if entries:
             self._sink.deliver(lane, entries)
-        (self._busy if blocks else self._quiet).append(lane)
-        return True
+        with self._changed:
+            self._ready.append(lane)
 
-    @staticmethod
-    def _ended_early(lane: Lane, now: float) -> bool:
-        return (
-            lane.assembly.open is not None
-            and now - lane.last_block_s > ENTRY_QUIET_S
-            and lane.consumer.is_connected()
-        )
+    def _rest(self, lane: Lane) -> None:
+        """Let the client ring for a lane that has nothing."""
+        consumer = lane.consumer
+
+        def ring() -> None:
+            with self._changed:
+                if lane.ringing is consumer:
+                    lane.ringing = None
+                    self._idle.pop(id(lane), None)
+                    self._ready.append(lane)
+                    self._changed.notify_all()
+
+        with self._changed:
+            lane.ringing = consumer
+            self._idle[id(lane)] = lane
+        consumer.when_ready(ring)
+
+    def _look_for_early_ends(self) -> None:
+        """Doubt entries whose last index does not come though their consumer is connected."""
+        now = time.monotonic()
+        with self._changed:
+            quiet = [
+                lane
+                for lane in self._idle.values()
+                if lane.assembly.open is not None and now - lane.last_block_s > ENTRY_QUIET_S
+            ]
+        for lane in quiet:
+            if lane.consumer.is_connected():
+                self._end_early(lane)
+
+    def _end_early(self, lane: Lane) -> None:
+        # Its consumer was asked to ring, so nobody receives from it meanwhile.
+        try:
+            self._sink.deliver(lane, [lane.assembly.end_early()])
+        except RedeliveryNeeded as need:
+            self._ask_again(lane, [], need)
+
+    def _ask_again(self, lane: Lane, entries: list[EntryBlock], need: RedeliveryNeeded) -> None:
+        """Deliver what is whole, then make the broker deliver everything unacknowledged again."""
+        _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
+        if entries:
+            self._sink.deliver(lane, entries)
+        self._sink.reopen(lane)
+        with self._changed:
+            lane.ringing = None
+            self._idle.pop(id(lane), None)
+            self._ready.append(lane)
