@@ -163,6 +163,9 @@ class FakeAdmin:
     def cluster(self) -> str:
         return self.name
 
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        return 50_000, 200_000
+
     def topic_exists(self, topic: str) -> bool:
         return self.topics is None or topic in self.topics
 

@@ -36,7 +36,8 @@ class PulsarAdmin:
 
     def topic_exists(self, topic: str) -> bool:
         """Whether a topic exists, partitioned or not."""
-        if self._get(f"{_path(topic)}/partitions")["partitions"] > 0:
+        found = self._get(f"{_path(topic)}/partitions", missing={"partitions": 0})
+        if found["partitions"] > 0:
             return True
         tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
         return topic in self._get(f"persistent/{quote(tenant)}/{quote(namespace)}")
@@ -50,6 +51,14 @@ class PulsarAdmin:
         )
         result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
         return result
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        found = [
+            self._get(f"{_path(topic)}/{name}?applied=true")
+            for name in ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesOnSubscription")
+        ]
+        return int(found[0] or 0), int(found[1] or 0)
 
     def close(self) -> None:
         """Close the connections."""

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.admission import partition_rows_max, waits_for_more
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.layout import Located, lay_out
@@ -37,7 +38,14 @@ from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.receiver import Lane, Receiver
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
-from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
+from keyshard.runtime.subscribe import (
+    Admin,
+    find_partitions,
+    open_lanes,
+    reopen_lane,
+    unacknowledged_limits,
+)
+from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
 
 RELEASED_REMEMBERED = 1_000
@@ -69,6 +77,7 @@ class Coordinator:
         self._receivers: list[Receiver] = []
         self._lanes: list[Lane] = []
         self._full: set[TopicPartition] = set()
+        self._watch = Watch(fail_on_misrouted=config.on_misrouted == "fail")
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
@@ -101,9 +110,7 @@ class Coordinator:
                 config.parallelism,
                 checkpoint.partitions if checkpoint else {},
             )
-            self._window = Window(
-                base, config.parallelism, Budget(config.window_rows_max, config.window_bytes_max)
-            )
+            self._window = Window(base, config.parallelism, self._budget(found))
             for topic_partition in found:
                 self._window.add_partition(topic_partition)
             if checkpoint is not None and planned:
@@ -173,11 +180,21 @@ class Coordinator:
         Raises:
             KeyShardError: The error that ended receiving or acknowledging, if there was one.
         """
+        config = self._config
         with self._lock:
             self.check()
-            checkpoint = self._window.cut(rows_max or self._config.batch_rows_max)
+            waited_s = self._watch.since_cut_s()
+            if not self._full and waits_for_more(
+                self._window.received_rows,
+                config.batch_rows_min or 0,
+                waited_s,
+                config.batch_delay_max_ms / 1000,
+            ):
+                return None
+            checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
                 self._lay_out(self._window.batch(checkpoint.batch_id))
+                self._watch.cut(full=bool(self._full))
             return checkpoint
 
     def wait_for_rows(self, timeout_s: float) -> bool:
@@ -262,6 +279,8 @@ class Coordinator:
                 "rowsReceived": counters.rows_received,
                 "windowRows": self._window.rows,
                 "windowFill": round(self._window.fill(), 3),
+                "keepsUpTriggerMillis": self._watch.keeps_up_ms,
+                "oldestUnacknowledgedMillis": self._watch.oldest_ms(self._window),
                 "duplicatesDropped": counters.duplicates_dropped,
                 "misrouted": counters.misrouted,
                 "keyless": counters.keyless,
@@ -283,12 +302,15 @@ class Coordinator:
         return topic_partition in self._full
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        seat = lane.seat
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:
             outside, without_key = _routing_of(block, lane)
             misrouted += outside
             keyless += without_key
+        if misrouted:
+            self._watch.misrouted(seat, misrouted)
         with self._lock:
             for block in entries:
                 receipt = self._window.receive(
@@ -298,11 +320,13 @@ class Coordinator:
                     again.append(block.id)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
-            if self._window.is_full(lane.seat.topic_partition):
-                self._full.add(lane.seat.topic_partition)
+            if self._window.is_full(seat.topic_partition):
+                if not self._full:
+                    self._watch.full()
+                self._full.add(seat.topic_partition)
             self._lock.notify_all()
         if again:
-            self._acknowledger.submit(lane.seat.topic_partition, again)
+            self._acknowledger.submit(seat.topic_partition, again)
 
     def reopen(self, lane: Lane) -> None:
         reopen_lane(self._broker, self._config, lane, self._stopping)
@@ -314,6 +338,25 @@ class Coordinator:
             self._lock.notify_all()
         for receiver in self._receivers:
             receiver.stop()
+
+    def _budget(self, found: Sequence[TopicPartition]) -> Budget:
+        config = self._config
+        limits = unacknowledged_limits(self._admin, found)
+        rows_max = partition_rows_max(
+            window_rows_max=config.window_rows_max,
+            topic_partitions=len(found),
+            ranges=config.parallelism,
+            queue=config.receiver_queue_size,
+            per_consumer=limits.per_consumer,
+            per_subscription=limits.per_subscription,
+        )
+        if rows_max < config.window_rows_max // max(1, len(found)):
+            _log.info(
+                "the window holds at most %d rows per topic partition: the broker leaves %d per "
+                "consumer and %d per subscription unacknowledged",
+                rows_max, limits.per_consumer, limits.per_subscription,
+            )  # fmt: skip
+        return Budget(config.window_rows_max, config.window_bytes_max, rows_max)
 
     # -- inside ------------------------------------------------------------------------------------
 
