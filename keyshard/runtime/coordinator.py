@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
@@ -97,12 +98,14 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
-        timeout_s = config.operation_timeout_ms / 1000
-        cluster = retry_until(self._admin.cluster, timeout_s) if self._admin else ""
-        if checkpoint is not None:
-            _check_belongs(checkpoint, config.subscription, cluster)
-        self._broker = self._connect()
-        try:
+        with ExitStack() as on_failure:
+            if self._admin:
+                on_failure.callback(self._admin.close)
+            cluster = self._cluster()
+            if checkpoint is not None:
+                _check_belongs(checkpoint, config.subscription, cluster)
+            self._broker = self._connect()
+            on_failure.callback(self._broker.close)
             found = find_partitions(self._broker, self._admin, config)
             base = Checkpoint(
                 cluster or (checkpoint.cluster if checkpoint else ""),
@@ -123,9 +126,7 @@ class Coordinator:
             self._lanes = open_lanes(
                 self._broker, self._admin, config, self._window.partitions, start
             )
-        except BaseException:
-            self._broker.close()
-            raise
+            on_failure.pop_all()
         self._by_partition: dict[TopicPartition, list[Lane]] = {}
         for lane in self._lanes:
             self._by_partition.setdefault(lane.seat.topic_partition, []).append(lane)
@@ -338,6 +339,12 @@ class Coordinator:
             self._lock.notify_all()
         for receiver in self._receivers:
             receiver.stop()
+
+    def _cluster(self) -> str:
+        """Name of the cluster, empty where no admin interface tells it."""
+        if self._admin is None:
+            return ""
+        return retry_until(self._admin.cluster, self._config.operation_timeout_ms / 1000)
 
     def _budget(self, found: Sequence[TopicPartition]) -> Budget:
         config = self._config
