@@ -109,6 +109,12 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
     """
+    values = [message.data() for message in messages]
+    partition_keys = [message.partition_key() or None for message in messages]
+    ordering_keys = [message.ordering_key() or None for message in messages]
+    publish_ms = [message.publish_timestamp() for message in messages]
+    event_ms = [message.event_timestamp() for message in messages]
+    properties = [message.properties() for message in messages]
     blocks: list[EntryBlock] = []
     position, end = 0, len(messages)
     while position < end:
@@ -119,12 +125,25 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
             raise _chunked(where, entry_id)
         index = first_id.batch_index()
         if index < 0:
-            indices, stop = [0], position + 1
+            indices = [0]
         else:
             indices = _indices(messages, position, entry_id, index, facts.batch_size)
-            stop = position + len(indices)
+        stop = position + len(indices)
+        own = values[position:stop]
         blocks.append(
-            _block(entry_id, facts.batch_size, index >= 0, indices, messages[position:stop])
+            EntryBlock(
+                entry_id,
+                facts.batch_size,
+                index >= 0,
+                indices,
+                own,
+                partition_keys[position:stop],
+                ordering_keys[position:stop],
+                publish_ms[position:stop],
+                event_ms[position:stop],
+                properties[position:stop],
+                sum(map(len, own)),
+            )
         )
         position = stop
     return blocks
@@ -154,25 +173,6 @@ def _indices(
             break
         indices.append(other.batch_index())
     return indices
-
-
-def _block(
-    entry_id: EntryId, batch_size: int, batched: bool, indices: list[int], messages: Sequence[Any]
-) -> EntryBlock:
-    values = [message.data() for message in messages]
-    return EntryBlock(
-        entry_id,
-        batch_size,
-        batched,
-        indices,
-        values,
-        [message.partition_key() or None for message in messages],
-        [message.ordering_key() or None for message in messages],
-        [message.publish_timestamp() for message in messages],
-        [message.event_timestamp() for message in messages],
-        [message.properties() for message in messages],
-        sum(map(len, values)),
-    )
 
 
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:

@@ -76,6 +76,7 @@ class Receiver:
         self._changed = threading.Condition()
         self._ready: deque[Lane] = deque(lanes)
         self._paused: list[Lane] = []
+        self._paused_looked_s = 0.0
         self._idle: dict[int, Lane] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -109,7 +110,10 @@ class Receiver:
                 self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
             serving = list(self._ready)
             self._ready.clear()
-            self._ready.extend(self._paused)
+        now = time.monotonic()
+        if now - self._paused_looked_s >= PAUSED_WAIT_S:
+            self._paused_looked_s = now
+            serving += self._paused
             self._paused.clear()
         for lane in serving:
             if self._stopping:
