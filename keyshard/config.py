@@ -36,6 +36,15 @@ class SourceConfig:
     """``earliest`` or ``latest``; concerns only subscriptions that do not exist at first start."""
     batch_rows_max: int | None = field(default=None, kw_only=True)
     """Most rows of one batch; ``None``: half of ``window_rows_max``."""
+    batch_bytes_max: int | None = field(default=None, kw_only=True)
+    """Most payload of one batch, bytes; ``None``: no limit of its own."""
+    batch_rows_min: int | None = field(default=None, kw_only=True)
+    """Fewest rows of one batch, unless ``batch_delay_max_ms`` has passed or the window is full."""
+    batch_delay_max_ms: int = field(default=900_000, kw_only=True)
+    """Longest wait for ``batch_rows_min`` since the batch before, milliseconds."""
+    on_misrouted: str = field(default="warn", kw_only=True)
+    """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
+    by default instead of by key, so the order of their keys is not kept."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
@@ -78,9 +87,20 @@ class SourceConfig:
             raise ConfigError(
                 f"starting_position is {self.starting_position!r}; write 'earliest' or 'latest'."
             )
+        if self.on_misrouted not in ("warn", "fail"):
+            raise ConfigError(f"on_misrouted is {self.on_misrouted!r}; write 'warn' or 'fail'.")
         if not self.worker_host:
             raise ConfigError("worker_host is empty; name the address the tasks can reach.")
         self._check_numbers()
+        if (
+            self.batch_rows_min
+            and self.batch_rows_max
+            and self.batch_rows_min > self.batch_rows_max
+        ):
+            raise ConfigError(
+                f"batch_rows_min is {self.batch_rows_min}, above batch_rows_max, which is "
+                f"{self.batch_rows_max}."
+            )
 
     def _check_pattern(self) -> None:
         """Exactly one of topics and topics_pattern; the pattern is completed."""
@@ -103,7 +123,7 @@ class SourceConfig:
     def _check_numbers(self) -> None:
         for name, low, high in _LIMITS:
             value = getattr(self, name)
-            if value is None and name == "batch_rows_max":
+            if value is None and name in _OPTIONAL:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(
@@ -111,9 +131,13 @@ class SourceConfig:
                 )
 
 
+_OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),
     ("batch_rows_max", 1, 10**9),
+    ("batch_bytes_max", 1, 2**50),
+    ("batch_rows_min", 1, 10**9),
+    ("batch_delay_max_ms", 0, 86_400_000),
     ("window_rows_max", 2, 10**9),
     ("window_bytes_max", MIB, 2**50),
     ("discovery_interval_ms", 10, 86_400_000),

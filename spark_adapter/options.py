@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,28 @@ OPTIONS = (
         "of `windowMaxRows`.",
     ),
     Option(
+        "maxBytesPerTrigger",
+        "batch_bytes_max",
+        "Most payload of one micro-batch, bytes; a single larger entry is taken alone.",
+    ),
+    Option(
+        "minOffsetsPerTrigger",
+        "batch_rows_min",
+        "Fewest rows of one micro-batch: less waits, until `maxTriggerDelay` or a full window.",
+    ),
+    Option(
+        "maxTriggerDelay",
+        "batch_delay_max_ms",
+        "Longest wait for `minOffsetsPerTrigger`: a number with a unit (`500ms`, `30s`, `15m`, "
+        "`1h`), or milliseconds.",
+    ),
+    Option(
+        "onMisrouted",
+        "on_misrouted",
+        "`warn` or `fail` when a message is outside the range that received it: its producer "
+        "batches by default instead of by key, and order per key is lost.",
+    ),
+    Option(
         "windowMaxRows",
         "window_rows_max",
         "Most rows held, received and not yet committed, over all ranges. Keep it below what the "
@@ -89,9 +112,17 @@ OPTIONS = (
     ),
 )
 
+_UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_DURATION = re.compile(r"(?P<number>\d+)\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
-    "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
+    "parallelism",
+    "batch_rows_max",
+    "batch_bytes_max",
+    "batch_rows_min",
+    "window_rows_max",
+    "window_bytes_max",
+    "subscribe_timeout_ms",
     "discovery_interval_ms",
 }  # fmt: skip
 
@@ -172,12 +203,21 @@ def options_table() -> str:
 def _parse(option: Option, text: str) -> Any:
     if option.name == "topics":
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
+    if option.field == "batch_delay_max_ms":
+        return _milliseconds(option, text)
     if option.field not in _INTEGERS:
         return text
     try:
         return int(text)
     except ValueError:
         raise ConfigError(f"Option {option.name!r} is {text!r}; it must be an integer.") from None
+
+
+def _milliseconds(option: Option, text: str) -> int:
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ConfigError(f"Option {option.name!r} is {text!r}; write for example '30s' or '15m'.")
+    return int(match["number"]) * _UNITS_MS[match["unit"]]
 
 
 def _unknown(name: str) -> str:

@@ -84,6 +84,14 @@ class PulsarAdmin:
         result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
         return result
 
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        found = [
+            self._get(f"{_path(topic)}/{name}?applied=true")
+            for name in ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesOnSubscription")
+        ]
+        return int(found[0] or 0), int(found[1] or 0)
+
     def close(self) -> None:
         """Close the connections."""
         self._client.close()

@@ -65,6 +65,10 @@ class MemoryAdmin:
             self._cluster.delete_topic(where)
             return True
 
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        """The in-memory broker has no such limits."""
+        return 0, 0
+
     def close(self) -> None:
         """Nothing to close."""
 

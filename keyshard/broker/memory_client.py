@@ -47,6 +47,7 @@ class MemoryConsumer:
         self._unreturned_permits = 0
         self._connected = False
         self._closed = False
+        self._ready_callback: Callable[[], None] | None = None
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -70,6 +71,13 @@ class MemoryConsumer:
             self._return_permits(self._queue_size - room)
         return blocks
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        with self._changed:
+            self._check_open()
+            self._ready_callback = callback
+            if self._member.inbox:
+                self._arrived()
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         with self._changed:
             self._check_open()
@@ -86,6 +94,7 @@ class MemoryConsumer:
         with self._changed:
             self.drop()
             self._closed = True
+            self._ready_callback = None
             self._changed.notify_all()
 
     def connect(self) -> None:
@@ -115,8 +124,15 @@ class MemoryConsumer:
                 self._connected = False
                 self._subscription.leave(self._member)
 
+    def _arrived(self) -> None:
+        """Something came into the queue; called with the lock held."""
+        self._changed.notify_all()
+        callback, self._ready_callback = self._ready_callback, None
+        if callback is not None:
+            callback()
+
     def _new_member(self) -> Member:
-        return Member(self._hash_range, self._name, self._queue_size, self._changed.notify_all)
+        return Member(self._hash_range, self._name, self._queue_size, self._arrived)
 
     def _take(self, room: int) -> EntryBlock:
         entry = self._member.inbox[0]

@@ -15,12 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.admission import partition_rows_max, waits_for_more
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.layout import Located, lay_out
@@ -38,8 +40,9 @@ from keyshard.runtime.lanes import Lanes
 from keyshard.runtime.receiver import Lane
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
-from keyshard.runtime.subscribe import Admin, reopen_lane
+from keyshard.runtime.subscribe import Admin, reopen_lane, unacknowledged_limits
 from keyshard.runtime.topics import Catalog, look, warn_of_existing
+from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
 
 RELEASED_REMEMBERED = 1_000
@@ -72,6 +75,7 @@ class Coordinator:
         self._full: set[TopicPartition] = set()
         self._ending: Checkpoint | None = None
         """A batch that was planned before the start; some of its topics may be dropped since."""
+        self._watch = Watch(fail_on_misrouted=config.on_misrouted == "fail")
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
@@ -91,24 +95,24 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
-        timeout_s = config.operation_timeout_ms / 1000
-        cluster = retry_until(self._admin.cluster, timeout_s) if self._admin else ""
-        if checkpoint is not None:
-            _check_belongs(checkpoint, config.subscription, cluster)
-        self._broker = self._connect()
-        try:
+        with ExitStack() as on_failure:
+            if self._admin:
+                on_failure.callback(self._admin.close)
+            cluster = self._cluster()
+            if checkpoint is not None:
+                _check_belongs(checkpoint, config.subscription, cluster)
+            self._broker = self._connect()
+            on_failure.callback(self._broker.close)
             self._lanes = Lanes(self._broker, self._admin, config, self)
             catalog = Catalog(self._broker, self._admin, config)
-            found = look(catalog, checkpoint, timeout_s)
+            found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
             base = Checkpoint(
                 cluster or (checkpoint.cluster if checkpoint else ""),
                 config.subscription,
                 config.parallelism,
                 checkpoint.partitions if checkpoint else {},
             )
-            self._window = Window(
-                base, config.parallelism, Budget(config.window_rows_max, config.window_bytes_max)
-            )
+            self._window = Window(base, config.parallelism, self._budget(found.consumed))
             for topic_partition in found.consumed:
                 self._window.add_partition(topic_partition)
             if checkpoint is not None and planned:
@@ -125,11 +129,7 @@ class Coordinator:
             if checkpoint is not None and planned:
                 self._ending = checkpoint
                 self._lanes.hold(tp for tp in found.kept if checkpoint.partitions[tp].batch)
-        except BaseException:
-            self._broker.close()
-            if self._admin:
-                self._admin.close()
-            raise
+            on_failure.pop_all()
         self.discovery = Discovery(
             catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
         )
@@ -182,11 +182,21 @@ class Coordinator:
         Raises:
             KeyShardError: The error that ended receiving or acknowledging, if there was one.
         """
+        config = self._config
         with self._lock:
             self.check()
-            checkpoint = self._window.cut(rows_max or self._config.batch_rows_max)
+            waited_s = self._watch.since_cut_s()
+            if not self._full and waits_for_more(
+                self._window.received_rows,
+                config.batch_rows_min or 0,
+                waited_s,
+                config.batch_delay_max_ms / 1000,
+            ):
+                return None
+            checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
                 self._lay_out(self._window.batch(checkpoint.batch_id))
+                self._watch.cut(full=bool(self._full))
             return checkpoint
 
     def wait_for_rows(self, timeout_s: float) -> bool:
@@ -273,6 +283,8 @@ class Coordinator:
                 "rowsReceived": counters.rows_received,
                 "windowRows": self._window.rows,
                 "windowFill": round(self._window.fill(), 3),
+                "keepsUpTriggerMillis": self._watch.keeps_up_ms,
+                "oldestUnacknowledgedMillis": self._watch.oldest_ms(self._window),
                 "duplicatesDropped": counters.duplicates_dropped,
                 "misrouted": counters.misrouted,
                 "keyless": counters.keyless,
@@ -295,12 +307,15 @@ class Coordinator:
         return topic_partition in self._full
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        seat = lane.seat
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:
             outside, without_key = _routing_of(block, lane)
             misrouted += outside
             keyless += without_key
+        if misrouted:
+            self._watch.misrouted(seat, misrouted)
         with self._lock:
             for block in entries:
                 receipt = self._window.receive(
@@ -310,11 +325,13 @@ class Coordinator:
                     again.append(block.id)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
-            if self._window.is_full(lane.seat.topic_partition):
-                self._full.add(lane.seat.topic_partition)
+            if self._window.is_full(seat.topic_partition):
+                if not self._full:
+                    self._watch.full()
+                self._full.add(seat.topic_partition)
             self._lock.notify_all()
         if again:
-            self._acknowledger.submit(lane.seat.topic_partition, again)
+            self._acknowledger.submit(seat.topic_partition, again)
 
     def reopen(self, lane: Lane) -> None:
         reopen_lane(self._broker, self._config, lane, self._stopping)
@@ -343,7 +360,7 @@ class Coordinator:
             for topic_partition in gone:
                 self._window.drop_partition(topic_partition, gone=True)
             self._gone.update(gone)
-            self._full.clear()
+            self._note_full()
 
     def tidy(self) -> None:
         with self._lock:
@@ -353,14 +370,40 @@ class Coordinator:
             self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
             self._ending = None
 
+    def _cluster(self) -> str:
+        """Name of the cluster, empty where no admin interface tells it."""
+        if self._admin is None:
+            return ""
+        return retry_until(self._admin.cluster, self._config.operation_timeout_ms / 1000)
+
+    def _budget(self, found: Sequence[TopicPartition]) -> Budget:
+        config = self._config
+        limits = unacknowledged_limits(self._admin, found)
+        rows_max = partition_rows_max(
+            window_rows_max=config.window_rows_max,
+            topic_partitions=len(found),
+            ranges=config.parallelism,
+            queue=config.receiver_queue_size,
+            per_consumer=limits.per_consumer,
+            per_subscription=limits.per_subscription,
+        )
+        if rows_max < config.window_rows_max // max(1, len(found)):
+            _log.info(
+                "the window holds at most %d rows per topic partition: the broker leaves %d per "
+                "consumer and %d per subscription unacknowledged",
+                rows_max, limits.per_consumer, limits.per_subscription,
+            )  # fmt: skip
+        return Budget(config.window_rows_max, config.window_bytes_max, rows_max)
+
     # -- inside ------------------------------------------------------------------------------------
 
     def _note_full(self) -> None:
         self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
 
     def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
-        layout = lay_out(batch.entries, batch.checkpoint.ranges)
-        self._layouts[batch.checkpoint.batch_id] = layout
+        end = batch.checkpoint
+        layout = lay_out(batch.entries, end.ranges, end.merged)
+        self._layouts[end.batch_id] = layout
         return layout
 
 

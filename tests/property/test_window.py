@@ -221,7 +221,7 @@ class WindowMachine(RuleBasedStateMachine):
     def layout(
         self, end: Checkpoint
     ) -> dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]:
-        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges)
+        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges, end.merged)
         return {
             index: [(tp, entry.id, tuple(entry.indices)) for tp, entry in entries]
             for index, entries in located.items()

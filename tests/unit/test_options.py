@@ -21,6 +21,10 @@ EVERYTHING = {
     "parallelism": "7",
     "startingOffsets": "earliest",
     "maxOffsetsPerTrigger": "500",
+    "maxBytesPerTrigger": "1000000",
+    "minOffsetsPerTrigger": "50",
+    "maxTriggerDelay": "2m",
+    "onMisrouted": "fail",
     "windowMaxRows": "3000",
     "windowMaxBytes": "2097152",
     "workerHost": "10.0.0.1",
@@ -48,6 +52,10 @@ def test_every_option_reaches_its_field() -> None:
         parallelism=7,
         starting_position="earliest",
         batch_rows_max=500,
+        batch_bytes_max=1_000_000,
+        batch_rows_min=50,
+        batch_delay_max_ms=120_000,
+        on_misrouted="fail",
         window_rows_max=3_000,
         window_bytes_max=2_097_152,
         worker_host="10.0.0.1",
@@ -226,3 +234,23 @@ DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 @pytest.mark.skipif(not DOCS.exists(), reason="docs/options.md is not written yet")
 def test_the_docs_contain_the_table_as_it_is_now() -> None:
     assert options_table() in DOCS.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [
+        ("250", 250),
+        ("500ms", 500),
+        ("30s", 30_000),
+        ("15m", 900_000),
+        ("15 min", 900_000),
+        ("1H", 3_600_000),
+    ],
+)
+def test_a_delay_has_a_unit(text: str, milliseconds: int) -> None:
+    assert parse_options(MINIMAL | {"maxTriggerDelay": text}).batch_delay_max_ms == milliseconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "15 days", "-1s", "1.5m"])
+def test_a_wrong_delay_is_refused_with_an_example(text: str) -> None:
+    assert "write for example '30s'" in refused(MINIMAL | {"maxTriggerDelay": text})

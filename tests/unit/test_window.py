@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from helpers import P0, P1, P2, block, ids
@@ -33,8 +35,8 @@ def give(window: Window, *entries: int, where: TopicPartition = P0, index: int =
     window.validate()
 
 
-def cut(window: Window, rows_max: int | None = None) -> Checkpoint:
-    end = window.cut(rows_max)
+def cut(window: Window, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint:
+    end = window.cut(rows_max, payload_max)
     window.validate()
     assert end is not None
     return end
@@ -56,7 +58,7 @@ def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
     end = cut(window)
     batch = EntrySet.parse("1:0-2")
     assert end == Checkpoint(
-        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}
+        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}, merged=1
     )
     assert window.newest == end
     assert taken(window, end) == {P0: [(1, 0), (1, 1), (1, 2)]}
@@ -130,12 +132,13 @@ def test_an_entry_larger_than_the_limit_makes_a_batch_of_its_own() -> None:
     assert taken(window, cut(window, 1)) == {P0: [(1, 1)]}
 
 
-def test_partitions_take_turns_when_the_limit_is_smaller_than_their_number() -> None:
+def test_no_partition_with_data_is_left_out_of_two_cuts_in_a_row() -> None:
     window = window_of(P0, P1, P2)
     for topic_partition in (P0, P1, P2):
         give(window, *range(4), where=topic_partition)
-    turns = [next(iter(taken(window, cut(window, 1)))) for _ in range(6)]
-    assert set(turns[:3]) == set(turns[3:]) == {P0, P1, P2}
+    turns = [set(taken(window, cut(window, 1))) for _ in range(4)]
+    assert turns[0] == {P0}
+    assert all(first | second == {P0, P1, P2} for first, second in pairwise(turns))
 
 
 def test_a_range_left_out_of_one_cut_has_a_part_in_the_next() -> None:
@@ -394,3 +397,22 @@ def test_the_budget_is_shared_by_the_partitions_that_are_consumed() -> None:
     assert window.fill() == 0.5
     window.add_partition(P2)
     assert window.is_full(P0)
+
+
+def test_a_cut_is_limited_by_payload() -> None:
+    window = window_of(P0)
+    give(window, 0, 1, 2, 3)
+    size = sum(b.payload_bytes for b, _ in window._partitions[P0].received)
+    first = cut(window, None, size // 2)
+    assert taken(window, first) == {P0: [(1, 0), (1, 1)]}
+
+
+def test_the_oldest_row_held_is_received_or_planned() -> None:
+    window = window_of(P0)
+    assert window.oldest_published_ms() is None
+    give(window, 0)
+    assert window.oldest_published_ms() == 1_000
+    end = cut(window)
+    assert window.oldest_published_ms() == 1_000
+    window.release(end)
+    assert window.oldest_published_ms() is None
