@@ -14,6 +14,7 @@
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
+    ├── MisroutedError                 KEYSHARD_MISROUTED
     ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
     ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
     ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT
@@ -115,6 +116,12 @@ class ChunkedMessageError(KeyShardError):
     """A chunked message was received; its id names only the last of its entries."""
 
     code = "KEYSHARD_CHUNKED_MESSAGE"
+
+
+class MisroutedError(KeyShardError):
+    """A message came to a range that its key does not hash into; by ``onMisrouted = fail``."""
+
+    code = "KEYSHARD_MISROUTED"
 
 
 class CheckpointError(KeyShardError, ValueError):

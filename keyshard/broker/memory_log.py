@@ -6,7 +6,7 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -97,7 +97,9 @@ class EntryLog:
         self._entries_per_ledger = entries_per_ledger
         self._ids: list[EntryId] = []
         self._entries: list[StoredEntry | None] = []
-        self._next_id = EntryId(new_ledger(), 0)
+        self.first_ledger = new_ledger()
+        """Its first ledger ever: no other log of the cluster has the same."""
+        self._next_id = EntryId(self.first_ledger, 0)
         self._sequence_ids: dict[str, int] = {}
         self._first = 0
         self.on_append: list[Callable[[], None]] = []
@@ -175,3 +177,19 @@ class EntryLog:
         for ordinal, entry in enumerate(self._entries):
             assert (entry is None) == (ordinal < self._first), "trimmed up to first"
             assert entry is None or (entry.ordinal, entry.id) == (ordinal, self._ids[ordinal])
+
+
+def batches(
+    messages: Sequence[Message], batching: Batching, size_max: int
+) -> Iterable[Sequence[Message]]:
+    """Messages of each entry, in the order of the entries' first messages."""
+    groups: list[list[Message]] = []
+    open_groups: dict[str | None, list[Message]] = {}
+    for message in messages:
+        key = message.routing_key if batching is Batching.BY_KEY else None
+        group = open_groups.get(key)
+        if group is None or batching is Batching.NONE or len(group) >= size_max:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(message)
+    return groups

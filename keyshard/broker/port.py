@@ -7,7 +7,7 @@ library into :mod:`keyshard.errors`, with ``raise ... from``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -47,6 +47,14 @@ class Consumer(Protocol):
         Raises:
             ChunkedMessageError: A chunked message came; nothing of it is acknowledged.
             BrokerError: The consumer is closed or broken.
+        """
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, from any thread, when :meth:`receive` has something.
+
+        An idle consumer costs its owner no time this way. Until the call came, neither ask again
+        nor receive: the client may hold the first message meanwhile. After :meth:`close` it does
+        not come.
         """
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:

@@ -6,7 +6,7 @@ They are unacknowledged, hence stored; nothing waits for redelivery.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Reader
@@ -26,7 +26,10 @@ THREADS_MAX = 4
 
 
 def replay(
-    broker: Broker, checkpoint: Checkpoint, timeout_s: float
+    broker: Broker,
+    checkpoint: Checkpoint,
+    timeout_s: float,
+    gone: Container[TopicPartition] = (),
 ) -> dict[TopicPartition, list[EntryBlock]]:
     """Read the batch of ``checkpoint``.
 
@@ -34,6 +37,7 @@ def replay(
         broker: Connection to read through.
         checkpoint: End checkpoint of the batch; its ``batch`` and ``partial`` name the entries.
         timeout_s: Deadline for all of it, seconds.
+        gone: Topic partitions that exist no more: opening a Reader would create them again.
 
     Returns:
         The entries of the batch per topic partition, ascending; partial ones with the indices that
@@ -47,19 +51,23 @@ def replay(
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
         futures = {
-            tp: pool.submit(_replay_partition, broker, tp, state, deadline)
+            tp: pool.submit(_replay_partition, None if tp in gone else broker, tp, state, deadline)
             for tp, state in wanted.items()
         }
         return {tp: future.result() for tp, future in futures.items()}
 
 
 def _replay_partition(
-    broker: Broker, topic_partition: TopicPartition, state: PartitionCheckpoint, deadline: float
+    broker: Broker | None,
+    topic_partition: TopicPartition,
+    state: PartitionCheckpoint,
+    deadline: float,
 ) -> list[EntryBlock]:
     found: dict[EntryId, EntryBlock] = {}
-    for stretch in _stretches(state.batch):
+    for stretch in _stretches(state.batch) if broker is not None else ():
 
         def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
+            assert broker is not None
             return _read_stretch(broker, topic_partition, stretch, deadline)
 
         for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):

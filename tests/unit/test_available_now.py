@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from helpers import FakeAdmin, config, keys_of, rows_of
+from helpers import config, keys_of, rows_of
 from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, MemoryConsumer, Message
+from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
@@ -23,11 +24,11 @@ KEYS = keys_of(4)
 QUIET_MS = 400
 
 
-class CursorAdmin(FakeAdmin):
+class CursorAdmin(MemoryAdmin):
     """The admin interface of an in-memory cluster, as far as cursors go."""
 
     def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__()
+        super().__init__(cluster)
         self.cluster_of_memory = cluster
 
     def cursor(self, where: TopicPartition, subscription: str) -> CursorState | None:
@@ -72,7 +73,7 @@ def bounded(
     bench: Bench,
     source: SourceConfig | None = None,
     checkpoint: Checkpoint | None = None,
-    admin: FakeAdmin | None = None,
+    admin: CursorAdmin | None = None,
 ) -> Iterator[Coordinator]:
     source = source or bench.source()
     coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster), admin)
@@ -100,7 +101,7 @@ def with_admin(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def admin_of(bench: Bench, wanted: bool) -> FakeAdmin | None:
+def admin_of(bench: Bench, wanted: bool) -> CursorAdmin | None:
     return CursorAdmin(bench.cluster) if wanted else None
 
 

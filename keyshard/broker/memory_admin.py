@@ -1,0 +1,81 @@
+"""The admin interface of the in-memory broker, under the same contract tests as the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyshard.broker.memory import MemoryCluster
+from keyshard.core.entry import TopicPartition
+from keyshard.errors import AdminError
+
+
+class MemoryAdmin:
+    """Answers of a :class:`~keyshard.broker.memory.MemoryCluster`, as ``PulsarAdmin`` gives them.
+
+    Args:
+        cluster: The broker's side.
+        name: Name of the cluster.
+    """
+
+    def __init__(self, cluster: MemoryCluster, name: str = "memory") -> None:
+        self._cluster = cluster
+        self._name = name
+
+    def cluster(self) -> str:
+        return self._name
+
+    def partition_count(self, topic: str) -> int | None:
+        found = self._cluster.topics().get(topic)
+        if found is None or TopicPartition.parse(topic).partition >= 0:
+            return None
+        return 0 if found[0].partition < 0 else len(found)
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        prefix = f"persistent://{tenant}/{namespace}/"
+        names = (name for name in self._cluster.topics() if name.startswith(prefix))
+        return {name for name in names if TopicPartition.parse(name).partition < 0}
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        with self._cluster.lock:
+            self._require(topic_partition)
+            return str(self._cluster.log(topic_partition).first_ledger)
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None:
+        with self._cluster.lock:
+            found = self._cluster.subscriptions(topic_partition).get(subscription)
+            if found is None:
+                return None
+            consumers = [{"address": "memory"} for _ in range(found.connected)]
+            return {"msgBacklog": found.backlog, "consumers": consumers}
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        with self._cluster.lock:
+            where = self._topic_of(topic_partition)
+            if where is None:
+                return True
+            found = self._cluster.subscriptions(topic_partition)
+            if set(found) != {subscription} or found[subscription].connected:
+                return False
+            # A partition of a topic that has its metadata is no leftover.
+            if len(self._cluster.log(topic_partition)) or where != topic_partition.name:
+                return False
+            self._cluster.delete_topic(where)
+            return True
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        """The in-memory broker has no such limits."""
+        return 0, 0
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _topic_of(self, topic_partition: TopicPartition) -> str | None:
+        topics = self._cluster.topics().items()
+        return next((name for name, found in topics if topic_partition in found), None)
+
+    def _require(self, topic_partition: TopicPartition) -> None:
+        if self._topic_of(topic_partition) is None:
+            raise AdminError(f"{topic_partition} does not exist.")
