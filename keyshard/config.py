@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from keyshard.core.entry import full_topic_name
 from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import ConfigError
 
 MIB = 1024 * 1024
@@ -19,8 +20,10 @@ _ADMIN_URL = re.compile(r"https?://[^/\s]+/?")
 class SourceConfig:
     """Configuration of one source; see ``docs/options.md`` for the Spark names."""
 
-    topics: Sequence[str]
+    topics: Sequence[str] = ()
     """Topic names, one or several; a single string is one topic."""
+    topics_pattern: str | None = field(default=None, kw_only=True)
+    """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
     subscription: str = field(kw_only=True)
     """Subscription that holds the backlog; one source at a time may use it."""
     service_url: str = field(default="pulsar://127.0.0.1:6650", kw_only=True)
@@ -33,10 +36,21 @@ class SourceConfig:
     """``earliest`` or ``latest``; concerns only subscriptions that do not exist at first start."""
     batch_rows_max: int | None = field(default=None, kw_only=True)
     """Most rows of one batch; ``None``: half of ``window_rows_max``."""
+    batch_bytes_max: int | None = field(default=None, kw_only=True)
+    """Most payload of one batch, bytes; ``None``: no limit of its own."""
+    batch_rows_min: int | None = field(default=None, kw_only=True)
+    """Fewest rows of one batch, unless ``batch_delay_max_ms`` has passed or the window is full."""
+    batch_delay_max_ms: int = field(default=900_000, kw_only=True)
+    """Longest wait for ``batch_rows_min`` since the batch before, milliseconds."""
+    on_misrouted: str = field(default="warn", kw_only=True)
+    """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
+    by default instead of by key, so the order of their keys is not kept."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
     """Most memory of those rows, bytes."""
+    discovery_interval_ms: int = field(default=10_000, kw_only=True)
+    """Time between two looks for new topics and topic partitions, milliseconds."""
     worker_host: str = field(default="127.0.0.1", kw_only=True)
     """Address under which the host's tasks reach the process that holds the window."""
     subscribe_timeout_ms: int = field(default=20_000, kw_only=True)
@@ -59,13 +73,17 @@ class SourceConfig:
     """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
     fail_on_data_loss: bool = field(default=True, kw_only=True)
     """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
+    available_now_timeout_ms: int = field(default=600_000, kw_only=True)
+    """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
+    available_now_quiet_ms: int = field(default=5_000, kw_only=True)
+    """Silence after which, without admin.url, what a bounded run misses counts as acknowledged
+    before it began, milliseconds."""
 
     def __post_init__(self) -> None:
         names = [self.topics] if isinstance(self.topics, str) else list(self.topics)
         topics = tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
         object.__setattr__(self, "topics", topics)
-        if not topics:
-            raise ConfigError("No topic is given. Name at least one in 'topic' or 'topics'.")
+        self._check_pattern()
         if not self.subscription or self.subscription.strip() != self.subscription:
             raise ConfigError(
                 f"subscription is {self.subscription!r}. Name the Pulsar subscription that holds "
@@ -82,6 +100,8 @@ class SourceConfig:
             raise ConfigError(
                 f"starting_position is {self.starting_position!r}; write 'earliest' or 'latest'."
             )
+        if self.on_misrouted not in ("warn", "fail"):
+            raise ConfigError(f"on_misrouted is {self.on_misrouted!r}; write 'warn' or 'fail'.")
         if not self.worker_host:
             raise ConfigError("worker_host is empty; name the address the tasks can reach.")
         if type(self.fail_on_data_loss) is not bool:
@@ -89,11 +109,38 @@ class SourceConfig:
                 f"fail_on_data_loss is {self.fail_on_data_loss!r}; it must be true or false."
             )
         self._check_numbers()
+        if (
+            self.batch_rows_min
+            and self.batch_rows_max
+            and self.batch_rows_min > self.batch_rows_max
+        ):
+            raise ConfigError(
+                f"batch_rows_min is {self.batch_rows_min}, above batch_rows_max, which is "
+                f"{self.batch_rows_max}."
+            )
+
+    def _check_pattern(self) -> None:
+        """Exactly one of topics and topics_pattern; the pattern is completed."""
+        if self.topics_pattern is None:
+            if not self.topics:
+                raise ConfigError(
+                    "No topic is given. Name at least one in 'topic' or 'topics', or give a "
+                    "pattern of topics."
+                )
+            return
+        if self.topics:
+            raise ConfigError("topics_pattern is given together with topics. Give only one.")
+        object.__setattr__(self, "topics_pattern", TopicPattern.parse(self.topics_pattern).text)
+        if self.admin_url is None:
+            raise ConfigError(
+                "topics_pattern needs the admin REST interface, which lists topics. Set admin.url "
+                "(admin_url), or name the topics."
+            )
 
     def _check_numbers(self) -> None:
         for name, low, high in _LIMITS:
             value = getattr(self, name)
-            if value is None and name == "batch_rows_max":
+            if value is None and name in _OPTIONAL:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(
@@ -101,11 +148,16 @@ class SourceConfig:
                 )
 
 
+_OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),
     ("batch_rows_max", 1, 10**9),
+    ("batch_bytes_max", 1, 2**50),
+    ("batch_rows_min", 1, 10**9),
+    ("batch_delay_max_ms", 0, 86_400_000),
     ("window_rows_max", 2, 10**9),
     ("window_bytes_max", MIB, 2**50),
+    ("discovery_interval_ms", 10, 86_400_000),
     ("subscribe_timeout_ms", 1, 3_600_000),
     ("operation_timeout_ms", 1_000, 3_600_000),
     ("replay_timeout_ms", 1, 3_600_000),
@@ -114,4 +166,6 @@ _LIMITS = (
     ("acknowledge_timeout_ms", 1_000, 86_400_000),
     ("settle_after_ms", 1, 86_400_000),
     ("checkpoint_bytes_max", 4_096, 2**30),
+    ("available_now_timeout_ms", 1, 86_400_000),
+    ("available_now_quiet_ms", 1, 3_600_000),
 )

@@ -14,6 +14,7 @@
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
+    ├── MisroutedError                 KEYSHARD_MISROUTED
     ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
     ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
     ├── DataLossAckedElsewhereError    KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE
@@ -24,6 +25,8 @@
     ├── BatchUnknownError              KEYSHARD_BATCH_UNKNOWN
     ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
     ├── UnsupportedTriggerError        KEYSHARD_UNSUPPORTED_TRIGGER
+    ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
+    ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
@@ -116,6 +119,12 @@ class ChunkedMessageError(KeyShardError):
     code = "KEYSHARD_CHUNKED_MESSAGE"
 
 
+class MisroutedError(KeyShardError):
+    """A message came to a range that its key does not hash into; by ``onMisrouted = fail``."""
+
+    code = "KEYSHARD_MISROUTED"
+
+
 class CheckpointError(KeyShardError, ValueError):
     """A checkpoint text cannot be read."""
 
@@ -186,6 +195,18 @@ class UnsupportedTriggerError(KeyShardError):
     """The trigger of the Spark query cannot be served."""
 
     code = "KEYSHARD_UNSUPPORTED_TRIGGER"
+
+
+class AsyncProgressError(KeyShardError):
+    """The host plans a batch before it told that the one before is committed."""
+
+    code = "KEYSHARD_ASYNC_PROGRESS"
+
+
+class AvailableNowTimeoutError(KeyShardError):
+    """A bounded run did not get everything up to its targets before its deadline."""
+
+    code = "KEYSHARD_AVAILABLE_NOW_TIMEOUT"
 
 
 class WorkerEnvironmentError(KeyShardError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +28,25 @@ OPTIONS = (
         "Admin REST interface, `http://host:port`. Optional; with it keyshard checks that topics "
         "exist, names the cluster in the checkpoint and the other side of a conflict in errors.",
     ),
-    Option("topic", "topics", "One topic. Exactly one of `topic` and `topics` is needed."),
+    Option(
+        "topic",
+        "topics",
+        "One topic. Exactly one of `topic`, `topics` and `topicsPattern` is needed.",
+    ),
     Option("topics", "topics", "Several topics, separated by commas."),
+    Option(
+        "topicsPattern",
+        "topics_pattern",
+        "Topics whose whole name matches: `regex` (in `public/default`), `tenant/namespace/regex` "
+        "or `persistent://tenant/namespace/regex`, as Python's `re` reads it. Partition suffixes "
+        "are no part of the name; system topics (`__...`) never match. Needs `admin.url`.",
+    ),
+    Option(
+        "partitionDiscoveryIntervalMillis",
+        "discovery_interval_ms",
+        "Time between two looks for new topics and topic partitions. What is found while the query "
+        "runs is read from its beginning.",
+    ),
     Option(
         "subscription",
         "subscription",
@@ -53,6 +71,28 @@ OPTIONS = (
         "of `windowMaxRows`.",
     ),
     Option(
+        "maxBytesPerTrigger",
+        "batch_bytes_max",
+        "Most payload of one micro-batch, bytes; a single larger entry is taken alone.",
+    ),
+    Option(
+        "minOffsetsPerTrigger",
+        "batch_rows_min",
+        "Fewest rows of one micro-batch: less waits, until `maxTriggerDelay` or a full window.",
+    ),
+    Option(
+        "maxTriggerDelay",
+        "batch_delay_max_ms",
+        "Longest wait for `minOffsetsPerTrigger`: a number with a unit (`500ms`, `30s`, `15m`, "
+        "`1h`), or milliseconds.",
+    ),
+    Option(
+        "onMisrouted",
+        "on_misrouted",
+        "`warn` or `fail` when a message is outside the range that received it: its producer "
+        "batches by default instead of by key, and order per key is lost.",
+    ),
+    Option(
         "windowMaxRows",
         "window_rows_max",
         "Most rows held, received and not yet committed, over all ranges. Keep it below what the "
@@ -69,6 +109,16 @@ OPTIONS = (
         "subscribeTimeoutMillis",
         "subscribe_timeout_ms",
         "Longest wait for ranges that somebody else still holds, such as a crashed run.",
+    ),
+    Option(
+        "operationTimeoutMillis",
+        "operation_timeout_ms",
+        "Longest time of one request to the broker, and of reaching it at first; whole seconds.",
+    ),
+    Option(
+        "availableNowTimeoutMillis",
+        "available_now_timeout_ms",
+        "`trigger(availableNow=True)`: longest wait for a row, or for proof that no more comes.",
     ),
     Option(
         "settleAfterMillis",
@@ -89,10 +139,22 @@ OPTIONS = (
     ),
 )
 
+_UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_DURATION = re.compile(r"(?P<number>\d+)\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
-    "parallelism", "batch_rows_max", "window_rows_max", "window_bytes_max", "subscribe_timeout_ms",
-    "settle_after_ms", "checkpoint_bytes_max",
+    "parallelism",
+    "batch_rows_max",
+    "batch_bytes_max",
+    "batch_rows_min",
+    "window_rows_max",
+    "window_bytes_max",
+    "subscribe_timeout_ms",
+    "discovery_interval_ms",
+    "operation_timeout_ms",
+    "available_now_timeout_ms",
+    "settle_after_ms",
+    "checkpoint_bytes_max",
 }  # fmt: skip
 
 _BOOLEANS = {"fail_on_data_loss"}
@@ -114,8 +176,10 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
             raise ConfigError(f"Give only one of {given[option.field]!r} and {option.name!r}.")
         given[option.field] = option.name
         fields[option.field] = _parse(option, text)
-    if "topics" not in fields:
-        raise ConfigError("No topic is given. Set option 'topic' or 'topics'.")
+    if "topics" in given and "topics_pattern" in given:
+        raise ConfigError(f"Give only one of {given['topics']!r} and 'topicsPattern'.")
+    if not given.keys() & {"topics", "topics_pattern"}:
+        raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
     if "subscription" not in fields:
         raise ConfigError(
             "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
@@ -137,7 +201,9 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
             has a comma in its name.
     """
     fields = {field.name: field for field in dataclasses.fields(source)}
-    if len(source.topics) == 1:
+    if source.topics_pattern is not None:
+        options = {}
+    elif len(source.topics) == 1:
         options = {"topic": source.topics[0]}
     elif any("," in topic for topic in source.topics):
         raise ConfigError(
@@ -175,12 +241,21 @@ def _parse(option: Option, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"Option {option.name!r} is {text!r}; it must be true or false.")
         return text.lower() == "true"
+    if option.field == "batch_delay_max_ms":
+        return _milliseconds(option, text)
     if option.field not in _INTEGERS:
         return text
     try:
         return int(text)
     except ValueError:
         raise ConfigError(f"Option {option.name!r} is {text!r}; it must be an integer.") from None
+
+
+def _milliseconds(option: Option, text: str) -> int:
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ConfigError(f"Option {option.name!r} is {text!r}; write for example '30s' or '15m'.")
+    return int(match["number"]) * _UNITS_MS[match["unit"]]
 
 
 def _unknown(name: str) -> str:

@@ -11,6 +11,8 @@ It lives in one long-lived process per query, on the driver. Spark's steps, and 
     6. commit(end)                  the same release as in 1, idempotent
 
 Step 1 is the acknowledgement point: ``commit`` comes a batch late, and never for the last batch.
+Until the first ``commit`` proves that the host commits each batch before it plans the next, step 1
+releases only when there is nothing to cut; see :class:`_Runtime`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 
 from keyshard import Checkpoint, KeyShardSource
-from keyshard.errors import UnsupportedTriggerError
+from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.runtime.flight import BatchServer, BatchTicket, read_batch
 from spark_adapter.lifecycle import end_with_host
 
@@ -48,7 +55,7 @@ class KeyShardPartition(InputPartition):
         return ticket
 
 
-class KeyShardStreamReader(DataSourceStreamReader):
+class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reader of one query; Spark calls it from one thread, strictly one call after the other.
 
     Args:
@@ -60,15 +67,32 @@ class KeyShardStreamReader(DataSourceStreamReader):
         self._source = source
         self._columns = tuple(columns)
         self._runtime: _Runtime | None = None
+        self._available_now = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Spark pickles the reader into its Python workers, which only call read().
-        return {"_source": self._source, "_columns": self._columns, "_runtime": None}
+        return {
+            "_source": self._source,
+            "_columns": self._columns,
+            "_runtime": None,
+            "_available_now": self._available_now,
+        }
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """The run is bounded. Its targets are taken when it connects, at the next call.
+
+        Only a subscribed consumer can ask for the last entry, and only the next call brings the
+        checkpoint that decides how to subscribe.
+        """
+        self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """The checkpoint before the first batch; makes the subscription. Called twice."""
-        runtime = self._runtime or self._start(None)
-        return runtime.initial.to_dict()
+        """The checkpoint before the first batch. Called twice, the first time before the start.
+
+        Nothing is received yet: when the first batch runs again after a restart, Spark calls this
+        and then ``partitions``, whose end must be known before its entries are delivered again.
+        """
+        return Checkpoint("", self._source.subscription, self._source.parallelism).to_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Rows per batch; never "all", which therefore means Trigger.Once."""
@@ -76,16 +100,18 @@ class KeyShardStreamReader(DataSourceStreamReader):
         return ReadMaxRows(source.batch_rows_max or max(1, source.window_rows_max // 2))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Release everything up to ``start``, then cut; ``start`` itself when there are no rows."""
+        """Release everything up to ``start``, then cut; ``start`` itself when there are no rows.
+
+        In a bounded run it waits for rows; ``start`` ends the run.
+        """
         if isinstance(limit, ReadAllAvailable):
             raise UnsupportedTriggerError(
                 "Trigger.Once is not supported: it never tells a source that its only batch was "
                 "committed. Use trigger(availableNow=True)."
             )
         runtime = self._runtime or self._start(Checkpoint.from_dict(start))
-        runtime.release(start)
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        return runtime.cut(rows_max) or start
+        return runtime.latest(start, rows_max) or start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """What ``StreamingQueryProgress`` shows as the source's latest offset."""
@@ -99,6 +125,7 @@ class KeyShardStreamReader(DataSourceStreamReader):
         """One partition per hash range with data in the batch that ends at ``end``."""
         checkpoint = Checkpoint.from_dict(end)
         runtime = self._runtime or self._start(checkpoint, planned=True)
+        runtime.check_committed_before(end)
         return [
             KeyShardPartition(runtime.server.ticket(checkpoint.batch_id, index, self._columns))
             for index in runtime.coordinator.plan(checkpoint)
@@ -112,47 +139,94 @@ class KeyShardStreamReader(DataSourceStreamReader):
     def commit(self, end: dict[str, Any]) -> None:
         """``end`` is in Spark's commit log; never raises for a transient failure."""
         if self._runtime:
-            self._runtime.release(end)
+            self._runtime.commit(end)
 
     def stop(self) -> None:
         """Give the ranges back; called after an error only."""
         if self._runtime:
             self._runtime.coordinator.stop()
 
-    def _start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> _Runtime:
+    def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
         coordinator = self._source.coordinator()
-        coordinator.start(checkpoint, planned=planned)
+        coordinator.start(
+            # The initial offset names no topic partition: it is the first start of the query.
+            checkpoint if checkpoint.partitions else None,
+            planned=planned,
+            available_now=self._available_now,
+        )
         server = BatchServer(coordinator, self._source.worker_host)
-        self._runtime = _Runtime(coordinator, server)
+        self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
         end_with_host(coordinator.stop)
         return self._runtime
 
 
 class _Runtime:
-    """What exists only in the query's stream process."""
+    """What exists only in the query's stream process.
 
-    def __init__(self, coordinator: Coordinator, server: BatchServer) -> None:
+    Spark commits each batch before it plans the next. Async progress tracking does not: its source
+    sees a second ``partitions`` without a ``commit`` between. Then nothing must be acknowledged
+    yet, so before the first ``commit`` a batch is released only when no other follows it at once.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, server: BatchServer, *, available_now: bool
+    ) -> None:
         self.coordinator = coordinator
         self.server = server
-        self.initial = coordinator.newest
+        self._available_now = available_now
+        # Spark allows async progress with a processing-time trigger only.
+        self._commits_in_time = available_now
         self._released: dict[str, Any] | None = None
+        self._planned: dict[str, Any] | None = None
         self._cut_from: dict[str, Any] | None = None
         self._cut: dict[str, Any] | None = None
 
-    def release(self, start: dict[str, Any]) -> None:
+    def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
+        """Step 1: release what ends at ``start``, and the next batch's end."""
+        if self._commits_in_time:
+            self._release(start)
+        end = self._next_end(start, rows_max)
+        if end is None:
+            self._release(start)
+        return end
+
+    def check_committed_before(self, end: dict[str, Any]) -> None:
+        """Refuse to plan a batch while the one before is not committed.
+
+        Raises:
+            AsyncProgressError: Spark has not called ``commit`` for it.
+        """
+        if self._planned is not None and self._planned != end:
+            raise AsyncProgressError(
+                "Spark plans a batch before it committed the one before: async progress tracking "
+                "is on. It tells a source nothing about what is durable, so keyshard could not "
+                "acknowledge safely. Remove option 'asyncProgressTrackingEnabled'."
+            )
+        self._planned = end
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Step 6: ``end`` is in the commit log."""
+        if self._planned is None or self._planned == end:
+            self._planned = None
+            self._commits_in_time = True
+        self._release(end)
+
+    def _release(self, start: dict[str, Any]) -> None:
         """Release what ends at ``start``, once: Spark asks every 10 ms with the same one."""
         if start != self._released:
             self.coordinator.release(Checkpoint.from_dict(start))
             self._released = start
 
-    def cut(self, rows_max: int | None) -> dict[str, Any] | None:
-        """The next batch's end after ``start`` was released; the same until that is released.
+    def _next_end(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
+        """The next batch's end after ``start``; the same until another is asked for.
 
         Spark may ask again before it plans, as with several sources in one query.
         """
-        if self._cut is not None and self._cut_from == self._released:
+        if self._cut is not None and self._cut_from == start:
             return self._cut
-        checkpoint = self.coordinator.cut(rows_max)
-        self._cut_from = self._released
+        runtime = self.coordinator
+        cut = runtime.cut_available if self._available_now else runtime.cut
+        checkpoint = cut(rows_max)
+        self._cut_from = start
         self._cut = None if checkpoint is None else checkpoint.to_dict()
         return self._cut

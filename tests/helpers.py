@@ -108,8 +108,28 @@ class FakeConsumer:
         self.errors: deque[BaseException] = deque()
         self.connected = True
         self.closed = False
+        self.bell: Callable[[], None] | None = None
+        self.bell_lock = threading.Lock()
+        self.asked_connected = 0
+
+    def give(self, step: Sequence[EntryBlock] | BaseException) -> None:
+        """Let something arrive now; rings when it was asked to."""
+        with self.bell_lock:
+            self.script.append(step)
+            bell, self.bell = self.bell, None
+        if bell is not None:
+            bell()
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        with self.bell_lock:
+            assert self.bell is None, "asked to ring twice"
+            if not self.script:
+                self.bell = callback
+                return
+        callback()
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        assert self.bell is None, "received from though it was asked to ring"
         self.received += 1
         if not self.script:
             threading.Event().wait(min(timeout_ms, 2) / 1000)
@@ -125,6 +145,7 @@ class FakeConsumer:
         self.acknowledged.extend(entries)
 
     def is_connected(self) -> bool:
+        self.asked_connected += 1
         return self.connected
 
     def close(self) -> None:
@@ -137,7 +158,7 @@ class FakeAdmin:
 
     def __init__(self, cluster: str = "standalone", topics: Sequence[str] | None = None) -> None:
         self.name = cluster
-        self.topics = topics
+        self.known = topics
         self.stats: dict[str, Any] | None = None
         self.state: BrokerState | None = None
         self.closed = False
@@ -145,8 +166,23 @@ class FakeAdmin:
     def cluster(self) -> str:
         return self.name
 
-    def topic_exists(self, topic: str) -> bool:
-        return self.topics is None or topic in self.topics
+    def partition_count(self, topic: str) -> int | None:
+        return 2 if self.known is None or topic in self.known else None
+
+    def topics(self, *_: object) -> set[str]:
+        return set(self.known or ())
+
+    def created(self, *_: object) -> str:
+        return "once"
+
+    def remove_leftover(self, *_: object) -> bool:
+        return True
+
+    def cursor(self, *_: object) -> None:
+        return None
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        return 50_000, 200_000
 
     def subscription(self, *_: object) -> dict[str, Any] | None:
         return self.stats

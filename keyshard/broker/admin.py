@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 import httpx
 
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
+from keyshard.core.target import CursorState
 from keyshard.errors import AdminError, BrokerUnavailableError
 
 TIMEOUT_S = 10.0
@@ -17,7 +18,7 @@ TIMEOUT_S = 10.0
 
 
 class PulsarAdmin:
-    """Read-only calls of ``/admin/v2``.
+    """Calls of ``/admin/v2``. All read only, but :meth:`remove_leftover`.
 
     Args:
         admin_url: ``http://host:port``.
@@ -35,12 +36,45 @@ class PulsarAdmin:
         names = self._get("clusters")
         return str(min(names)) if names else ""
 
-    def topic_exists(self, topic: str) -> bool:
-        """Whether a topic exists, partitioned or not."""
-        if self._get(f"{_path(topic)}/partitions")["partitions"] > 0:
+    def partition_count(self, topic: str) -> int | None:
+        """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
+        found = self._get(f"{_path(topic)}/partitions", missing={})
+        return int(found["partitions"]) if found else None
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        """Full names of all persistent topics of a namespace, without their partitions.
+
+        A topic that is not partitioned but is called ``...-partition-N`` is left out.
+        """
+        path = _namespace(tenant, namespace)
+        stored = {str(name) for name in self._get(path)}
+        plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
+        return plain | {str(name) for name in self._get(f"{path}/partitioned")}
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        """When its storage was created: another text after it was deleted and created again."""
+        return str(self._get(f"{_path(topic_partition.name)}/internal-info").get("creationDate"))
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
+
+        It stays when it holds an entry, or anybody but our closed consumers was there.
+        """
+        path = _path(topic_partition.name)
+        stats = self._get(f"{path}/stats?subscriptionBacklogSize=false", missing={})
+        if not stats:
             return True
-        tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
-        return topic in self._get(f"persistent/{quote(tenant)}/{quote(namespace)}")
+        subscriptions = stats["subscriptions"]
+        if (
+            stats.get("publishers")
+            or stats.get("msgInCounter")
+            or set(subscriptions) != {subscription}
+            or subscriptions[subscription]["consumers"]
+            or self._get(f"{path}/internalStats", missing={}).get("numberOfEntries")
+        ):
+            return False
+        answer = self._request("DELETE", path)
+        return answer.is_success or answer.status_code == httpx.codes.NOT_FOUND
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
@@ -51,6 +85,26 @@ class PulsarAdmin:
         )
         result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
         return result
+
+    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None:
+        """What a subscription has acknowledged; ``None`` when there is no such subscription."""
+        stats = self._get(f"{_path(topic_partition.name)}/internalStats", missing={})
+        cursors = stats.get("cursors", {})
+        found = cursors.get(quote_plus(subscription), cursors.get(subscription))
+        try:
+            return None if found is None else CursorState.parse(found)
+        except (ValueError, KeyError) as exc:
+            raise AdminError(
+                f"{self._url} describes the cursor of {subscription!r} in an unknown form: {exc!r}."
+            ) from exc
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        found = [
+            self._get(f"{_path(topic)}/{name}?applied=true")
+            for name in ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesOnSubscription")
+        ]
+        return int(found[0] or 0), int(found[1] or 0)
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
@@ -73,24 +127,34 @@ class PulsarAdmin:
         self._client.close()
 
     def _get(self, path: str, missing: Any = None) -> Any:
+        response = self._request("GET", path)
+        if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
+            return missing
         try:
-            response = self._client.get(f"{self._url}/admin/v2/{path}")
-            if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
-                return missing
             response.raise_for_status()
             return response.json()
-        except httpx.TransportError as exc:
-            raise BrokerUnavailableError(
-                f"{self._url} does not answer: {exc}. Check admin.url and that the broker is "
-                "running; without admin.url keyshard does without the checks it allows."
-            ) from exc
         except (httpx.HTTPError, ValueError) as exc:
             raise AdminError(
                 f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "
                 "leave it out to do without the checks it allows."
             ) from exc
 
+    def _request(self, method: str, path: str) -> httpx.Response:
+        try:
+            return self._client.request(method, f"{self._url}/admin/v2/{path}")
+        except httpx.TransportError as exc:
+            raise BrokerUnavailableError(
+                f"{self._url} does not answer: {exc}. Check admin.url and that the broker is "
+                "running; without admin.url keyshard does without the checks it allows."
+            ) from exc
+        except httpx.HTTPError as exc:
+            raise AdminError(f"{method} {path} at {self._url} failed: {exc}.") from exc
+
+
+def _namespace(tenant: str, namespace: str) -> str:
+    return f"persistent/{quote(tenant)}/{quote(namespace)}"
+
 
 def _path(topic: str) -> str:
     tenant, namespace, name = topic.removeprefix("persistent://").split("/")
-    return f"persistent/{quote(tenant)}/{quote(namespace)}/{quote(name, safe='')}"
+    return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"

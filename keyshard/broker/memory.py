@@ -19,7 +19,8 @@ What it shares with Pulsar 4.0, because programs get it wrong:
   the mark-delete passes it.
 - A consumer that closes or reconnects gives back what it has not acknowledged, and it is delivered
   again from the first index. When the last one leaves, the cursor rewinds to its mark-delete.
-- Subscribing to a topic that does not exist creates it, without partitions.
+- Subscribing to a topic that does not exist creates it, without partitions. So does a consumer
+  whose topic is deleted: it reconnects.
 
 What it does not do: limits on unacknowledged messages, acknowledgements lost in a crash, negative
 acknowledgement, delayed or chunked messages.
@@ -32,11 +33,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from keyshard.broker.memory_client import MemoryConsumer, MemoryReader
 from keyshard.broker.memory_dispatch import LookAhead, Subscription
-from keyshard.broker.memory_log import Batching, EntryLog, Message
+from keyshard.broker.memory_log import Batching, EntryLog, Message, batches
 from keyshard.broker.port import StartPosition
 from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.hash_range import HashRange
@@ -80,6 +81,7 @@ class MemoryCluster:
         self._topics: dict[str, tuple[TopicPartition, ...]] = {}
         self._logs: dict[TopicPartition, EntryLog] = {}
         self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
+        self._clients: list[MemoryBroker] = []
         self._next_ledger = 0
         self._next_partition = 0
 
@@ -102,6 +104,53 @@ class MemoryCluster:
             for topic_partition in self._topics[topic]:
                 self._logs[topic_partition] = EntryLog(self._new_ledger, self._entries_per_ledger)
         return topic
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        """Give a partitioned topic more topic partitions, each with every subscription of it.
+
+        Raises:
+            ConfigError: It has no partitions, or as many already.
+        """
+        with self.lock:
+            old = self._topics[topic]
+            if old[0].partition < 0 or len(old) >= partitions:
+                raise ConfigError(f"{topic} cannot grow to {partitions} partitions.")
+            names = {name for where, name in self._subscriptions if where in old}
+            new = tuple(TopicPartition(topic, i) for i in range(len(old), partitions))
+            self._topics[topic] = old + new
+            for where in new:
+                self._logs[where] = EntryLog(self._new_ledger, self._entries_per_ledger)
+                for name in names:
+                    self.open_subscription(where, name, StartPosition.EARLIEST)
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic by force; the consumers that it had reconnect."""
+        with self.lock:
+            gone = self._topics.pop(topic)
+            dropped = [client.drop(gone) for client in self._clients]
+            for where in gone:
+                del self._logs[where]
+            self._subscriptions = {
+                key: found for key, found in self._subscriptions.items() if key[0] not in gone
+            }
+            for client, consumers in zip(self._clients, dropped, strict=True):
+                client.reconnect(consumers)
+
+    def topics(self) -> dict[str, tuple[TopicPartition, ...]]:
+        """All topics with their topic partitions."""
+        with self.lock:
+            return dict(self._topics)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> dict[str, Subscription]:
+        """Subscriptions of a topic partition, by name."""
+        with self.lock:
+            found = self._subscriptions.items()
+            return {name: one for (where, name), one in found if where == topic_partition}
+
+    def attach(self, client: MemoryBroker) -> None:
+        """Know a client, whose consumers are told when their topic is deleted."""
+        with self.lock:
+            self._clients.append(client)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         """Topic partitions of a topic, or of one topic partition: itself.
@@ -146,7 +195,7 @@ class MemoryCluster:
             published = []
             for where, routed in by_partition.items():
                 log = self.log(where)
-                for batch in _batches(routed, batching, batch_messages_max):
+                for batch in batches(routed, batching, batch_messages_max):
                     entry = log.append(
                         batch,
                         batched=batching is not Batching.NONE,
@@ -161,13 +210,10 @@ class MemoryCluster:
         return published
 
     def publish_marker(self, topic_partition: TopicPartition) -> EntryId:
-        """Store an entry as a transaction leaves it: it takes an id, and no client sees it.
-
-        The subscription acknowledges it by itself when it comes to it.
-        """
+        """Store an entry that nobody receives, as the end of a transaction does."""
         with self.lock:
             log = self.log(topic_partition)
-            entry = log.append((), batched=False, producer="markers", publish_ms=0)
+            entry = log.append((), batched=False, producer="marker", publish_ms=self._now_ms())
             for subscription in self._subscriptions_of(topic_partition):
                 subscription.dispatch()
             for notify in log.on_append:
@@ -240,8 +286,9 @@ class MemoryCluster:
 
     def open_log(self, topic_partition: TopicPartition) -> EntryLog:
         """As :meth:`log`, but a missing topic is created. The caller holds the lock."""
-        if topic_partition.topic not in self._topics and topic_partition.partition < 0:
-            self.create_topic(topic_partition.topic)
+        if topic_partition not in self._logs and topic_partition.topic not in self._topics:
+            self._topics[topic_partition.name] = (topic_partition,)
+            self._logs[topic_partition] = EntryLog(self._new_ledger, self._entries_per_ledger)
         return self.log(topic_partition)
 
     def open_subscription(
@@ -274,22 +321,6 @@ class MemoryCluster:
         return partitions[self._next_partition % len(partitions)]
 
 
-def _batches(
-    messages: Sequence[Message], batching: Batching, size_max: int
-) -> Iterable[Sequence[Message]]:
-    """Messages of each entry, in the order of the entries' first messages."""
-    groups: list[list[Message]] = []
-    open_groups: dict[str | None, list[Message]] = {}
-    for message in messages:
-        key = message.routing_key if batching is Batching.BY_KEY else None
-        group = open_groups.get(key)
-        if group is None or batching is Batching.NONE or len(group) >= size_max:
-            group = open_groups[key] = []
-            groups.append(group)
-        group.append(message)
-    return groups
-
-
 class MemoryBroker:
     """One client connection to a :class:`MemoryCluster`; implements the ``Broker`` port."""
 
@@ -298,6 +329,7 @@ class MemoryBroker:
         self._consumers: list[MemoryConsumer] = []
         self._readers: list[MemoryReader] = []
         self._closed = False
+        cluster.attach(self)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         self._check_open()
@@ -319,8 +351,7 @@ class MemoryBroker:
             self._check_open()
             consumer = MemoryConsumer(
                 lock=self._cluster.lock,
-                log=self._cluster.open_log(topic_partition),
-                subscription=self._cluster.open_subscription(topic_partition, subscription, start),
+                find=lambda: self._cluster.open_subscription(topic_partition, subscription, start),
                 topic_partition=topic_partition,
                 hash_range=hash_range,
                 name=consumer_name,
@@ -338,23 +369,35 @@ class MemoryBroker:
             self._readers.append(reader)
         return reader
 
-    def drop(self) -> None:
+    def drop(self, of: Collection[TopicPartition] | None = None) -> list[MemoryConsumer]:
         """Lose the connection: the broker forgets the consumers, which do not notice.
 
         They keep what is in their queues, and their acknowledgements are lost.
+
+        Args:
+            of: Only consumers of these topic partitions.
+
+        Returns:
+            Those that were connected.
         """
         with self._cluster.lock:
-            for consumer in self._consumers:
+            found = [
+                consumer
+                for consumer in self._consumers
+                if consumer.is_connected() and (of is None or consumer.topic_partition in of)
+            ]
+            for consumer in found:
                 consumer.drop()
+            return found
 
-    def reconnect(self) -> None:
+    def reconnect(self, consumers: Iterable[MemoryConsumer] | None = None) -> None:
         """Bring every dropped consumer back with an empty queue.
 
         One whose range somebody else took meanwhile stays without connection and says nothing,
         as Pulsar's client does; call it again to let it retry.
         """
         with self._cluster.lock:
-            for consumer in self._consumers:
+            for consumer in self._consumers if consumers is None else consumers:
                 consumer.reconnect()
 
     def disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""The admin interface of the in-memory broker."""
+"""The admin interface of the in-memory broker, under the same contract tests as the real one."""
 
 from __future__ import annotations
 
@@ -9,37 +9,63 @@ from keyshard.broker.memory import MemoryCluster
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
 class MemoryAdmin:
-    """What the runtime asks an admin interface, answered from a :class:`MemoryCluster`."""
+    """Answers of a :class:`~keyshard.broker.memory.MemoryCluster`, as ``PulsarAdmin`` gives them.
+
+    Args:
+        cluster: The broker's side.
+        name: Name of the cluster.
+    """
 
     def __init__(self, cluster: MemoryCluster, name: str = "memory") -> None:
         self._cluster = cluster
         self._name = name
 
     def cluster(self) -> str:
-        """Name of the cluster."""
         return self._name
 
-    def topic_exists(self, topic: str) -> bool:
-        """Whether a topic exists."""
-        try:
-            with self._cluster.lock:
-                self._cluster.log(self._cluster.partitions(topic)[0])
-        except TopicNotFoundError:
-            return False
-        return True
+    def partition_count(self, topic: str) -> int | None:
+        found = self._cluster.topics().get(topic)
+        if found is None or TopicPartition.parse(topic).partition >= 0:
+            return None
+        return 0 if found[0].partition < 0 else len(found)
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        prefix = f"persistent://{tenant}/{namespace}/"
+        names = (name for name in self._cluster.topics() if name.startswith(prefix))
+        return {name for name in names if TopicPartition.parse(name).partition < 0}
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        with self._cluster.lock:
+            self._require(topic_partition)
+            return str(self._cluster.log(topic_partition).first_ledger)
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None:
-        """Statistics of a subscription; ``None`` when there is none."""
-        try:
-            return {"msgBacklog": self._cluster.backlog(topic_partition, subscription)}
-        except BrokerError:
-            return None
+        with self._cluster.lock:
+            found = self._cluster.subscriptions(topic_partition).get(subscription)
+            if found is None:
+                return None
+            consumers = [{"address": "memory"} for _ in range(found.connected)]
+            return {"msgBacklog": found.backlog, "consumers": consumers}
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        with self._cluster.lock:
+            where = self._topic_of(topic_partition)
+            if where is None:
+                return True
+            found = self._cluster.subscriptions(topic_partition)
+            if set(found) != {subscription} or found[subscription].connected:
+                return False
+            # A partition of a topic that has its metadata is no leftover.
+            if len(self._cluster.log(topic_partition)) or where != topic_partition.name:
+                return False
+            self._cluster.delete_topic(where)
+            return True
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
@@ -61,5 +87,17 @@ class MemoryAdmin:
                 EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),
             )
 
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        """The in-memory broker has no such limits."""
+        return 0, 0
+
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
+
+    def _topic_of(self, topic_partition: TopicPartition) -> str | None:
+        topics = self._cluster.topics().items()
+        return next((name for name, found in topics if topic_partition in found), None)
+
+    def _require(self, topic_partition: TopicPartition) -> None:
+        if self._topic_of(topic_partition) is None:
+            raise AdminError(f"{topic_partition} does not exist.")

@@ -13,7 +13,7 @@ from keyshard.broker.memory_dispatch import Member, Subscription
 from keyshard.broker.memory_log import EntryLog
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.errors import BrokerError, RangeConflictError
+from keyshard.errors import BrokerError, RangeConflictError, TopicNotFoundError
 
 READ_MESSAGES_MAX = 1_000
 """Messages one read returns at most, unless its first entry is larger."""
@@ -29,16 +29,15 @@ class MemoryConsumer:
         self,
         *,
         lock: threading.RLock,
-        log: EntryLog,
-        subscription: Subscription,
+        find: Callable[[], Subscription],
         topic_partition: TopicPartition,
         hash_range: HashRange,
         name: str,
         receiver_queue_size: int,
     ) -> None:
         self._changed = threading.Condition(lock)
-        self._log = log
-        self._subscription = subscription
+        self._find = find
+        self._subscription = find()
         self._topic_partition = topic_partition
         self._hash_range = hash_range
         self._name = name
@@ -48,6 +47,7 @@ class MemoryConsumer:
         self._unreturned_permits = 0
         self._connected = False
         self._closed = False
+        self._ready_callback: Callable[[], None] | None = None
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -71,13 +71,25 @@ class MemoryConsumer:
             self._return_permits(self._queue_size - room)
         return blocks
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        with self._changed:
+            self._check_open()
+            self._ready_callback = callback
+            if self._member.inbox:
+                self._arrived()
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         with self._changed:
             self._check_open()
             if not self._connected:
                 return
-            found = [self._log.ordinal(entry_id) for entry_id in entries]
+            found = [self._subscription.log.ordinal(entry_id) for entry_id in entries]
             self._subscription.acknowledge(ordinal for ordinal in found if ordinal is not None)
+
+    def last_entry(self) -> EntryId | None:
+        with self._changed:
+            self._check_open()
+            return self._subscription.log.last_id
 
     def is_connected(self) -> bool:
         with self._changed:
@@ -87,6 +99,7 @@ class MemoryConsumer:
         with self._changed:
             self.drop()
             self._closed = True
+            self._ready_callback = None
             self._changed.notify_all()
 
     def connect(self) -> None:
@@ -98,12 +111,14 @@ class MemoryConsumer:
         with self._changed:
             self._member = self._new_member()
             self._next_index = self._unreturned_permits = 0
+            # Another one when the topic was deleted meanwhile.
+            self._subscription = self._find()
             self._subscription.join(self._member)
             self._connected = True
 
     def reconnect(self) -> None:
-        """Join again after :meth:`drop`, unless the range is taken."""
-        with self._changed, suppress(RangeConflictError):
+        """Join again after :meth:`drop`, unless the range is taken or the partition no more is."""
+        with self._changed, suppress(RangeConflictError, TopicNotFoundError):
             if not self._closed and not self._connected:
                 self.connect()
 
@@ -114,8 +129,15 @@ class MemoryConsumer:
                 self._connected = False
                 self._subscription.leave(self._member)
 
+    def _arrived(self) -> None:
+        """Something came into the queue; called with the lock held."""
+        self._changed.notify_all()
+        callback, self._ready_callback = self._ready_callback, None
+        if callback is not None:
+            callback()
+
     def _new_member(self) -> Member:
-        return Member(self._hash_range, self._name, self._queue_size, self._changed.notify_all)
+        return Member(self._hash_range, self._name, self._queue_size, self._arrived)
 
     def _take(self, room: int) -> EntryBlock:
         entry = self._member.inbox[0]
@@ -170,7 +192,7 @@ class MemoryReader:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
                 self._next += 1
-                if entry.messages:
+                if not entry.is_marker:
                     blocks.append(entry.block())
                     rows += blocks[-1].rows
         return blocks
@@ -178,7 +200,7 @@ class MemoryReader:
     def at_end(self) -> bool:
         with self._changed:
             self._check_open()
-            return self._next >= len(self._log)
+            return self._log.only_markers_from(self._next)
 
     def close(self) -> None:
         with self._changed:

@@ -164,7 +164,7 @@ class Subscription:
     """
 
     def __init__(self, log: EntryLog, mark_delete: int, look_ahead: LookAhead) -> None:
-        self._log = log
+        self.log = log
         self._look_ahead = look_ahead
         self.cursor = Cursor(mark_delete)
         self.replay = ReplayQueue()
@@ -176,7 +176,12 @@ class Subscription:
     @property
     def backlog(self) -> int:
         """Entries stored and not acknowledged."""
-        return len(self._log) - 1 - self.cursor.mark_delete - len(self.cursor.acked)
+        return len(self.log) - 1 - self.cursor.mark_delete - len(self.cursor.acked)
+
+    @property
+    def connected(self) -> int:
+        """Consumers that hold a range."""
+        return len(self._members)
 
     @property
     def stalled(self) -> bool:
@@ -228,7 +233,7 @@ class Subscription:
 
     def skip_trimmed(self) -> None:
         """Regard what the log forgot as acknowledged."""
-        end = self._log.first
+        end = self.log.first
         self._read_next = max(self._read_next, end)
         self.cursor.advance(end - 1)
         for member in self._members:
@@ -250,11 +255,11 @@ class Subscription:
             while member.permits > 0 and (ordinal := self.replay.pop(member)) is not None:
                 if not self.cursor.is_acked(ordinal):
                     self._send(ordinal, member)
-        self._read(len(self._log))
+        self._read(len(self.log))
 
     def validate(self) -> None:
         """Assert that every entry is in exactly one place."""
-        cursor, size = self.cursor, len(self._log)
+        cursor, size = self.cursor, len(self.log)
         assert -1 <= cursor.mark_delete < max(size, 1)
         assert all(cursor.mark_delete + 1 < ordinal < size for ordinal in cursor.acked)
         places = [self.replay.ordinals(), *(set(member.pending) for member in self._members)]
@@ -269,13 +274,13 @@ class Subscription:
 
     def _read(self, end: int) -> None:
         """Send or put into the replay queue new entries before an ordinal."""
-        while self._read_next < min(end, len(self._log)) and self._may_read():
+        while self._read_next < min(end, len(self.log)) and self._may_read():
             ordinal = self._read_next
             self._read_next += 1
-            entry = self._log.get(ordinal)
+            entry = self.log.get(ordinal)
             if entry is None or self.cursor.is_acked(ordinal):
                 continue
-            if not entry.messages:
+            if entry.is_marker:
                 self.cursor.ack(ordinal)
                 continue
             owner = self._owner(entry.slot)
@@ -288,7 +293,7 @@ class Subscription:
         return not self.stalled and any(member.permits > 0 for member in self._members)
 
     def _send(self, ordinal: int, member: Member) -> None:
-        entry = self._log.get(ordinal)
+        entry = self.log.get(ordinal)
         assert entry is not None
         member.permits -= len(entry.messages)
         member.pending[ordinal] = entry.slot

@@ -6,7 +6,7 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,7 +53,13 @@ class StoredEntry:
     slot: int
     batched: bool
     messages: tuple[Message, ...]
+    """Empty for a marker, such as the commit of a transaction: nobody receives it."""
     publish_ms: int
+
+    @property
+    def is_marker(self) -> bool:
+        """Whether it is stored and counted, and never delivered or read."""
+        return not self.messages
 
     def block(self, first: int = 0, count: int | None = None) -> EntryBlock:
         """A fresh block of ``count`` messages (all, when not given) from index ``first`` on."""
@@ -91,7 +97,9 @@ class EntryLog:
         self._entries_per_ledger = entries_per_ledger
         self._ids: list[EntryId] = []
         self._entries: list[StoredEntry | None] = []
-        self._next_id = EntryId(new_ledger(), 0)
+        self.first_ledger = new_ledger()
+        """Its first ledger ever: no other log of the cluster has the same."""
+        self._next_id = EntryId(self.first_ledger, 0)
         self._sequence_ids: dict[str, int] = {}
         self._first = 0
         self.on_append: list[Callable[[], None]] = []
@@ -100,6 +108,11 @@ class EntryLog:
     def __len__(self) -> int:
         """Entries ever published, also those that are trimmed."""
         return len(self._entries)
+
+    @property
+    def last_id(self) -> EntryId | None:
+        """Id of the last entry published; ``None`` when there never was one."""
+        return self._ids[-1] if self._ids else None
 
     @property
     def first(self) -> int:
@@ -157,6 +170,11 @@ class EntryLog:
         found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
         return ordinal if found else None
 
+    def only_markers_from(self, ordinal: int) -> bool:
+        """Whether nothing from an ordinal on can be read."""
+        rest = (self._entries[i] for i in range(max(ordinal, self._first), len(self._entries)))
+        return all(entry is None or entry.is_marker for entry in rest)
+
     def first_from(self, entry_id: EntryId) -> int:
         """Ordinal of the first stored entry at or after an id, or the length when none is."""
         return max(self._first, bisect_left(self._ids, entry_id))
@@ -174,3 +192,19 @@ class EntryLog:
         for ordinal, entry in enumerate(self._entries):
             assert (entry is None) == (ordinal < self._first), "trimmed up to first"
             assert entry is None or (entry.ordinal, entry.id) == (ordinal, self._ids[ordinal])
+
+
+def batches(
+    messages: Sequence[Message], batching: Batching, size_max: int
+) -> Iterable[Sequence[Message]]:
+    """Messages of each entry, in the order of the entries' first messages."""
+    groups: list[list[Message]] = []
+    open_groups: dict[str | None, list[Message]] = {}
+    for message in messages:
+        key = message.routing_key if batching is Batching.BY_KEY else None
+        group = open_groups.get(key)
+        if group is None or batching is Batching.NONE or len(group) >= size_max:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(message)
+    return groups

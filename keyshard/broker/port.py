@@ -7,7 +7,7 @@ library into :mod:`keyshard.errors`, with ``raise ... from``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -49,6 +49,14 @@ class Consumer(Protocol):
             BrokerError: The consumer is closed or broken.
         """
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, from any thread, when :meth:`receive` has something.
+
+        An idle consumer costs its owner no time this way. Until the call came, neither ask again
+        nor receive: the client may hold the first message meanwhile. After :meth:`close` it does
+        not come.
+        """
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge whole entries of this topic partition, whoever received them.
 
@@ -56,6 +64,16 @@ class Consumer(Protocol):
 
         Raises:
             BrokerError: The client did not take them.
+        """
+
+    def last_entry(self) -> EntryId | None:
+        """The last entry published to the topic partition; ``None`` when nothing is stored.
+
+        A broker may forget it with its ledger, once everybody acknowledged it. It may be an entry
+        that nobody receives, such as a transaction marker.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
     def is_connected(self) -> bool:

@@ -8,7 +8,8 @@ whole entry, from any consumer of the subscription on that topic partition.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -108,42 +109,81 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
     """
+    values = [message.data() for message in messages]
+    partition_keys = [message.partition_key() or None for message in messages]
+    ordering_keys = [message.ordering_key() or None for message in messages]
+    publish_ms = [message.publish_timestamp() for message in messages]
+    event_ms = [message.event_timestamp() for message in messages]
+    properties = [message.properties() for message in messages]
     blocks: list[EntryBlock] = []
-    block: EntryBlock | None = None
-    last_ledger = last_entry = last_index = -1
-    for message in messages:
-        message_id = message.message_id()
-        ledger, entry = message_id.ledger_id(), message_id.entry_id()
-        raw_index = message_id.batch_index()
-        index = max(raw_index, 0)
-        if block is None or entry != last_entry or ledger != last_ledger or index <= last_index:
-            facts = _id_facts(message_id.serialize())
-            if facts.chunked:
-                raise ChunkedMessageError(
-                    f"Message {ledger}:{entry} of {where} is chunked. keyshard commits whole "
-                    "entries and a chunked message is several; nothing of it was acknowledged. "
-                    "Switch chunking off at the producer or raise the broker's maxMessageSize.",
-                    topic_partition=where.name,
-                    ledger=ledger,
-                    entry=entry,
-                )
-            block = EntryBlock(
-                EntryId(ledger, entry), facts.batch_size, raw_index >= 0,
-                [], [], [], [], [], [], [], 0,
-            )  # fmt: skip
-            blocks.append(block)
-            last_ledger, last_entry = ledger, entry
-        last_index = index
-        value = message.data()
-        block.indices.append(index)
-        block.values.append(value)
-        block.partition_keys.append(message.partition_key() or None)
-        block.ordering_keys.append(message.ordering_key() or None)
-        block.publish_ms.append(message.publish_timestamp())
-        block.event_ms.append(message.event_timestamp())
-        block.properties.append(message.properties())
-        block.payload_bytes += len(value)
+    position, end = 0, len(messages)
+    while position < end:
+        first_id = messages[position].message_id()
+        facts = _id_facts(first_id.serialize())
+        entry_id = EntryId(first_id.ledger_id(), first_id.entry_id())
+        if facts.chunked:
+            raise _chunked(where, entry_id)
+        index = first_id.batch_index()
+        if index < 0:
+            indices = [0]
+        else:
+            indices = _indices(messages, position, entry_id, index, facts.batch_size)
+        stop = position + len(indices)
+        own = values[position:stop]
+        blocks.append(
+            EntryBlock(
+                entry_id,
+                facts.batch_size,
+                index >= 0,
+                indices,
+                own,
+                partition_keys[position:stop],
+                ordering_keys[position:stop],
+                publish_ms[position:stop],
+                event_ms[position:stop],
+                properties[position:stop],
+                sum(map(len, own)),
+            )
+        )
+        position = stop
     return blocks
+
+
+def _indices(
+    messages: Sequence[Any], position: int, entry_id: EntryId, index: int, batch_size: int
+) -> list[int]:
+    """Batch indices of the messages from ``position`` on that are of one entry, ascending.
+
+    The client hands out an entry in one piece. If the message where it should end has the right
+    index, all between are of this entry, and only two ids are looked at instead of all.
+    """
+    length = min(batch_size - index, len(messages) - position)
+    last = messages[position + length - 1].message_id()
+    if (
+        last.batch_index() == index + length - 1
+        and last.entry_id() == entry_id.entry
+        and last.ledger_id() == entry_id.ledger
+    ):
+        return list(range(index, index + length))
+    indices = [index]
+    for message in messages[position + 1 : position + batch_size]:
+        other = message.message_id()
+        same = other.entry_id() == entry_id.entry and other.ledger_id() == entry_id.ledger
+        if not same or other.batch_index() <= indices[-1]:
+            break
+        indices.append(other.batch_index())
+    return indices
+
+
+def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
+    return ChunkedMessageError(
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is chunked. keyshard commits whole "
+        "entries and a chunked message is several; nothing of it was acknowledged. Switch chunking "
+        "off at the producer or raise the broker's maxMessageSize.",
+        topic_partition=where.name,
+        ledger=entry_id.ledger,
+        entry=entry_id.entry,
+    )
 
 
 class PulsarConsumer:
@@ -156,6 +196,7 @@ class PulsarConsumer:
         self._raw = consumer._consumer
         self._topic_partition = topic_partition
         self._hash_range = hash_range
+        self._first: deque[Any] = deque()
         self._closed = False
 
     @property
@@ -169,10 +210,26 @@ class PulsarConsumer:
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         deadline = time.monotonic() + timeout_ms / 1000
         with _translated("receive from", self._topic_partition):
-            messages = self._raw.batch_receive()
+            messages = self._take_first()
+            messages += self._raw.batch_receive()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._raw.batch_receive()
         return _to_blocks(messages, self._topic_partition)
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        def arrived(result: pulsar.Result, message: Any) -> None:
+            # On the client's thread. A result other than Ok says that the consumer is closed.
+            if result == pulsar.Result.Ok:
+                self._first.append(message)
+            if not self._closed:
+                callback()
+
+        with _translated("receive from", self._topic_partition):
+            self._raw.receive_async(arrived)
+
+    def _take_first(self) -> list[Any]:
+        """What :meth:`when_ready` took from the client's queue; it is older than the rest of it."""
+        return [self._first.popleft() for _ in range(len(self._first))]
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         partition = self._topic_partition.partition
@@ -180,6 +237,11 @@ class PulsarConsumer:
         with _translated("acknowledge in", self._topic_partition):
             for ledger, entry in entries:
                 acknowledge(message_id(partition, ledger, entry, -1))
+
+    def last_entry(self) -> EntryId | None:
+        with _translated("ask for the last entry of", self._topic_partition):
+            last = self._raw.get_last_message_id()
+        return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
 
     def is_connected(self) -> bool:
         return not self._closed and bool(self._consumer.is_connected())

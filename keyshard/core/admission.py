@@ -9,6 +9,9 @@ from keyshard.core.entry import EntryBlock
 
 K = TypeVar("K")
 
+Sizes = tuple[int, int, int]
+"""Rows, memory in bytes, payload in bytes."""
+
 
 def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
     """Split a limit in proportion to demand, so that small demands are not starved.
@@ -38,9 +41,8 @@ def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
 
 def take_aligned(
     received: Sequence[tuple[EntryBlock, int]],
-    rows_max: int,
-    bytes_max: int,
-    size: Callable[[EntryBlock], tuple[int, int]],
+    limits: Sizes,
+    sizes: Callable[[EntryBlock], Sizes],
     left_out: set[int],
 ) -> tuple[list[tuple[EntryBlock, int]], list[tuple[EntryBlock, int]]]:
     """Choose the cut position of one topic partition and take everything received up to it.
@@ -50,22 +52,23 @@ def take_aligned(
 
     Args:
         received: Entries with the range that received them, ascending by position.
-        rows_max: Most rows; the first entry is taken whatever its size.
-        bytes_max: Most bytes; the first entry is taken whatever its size.
-        size: Rows and bytes of an entry.
+        limits: Most rows, memory and payload; the first entry is taken whatever its size.
+        sizes: What an entry uses of them.
         left_out: Ranges that had data and no part in the cut before: the first entry of each is
             taken even beyond the cut position and the limits.
 
     Returns:
         (taken, rest), both ascending by position.
     """
-    rows = size_bytes = position = 0
+    rows_left, memory_left, payload_left = limits
+    position = 0
     for block, _ in received:
-        block_rows, block_bytes = size(block)
-        if position and (rows + block_rows > rows_max or size_bytes + block_bytes > bytes_max):
+        rows, memory, payload = sizes(block)
+        rows_left -= rows
+        memory_left -= memory
+        payload_left -= payload
+        if position and min(rows_left, memory_left, payload_left) < 0:
             break
-        rows += block_rows
-        size_bytes += block_bytes
         position += 1
     taken = list(received[:position])
     waiting = left_out - {index for _, index in taken}
@@ -77,3 +80,46 @@ def take_aligned(
         else:
             rest.append((block, index))
     return taken, rest
+
+
+def waits_for_more(rows: int, rows_min: int, waited_s: float, delay_max_s: float) -> bool:
+    """Whether a cut waits until there are ``rows_min`` rows, for at most ``delay_max_s`` seconds.
+
+    Args:
+        rows: Rows that could be cut.
+        rows_min: Fewest rows of a batch.
+        waited_s: Time since the cut before, seconds.
+        delay_max_s: Longest time between cuts while there are rows, seconds.
+    """
+    return rows < rows_min and waited_s < delay_max_s
+
+
+def partition_rows_max(
+    *,
+    window_rows_max: int,
+    topic_partitions: int,
+    ranges: int,
+    queue: int,
+    per_consumer: int,
+    per_subscription: int,
+) -> int:
+    """Most rows held of one topic partition.
+
+    It stays below what the broker leaves unacknowledged, client queues included: a consumer at its
+    limit gets nothing more, and holds up the other ranges. One range may have all rows of a
+    partition, so the limit per consumer counts for the whole.
+
+    Args:
+        window_rows_max: Most rows over all topic partitions.
+        topic_partitions: Number of topic partitions.
+        ranges: Number of hash ranges, each with a consumer per topic partition.
+        queue: Messages in the client queue of a consumer.
+        per_consumer: Broker's limit per consumer; 0 for none.
+        per_subscription: Broker's limit per subscription and topic partition; 0 for none.
+    """
+    rows = window_rows_max // max(1, topic_partitions)
+    if per_consumer:
+        rows = min(rows, per_consumer - queue)
+    if per_subscription:
+        rows = min(rows, per_subscription - ranges * queue)
+    return max(1, rows)

@@ -106,6 +106,8 @@ class Checkpoint:
     ranges: int
     """Number of hash ranges that the layout of this batch uses."""
     partitions: Mapping[TopicPartition, PartitionCheckpoint] = field(default_factory=dict)
+    merged: int | None = None
+    """Number of layout partitions when ranges share them; ``None``: one per range."""
 
     @property
     def batch_id(self) -> str:
@@ -114,8 +116,10 @@ class Checkpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys in canonical order."""
+        merged = {} if self.merged is None else {"merged": self.merged}
         return {
             "cluster": self.cluster,
+            **merged,
             "partitions": {
                 partition.name: state.to_dict()
                 for partition, state in sorted(self.partitions.items(), key=lambda kv: kv[0].name)
@@ -162,6 +166,9 @@ class Checkpoint:
             ranges = data["ranges"]
             if type(ranges) is not int or not 1 <= ranges <= RING_SIZE:
                 raise ValueError(f"ranges is {ranges!r}")
+            merged = data.get("merged")
+            if merged is not None and (type(merged) is not int or not 1 <= merged < ranges):
+                raise ValueError(f"merged is {merged!r}")
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -172,4 +179,4 @@ class Checkpoint:
             raise CheckpointError(f"Field {exc} is missing in {name}.") from exc
         except (ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"Cannot read {name}: {exc}.") from exc
-        return cls(cluster, subscription, ranges, partitions)
+        return cls(cluster, subscription, ranges, partitions, merged)

@@ -12,6 +12,11 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.key_slot import key_slot
 
+ROWS_PER_PARTITION_MIN = 100
+"""Rows that are worth a partition of the host, unless they are large."""
+BYTES_PER_PARTITION_MIN = 1024 * 1024
+"""Payload that is worth a partition of the host, bytes."""
+
 Located = tuple[TopicPartition, EntryBlock]
 """An entry and the topic partition it lies in."""
 
@@ -25,21 +30,43 @@ def home_range(
     return range_index(slot, ranges)
 
 
+def merged(rows: int, size_bytes: int, ranges: int) -> int:
+    """Number of partitions for a batch: a small one puts several ranges into one partition.
+
+    A host pays tens of milliseconds for each partition, whatever is in it.
+
+    Args:
+        rows: Rows of the batch.
+        size_bytes: Payload of the batch.
+        ranges: Number of ranges.
+
+    Returns:
+        1 to ``ranges``; decided at the cut and stored in the batch's checkpoint.
+    """
+    wanted = max(rows // ROWS_PER_PARTITION_MIN, size_bytes // BYTES_PER_PARTITION_MIN)
+    return min(ranges, max(1, wanted))
+
+
 def lay_out(
-    entries: Mapping[TopicPartition, Iterable[EntryBlock]], ranges: int
+    entries: Mapping[TopicPartition, Iterable[EntryBlock]],
+    ranges: int,
+    partitions: int | None = None,
 ) -> dict[int, list[Located]]:
-    """Distribute the entries of a batch over its ranges.
+    """Distribute the entries of a batch over its partitions.
 
     Args:
         entries: Entries of the batch per topic partition, in any order.
         ranges: Number of ranges written in the batch's end checkpoint.
+        partitions: Number of partitions written there, when neighbouring ranges share them;
+            ``None``: one per range.
 
     Returns:
-        Per range that has data, ascending: its entries by (topic partition, ledger, entry).
+        Per partition that has data, ascending: its entries by (topic partition, ledger, entry).
     """
     result: dict[int, list[Located]] = {}
+    count = partitions or ranges
     for topic_partition in sorted(entries):
         for block in sorted(entries[topic_partition], key=lambda block: block.id):
             index = home_range(topic_partition, block.id, block.slot, ranges)
-            result.setdefault(index, []).append((topic_partition, block))
+            result.setdefault(index * count // ranges, []).append((topic_partition, block))
     return dict(sorted(result.items()))

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 
-from keyshard.core.admission import share_out, take_aligned
+from keyshard.core.admission import Sizes, share_out, take_aligned
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import check_delivered, check_unknown, lowest_known_ledger
+from keyshard.core.layout import merged
 from keyshard.core.settling import Proofs
 from keyshard.core.window_settling import SettlingWindow
 from keyshard.errors import BatchUnknownError
@@ -46,6 +48,8 @@ class Budget:
 
     rows_max: int
     bytes_max: int
+    partition_rows_max: int | None = None
+    """Most rows of one topic partition; ``None``: its share of ``rows_max`` only."""
     checkpoint_bytes_max: int = 256 * 1024
     """Size of a checkpoint at which the fast ranges of a topic partition pause."""
 
@@ -79,6 +83,8 @@ class PartitionWindow:
     """What is held, received and planned."""
     received_rows: int = 0
     received_bytes: int = 0
+    received_payload: int = 0
+    """What is received and not cut: rows, memory and payload."""
     left_out: set[int] = field(default_factory=set)
     """Ranges that had data and no part in the newest cut."""
     proofs: Proofs = field(default_factory=Proofs)
@@ -91,6 +97,8 @@ class PartitionWindow:
     """Received rows that no cut takes before something else comes."""
     lowest_ledger: int = -1
     """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
+    gone: bool = False
+    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
 
     def validate(self) -> None:
         """Assert the invariants."""
@@ -125,7 +133,8 @@ class Window(SettlingWindow):
         self._ranges = ranges
         self._budget = budget
         self._partitions: dict[TopicPartition, PartitionWindow] = {}
-        self._turn = 0
+        self._active: dict[TopicPartition, None] = {}
+        self._left_out: set[TopicPartition] = set()
         self.batches: dict[str, Batch] = {}
         """Planned batches by batch id, oldest first."""
         self.counters = Counters()
@@ -138,21 +147,35 @@ class Window(SettlingWindow):
         return self._base
 
     def add_partition(self, topic_partition: TopicPartition) -> None:
-        """Make room for a topic partition. Idempotent."""
+        """Make room for a topic partition, also for one that was dropped. Idempotent."""
         if topic_partition not in self._partitions:
             state = self._base.partitions.get(topic_partition, PartitionCheckpoint())
             self._partitions[topic_partition] = PartitionWindow(
                 state, lowest_ledger=lowest_known_ledger(state)
             )
+        self._partitions[topic_partition].gone = False
+        self._active[topic_partition] = None
+
+    def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
+        """Forget what a topic partition has received; what is planned stays until its release.
+
+        Args:
+            gone: Whether it exists no more, or else is only not consumed any longer: then its
+                delivered set stays in the checkpoint.
+        """
+        window = self._partitions[topic_partition]
+        self._active.pop(topic_partition, None)
+        for block, _ in window.received:
+            self._let_go(window, block)
+        window.received = []
+        window.received_rows = window.received_bytes = window.received_payload = 0
+        window.waiting_rows = 0
+        window.left_out = set()
+        window.gone = gone
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Whether the partition's share of the budget is used up: its consumers pause."""
-        window = self._partitions[topic_partition]
-        shares = len(self._partitions)
-        return (
-            window.rows * shares >= self._budget.rows_max
-            or window.bytes * shares >= self._budget.bytes_max
-        )
+        return self._fill(self._partitions[topic_partition]) >= 1
 
     def receive(
         self, topic_partition: TopicPartition, range_index: int, block: EntryBlock
@@ -177,34 +200,40 @@ class Window(SettlingWindow):
         window.waiting_rows = 0
         window.received_rows += block.rows
         window.received_bytes += _size(block)
+        window.received_payload += block.payload_bytes
         self.counters.rows_received += block.rows
         self._hold(window, block)
         return Receipt.ACCEPTED
 
-    def cut(self, rows_max: int | None = None) -> Checkpoint | None:
+    def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
         """Plan the next batch of what was received; ``None`` without rows.
 
+        At most half of the budget is taken, so that receiving goes on while the host works. Limits
+        are split over the topic partitions by what each has; a single larger entry is still taken.
+
         Args:
-            rows_max: Most rows of the batch; a single larger entry is still taken. At most half of
-                the budget is taken, so that receiving goes on while the host works.
+            rows_max: Most rows of the batch.
+            payload_max: Most payload of the batch, bytes.
         """
-        rows_limit = min(rows_max or self._budget.rows_max, max(1, self._budget.rows_max // 2))
         ready = {tp: w for tp, w in self._partitions.items() if w.received and not w.waiting_rows}
         order = sorted(ready)
-        order = order[self._turn % len(order) :] + order[: self._turn % len(order)] if order else []
-        self._turn += 1
-        rows_of = share_out(rows_limit, {tp: ready[tp].received_rows for tp in order})
-        bytes_of = share_out(
-            max(1, self._budget.bytes_max // 2), {tp: ready[tp].received_bytes for tp in order}
+        budget = self._budget
+        rows_limit = min(rows_max or budget.rows_max, max(1, budget.rows_max // 2))
+        rows = share_out(rows_limit, {tp: ready[tp].received_rows for tp in order})
+        # Who was left out of the cut before has a part in this one, whatever the limit.
+        rows |= {tp: max(1, rows[tp]) for tp in self._left_out if tp in ready}
+        held = share_out(
+            max(1, budget.bytes_max // 2), {tp: ready[tp].received_bytes for tp in order}
         )
-        entries: dict[TopicPartition, list[EntryBlock]] = {}
-        for topic_partition in order:
-            if rows_of[topic_partition]:
-                blocks = self._cut_partition(
-                    ready[topic_partition], rows_of[topic_partition], bytes_of[topic_partition]
-                )
-                if blocks:
-                    entries[topic_partition] = blocks
+        demand = {tp: ready[tp].received_payload for tp in order}
+        payload = share_out(payload_max, demand) if payload_max else demand
+        cuts = {
+            tp: self._cut_partition(ready[tp], (rows[tp], held[tp], payload[tp]))
+            for tp in order
+            if rows[tp]
+        }
+        entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
+        self._left_out = {tp for tp in order if tp not in entries}
         if not entries:
             return None
         checkpoint = self._advance(entries)
@@ -270,9 +299,7 @@ class Window(SettlingWindow):
             for topic_partition, blocks in self.batches.pop(oldest).entries.items():
                 window = self._partitions[topic_partition]
                 for block in blocks:
-                    window.held.discard(block.id)
-                    window.rows -= block.rows
-                    window.bytes -= _size(block)
+                    self._let_go(window, block)
                 released.setdefault(topic_partition, []).extend(block.id for block in blocks)
             if oldest == batch_id:
                 break
@@ -280,8 +307,12 @@ class Window(SettlingWindow):
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """All topic partitions of the source."""
-        return tuple(self._partitions)
+        """All topic partitions that are consumed."""
+        return tuple(self._active)
+
+    def state(self, topic_partition: TopicPartition) -> PartitionCheckpoint:
+        """Floor and delivered set of a topic partition as of the newest cut."""
+        return self._partitions[topic_partition].state
 
     @property
     def rows(self) -> int:
@@ -293,17 +324,25 @@ class Window(SettlingWindow):
         """Rows that a cut could take."""
         return sum(w.received_rows - w.waiting_rows for w in self._partitions.values())
 
+    def oldest_published_ms(self) -> int | None:
+        """Publish time of the oldest row held, milliseconds since the epoch."""
+        received = (block for w in self._partitions.values() for block, _ in w.received)
+        planned = (
+            block for batch in self.batches.values() for part in batch.entries.values()
+            for block in part
+        )  # fmt: skip
+        return min((block.publish_ms[0] for block in chain(received, planned)), default=None)
+
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""
-        shares = len(self._partitions)
-        budget = self._budget
-        return max(
-            (
-                shares * max(window.rows / budget.rows_max, window.bytes / budget.bytes_max)
-                for window in self._partitions.values()
-            ),
-            default=0.0,
-        )
+        return max(map(self._fill, self._partitions.values()), default=0.0)
+
+    def _fill(self, window: PartitionWindow) -> float:
+        budget, shares = self._budget, max(1, len(self._active))
+        rows_max = budget.rows_max / shares
+        if budget.partition_rows_max is not None:
+            rows_max = min(rows_max, budget.partition_rows_max)
+        return max(window.rows / rows_max, window.bytes * shares / budget.bytes_max)
 
     def validate(self) -> None:
         """Assert the invariants; tests and simulations call it after every step."""
@@ -325,25 +364,24 @@ class Window(SettlingWindow):
         window.rows += block.rows
         window.bytes += _size(block)
 
-    def _cut_partition(
-        self, window: PartitionWindow, rows_max: int, bytes_max: int
-    ) -> list[EntryBlock]:
+    @staticmethod
+    def _let_go(window: PartitionWindow, block: EntryBlock) -> None:
+        window.held.discard(block.id)
+        window.rows -= block.rows
+        window.bytes -= _size(block)
+
+    def _cut_partition(self, window: PartitionWindow, limits: Sizes) -> list[EntryBlock]:
         window.received.sort(key=lambda item: item[0].id)
         count = self._fitting(window)
         if not count:
             return []
-        taken, rest = take_aligned(
-            window.received[:count],
-            rows_max,
-            bytes_max,
-            lambda block: (block.rows, _size(block)),
-            window.left_out,
-        )
+        taken, rest = take_aligned(window.received[:count], limits, _sizes, window.left_out)
         window.received = rest + window.received[count:]
         window.left_out = {index for _, index in window.received} - {index for _, index in taken}
         blocks = [block for block, _ in taken]
         window.received_rows -= sum(block.rows for block in blocks)
         window.received_bytes -= sum(map(_size, blocks))
+        window.received_payload -= sum(block.payload_bytes for block in blocks)
         return blocks
 
     def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:
@@ -351,30 +389,44 @@ class Window(SettlingWindow):
         partitions: dict[TopicPartition, PartitionCheckpoint] = {}
         for topic_partition, window in self._partitions.items():
             old = window.state
-            blocks = entries.get(topic_partition, ())
-            if not blocks and not old.delivered and old.floor is None:
+            own = entries.get(topic_partition, ())
+            if window.gone or (not own and not old.delivered and old.floor is None):
                 continue
-            batch = EntrySet.of(block.id for block in blocks)
-            settled = self._settle(window, blocks)
+            batch = EntrySet.of(block.id for block in own)
+            settled = self._settle(window, own)
             window.state = PartitionCheckpoint(
                 floor=settled.floor,
                 delivered=settled.delivered | batch,
                 batch=batch,
-                partial={b.id: frozenset(b.indices) for b in blocks if not b.whole},
+                partial={b.id: frozenset(b.indices) for b in own if not b.whole},
                 published_ms=max(
                     [
                         old.published_ms,
                         window.proofs.published_ms,
-                        *(max(b.publish_ms) for b in blocks),
+                        *(max(b.publish_ms) for b in own),
                     ]
                 ),
             )
             partitions[topic_partition] = window.state
+        blocks = [block for part in entries.values() for block in part]
+        together = merged(
+            sum(block.rows for block in blocks),
+            sum(block.payload_bytes for block in blocks),
+            self._ranges,
+        )
         self._base = Checkpoint(
-            self._base.cluster, self._base.subscription, self._ranges, partitions
+            self._base.cluster,
+            self._base.subscription,
+            self._ranges,
+            partitions,
+            None if together == self._ranges else together,
         )
         return self._base
 
 
 def _size(block: EntryBlock) -> int:
     return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
+
+
+def _sizes(block: EntryBlock) -> Sizes:
+    return block.rows, _size(block), block.payload_bytes

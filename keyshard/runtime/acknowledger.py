@@ -27,14 +27,15 @@ class Acknowledger:
     client takes and then loses in a crash is delivered again, recognised and acknowledged again.
 
     Args:
-        consumer_of: A live consumer of a topic partition, or a retriable error.
+        consumer_of: A live consumer of a topic partition, or a retriable error; ``None`` for one
+            that is gone, whose entries are dropped.
         timeout_s: Time after which a failing acknowledgement fails the source, seconds.
         fail: Told the error that ends this thread.
     """
 
     def __init__(
         self,
-        consumer_of: Callable[[TopicPartition], Consumer],
+        consumer_of: Callable[[TopicPartition], Consumer | None],
         timeout_s: float,
         fail: Callable[[KeyShardError], None],
     ) -> None:
@@ -73,10 +74,15 @@ class Acknowledger:
             self._waiting += len(entries)
             self._changed.notify_all()
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing waits, at most ``timeout_s`` seconds; whether nothing does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
     def stop(self, timeout_s: float) -> None:
         """Hand over what waits, for at most ``timeout_s`` seconds, and end the thread."""
+        self.flush(timeout_s)
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, timeout_s)
             self._stopping.set()
             self._changed.notify_all()
         self._thread.join(timeout_s)
@@ -104,16 +110,20 @@ class Acknowledger:
                 self._changed.notify_all()
 
     def _hand_over(self, topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
-        def attempt() -> None:
+        def attempt() -> int:
             consumer = self._consumer_of(topic_partition)
+            if consumer is None:
+                _log.debug("%d entries of %s: nobody to tell", len(entries), topic_partition)
+                return 0
             try:
                 consumer.acknowledge(entries)
             except BrokerError as exc:
                 # The consumer may just be re-opened: the next attempt asks for another one.
                 raise _TryAgainError(str(exc)) from exc
+            return len(entries)
 
         try:
-            retry_until(attempt, self._timeout_s, stop=self._stopping)
+            self.acknowledged += retry_until(attempt, self._timeout_s, stop=self._stopping)
         except KeyShardError as exc:
             if self._stopping.is_set():
                 return
@@ -122,7 +132,6 @@ class Acknowledger:
                 f"{self._timeout_s:.0f} s: {exc}. They are delivered again and dropped.",
                 topic_partition=topic_partition.name,
             ) from exc
-        self.acknowledged += len(entries)
 
 
 class _TryAgainError(KeyShardError):

@@ -14,13 +14,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
 
-from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.admission import partition_rows_max, waits_for_more
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.layout import Located, lay_out
@@ -29,17 +31,21 @@ from keyshard.core.window import Batch, Budget, Receipt, Window
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
-    BrokerUnavailableError,
     KeyShardError,
     RuntimeStoppedError,
 )
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.audit import audit, check_belongs
-from keyshard.runtime.receiver import Lane, Receiver, Seat, routing_of
+from keyshard.runtime.available_now import AvailableNow, last_entries
+from keyshard.runtime.discovery import Discovery
+from keyshard.runtime.lanes import Lanes
+from keyshard.runtime.receiver import Lane, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.settler import Settler
-from keyshard.runtime.subscribe import Admin, find_partitions, open_lanes, reopen_lane
+from keyshard.runtime.subscribe import Admin, reopen_lane, unacknowledged_limits
+from keyshard.runtime.topics import Catalog, look, warn_of_existing
+from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
 
 RELEASED_REMEMBERED = 1_000
@@ -68,22 +74,33 @@ class Coordinator:
         self._error: KeyShardError | None = None
         self._released: deque[str] = deque(maxlen=RELEASED_REMEMBERED)
         self._layouts: dict[str, dict[int, list[Located]]] = {}
-        self._receivers: list[Receiver] = []
-        self._lanes: list[Lane] = []
+        self._gone: set[TopicPartition] = set()
         self._full: set[TopicPartition] = set()
         self._paused: dict[TopicPartition, frozenset[int]] = {}
         """Ranges that pause for the size of the checkpoint; replaces ``_full`` where it is set."""
+        self._available_now: AvailableNow | None = None
+        self._ending: Checkpoint | None = None
+        """A batch that was planned before the start; some of its topics may be dropped since."""
+        self._watch = Watch(fail_on_misrouted=config.on_misrouted == "fail")
         self.started = False
 
     # -- life cycle -------------------------------------------------------------------------
 
-    def start(self, checkpoint: Checkpoint | None = None, *, planned: bool = False) -> None:
+    def start(
+        self,
+        checkpoint: Checkpoint | None = None,
+        *,
+        planned: bool = False,
+        available_now: bool = False,
+    ) -> None:
         """Connect, own every range of every topic partition, and begin to receive.
 
         Args:
             checkpoint: Where to continue; ``None`` for the first start of a source.
             planned: Whether the checkpoint's batch is not committed yet; then :meth:`plan` reads
                 it again.
+            available_now: Whether only what is published before this call is consumed; then
+                :meth:`cut_available` takes the place of :meth:`cut`.
 
         Raises:
             CheckpointMismatchError: It belongs to another subscription or cluster.
@@ -92,57 +109,63 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
-        timeout_s = config.operation_timeout_ms / 1000
-        cluster = retry_until(self._admin.cluster, timeout_s) if self._admin else ""
-        if checkpoint is not None:
-            check_belongs(checkpoint, config.subscription, cluster)
-        self._broker = self._connect()
-        try:
-            found = find_partitions(self._broker, self._admin, config)
+        with ExitStack() as on_failure:
+            if self._admin:
+                on_failure.callback(self._admin.close)
+            cluster = self._cluster()
+            if checkpoint is not None:
+                check_belongs(checkpoint, config.subscription, cluster)
+            self._broker = self._connect()
+            on_failure.callback(self._broker.close)
+            self._lanes = Lanes(self._broker, self._admin, config, self)
+            catalog = Catalog(self._broker, self._admin, config)
+            found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
             base = Checkpoint(
                 cluster or (checkpoint.cluster if checkpoint else ""),
                 config.subscription,
                 config.parallelism,
                 checkpoint.partitions if checkpoint else {},
             )
-            budget = Budget(
-                config.window_rows_max, config.window_bytes_max, config.checkpoint_bytes_max
-            )
-            self._window = Window(base, config.parallelism, budget)
-            for topic_partition in found:
+            self._window = Window(base, config.parallelism, self._budget(found.consumed))
+            for topic_partition in found.consumed:
                 self._window.add_partition(topic_partition)
-            self._audit(checkpoint)
             if checkpoint is not None and planned:
                 self._window.expect(checkpoint)
-            start = (
-                StartPosition(config.starting_position)
-                if checkpoint is None
-                else StartPosition.EARLIEST
-            )
-            self._lanes = open_lanes(
-                self._broker, self._admin, config, self._window.partitions, start
-            )
-        except BaseException:
-            self._broker.close()
-            if self._admin:
-                self._admin.close()
-            raise
-        self._by_partition: dict[TopicPartition, list[Lane]] = {}
-        for lane in self._lanes:
-            self._by_partition.setdefault(lane.seat.topic_partition, []).append(lane)
+            for topic_partition in found.kept | found.gone:
+                self._window.drop_partition(topic_partition, gone=topic_partition in found.gone)
+            self._gone.update(found.gone)
+            self._audit(checkpoint)
+            start = StartPosition.EARLIEST
+            if checkpoint is None:
+                start = StartPosition(config.starting_position)
+                if self._admin:
+                    warn_of_existing(self._admin, config.subscription, found.consumed, start.value)
+            lanes = self._lanes.open(found.consumed, start)
+            if checkpoint is not None and planned:
+                self._ending = checkpoint
+                self._lanes.hold(tp for tp in found.kept if checkpoint.partitions[tp].batch)
+            if available_now:
+                self._available_now = AvailableNow(
+                    last_entries(lanes, config.operation_timeout_ms / 1000), lanes, config=config,
+                    broker=self._broker, admin=self._admin, lock=self._lock,
+                    window=self._window, check=self.check,
+                )  # fmt: skip
+            on_failure.pop_all()
+        self.discovery = Discovery(
+            catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
+        )
         self._acknowledger = Acknowledger(
-            self._consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
+            self._lanes.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
         self._settler = Settler(self._broker, self._admin, config, self)
-        threads = min(config.receive_threads, len(self._lanes))
-        self._receivers = [
-            Receiver(f"keyshard-receive-{i}", self._lanes[i::threads], self) for i in range(threads)
-        ]
+        self._lanes.serve(lanes)
+        if not available_now:
+            self.discovery.start(found.consumed, found.gone)
         self.started = True
         _log.info(
             "%d ranges over %d topic partitions of %s as %r",
-            config.parallelism, len(self._by_partition), ", ".join(config.topics),
-            config.subscription,
+            config.parallelism, len(found.consumed),
+            config.topics_pattern or ", ".join(config.topics), config.subscription,
         )  # fmt: skip
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -155,14 +178,14 @@ class Coordinator:
         if self._lock.acquire(timeout=0.1):
             self._lock.notify_all()
             self._lock.release()
-        for receiver in self._receivers:
-            receiver.stop()
         if not self.started:
             return
+        self.discovery.stop()
+        self._lanes.stop()
         self._settler.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
-        for receiver in self._receivers:
-            receiver.join(max(0.1, deadline - time.monotonic()))
+        self._lanes.join(deadline)
+        self.discovery.join(max(0.1, deadline - time.monotonic()))
         self._settler.join(max(0.1, deadline - time.monotonic()))
         self._broker.close()
         if self._admin:
@@ -184,14 +207,40 @@ class Coordinator:
         Raises:
             KeyShardError: The error that ended receiving or acknowledging, if there was one.
         """
+        config = self._config
         with self._lock:
             self.check()
-            checkpoint = self._window.cut(rows_max or self._config.batch_rows_max)
+            waited_s = self._watch.since_cut_s()
+            if not self._full and waits_for_more(
+                self._window.received_rows,
+                config.batch_rows_min or 0,
+                waited_s,
+                config.batch_delay_max_ms / 1000,
+            ):
+                return None
+            checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
                 self._lay_out(self._window.batch(checkpoint.batch_id))
+                self._watch.cut(full=bool(self._full))
             for topic_partition in self._window.partitions:
                 self._pause(topic_partition)
             return checkpoint
+
+    def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
+        """As :meth:`cut` in a bounded run, but waits for rows.
+
+        ``None`` means that everything up to the targets is delivered and acknowledged; the ranges
+        are given back then.
+
+        Raises:
+            AvailableNowTimeoutError: There was neither a row nor the end in time.
+        """
+        bounded = self._available_now
+        assert bounded is not None
+        if bounded.wait_for_rows(rows_max):
+            return self.cut(rows_max)
+        bounded.finish(self._acknowledger, self._lanes.receivers)
+        return None
 
     def wait_for_rows(self, timeout_s: float) -> bool:
         """Wait until something can be cut; whether it can."""
@@ -227,6 +276,7 @@ class Coordinator:
             self._broker,
             checkpoint,
             config.replay_timeout_ms / 1000,
+            self._gone,
             fail_on_data_loss=config.fail_on_data_loss,
         )
         with self._lock:
@@ -281,6 +331,8 @@ class Coordinator:
                 "rowsReceived": counters.rows_received,
                 "windowRows": self._window.rows,
                 "windowFill": round(self._window.fill(), 3),
+                "keepsUpTriggerMillis": self._watch.keeps_up_ms,
+                "oldestUnacknowledgedMillis": self._watch.oldest_ms(self._window),
                 "duplicatesDropped": counters.duplicates_dropped,
                 "misrouted": counters.misrouted,
                 "keyless": counters.keyless,
@@ -292,6 +344,7 @@ class Coordinator:
                 "plannedBatches": len(self._window.batches),
                 "entriesAcknowledged": self._acknowledger.acknowledged,
                 "entriesToAcknowledge": self._acknowledger.waiting,
+                **self.discovery.status(),
             }
 
     def check(self) -> None:
@@ -308,12 +361,19 @@ class Coordinator:
         return seat.topic_partition in self._full if paused is None else seat.range_index in paused
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+        if self._available_now is not None:
+            entries = self._available_now.admit(lane, entries)
+            if not entries:
+                return
+        seat = lane.seat
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:
             outside, without_key = routing_of(block, lane)
             misrouted += outside
             keyless += without_key
+        if misrouted:
+            self._watch.misrouted(seat, misrouted)
         with self._lock:
             for block in entries:
                 receipt = self._window.receive(
@@ -323,12 +383,14 @@ class Coordinator:
                     again.append(block.id)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
-            if self._window.is_full(lane.seat.topic_partition):
-                self._full.add(lane.seat.topic_partition)
-            self._pause(lane.seat.topic_partition)
+            if self._window.is_full(seat.topic_partition):
+                if not self._full:
+                    self._watch.full()
+                self._full.add(seat.topic_partition)
+            self._pause(seat.topic_partition)
             self._lock.notify_all()
         if again:
-            self._acknowledger.submit(lane.seat.topic_partition, again)
+            self._acknowledger.submit(seat.topic_partition, again)
 
     def reopen(self, lane: Lane) -> None:
         reopen_lane(self._broker, self._config, lane, self._stopping)
@@ -338,8 +400,62 @@ class Coordinator:
             if self._error is None and not self._stopping.is_set():
                 self._error = error
             self._lock.notify_all()
-        for receiver in self._receivers:
-            receiver.stop()
+        self._lanes.pause()
+        self.discovery.stop()
+
+    # -- called by the discovery thread ----------------------------------------------------------
+
+    def grow(self, found: Collection[TopicPartition]) -> None:
+        lanes = self._lanes.open(found, StartPosition.EARLIEST)
+        with self._lock:
+            for topic_partition in found:
+                self._window.add_partition(topic_partition)
+            self._gone.difference_update(found)
+        self._lanes.serve(lanes)
+
+    def shrink(self, gone: Collection[TopicPartition]) -> None:
+        self._lanes.drop(gone)
+        with self._lock:
+            for topic_partition in gone:
+                self._window.drop_partition(topic_partition, gone=True)
+                self._paused.pop(topic_partition, None)
+            self._gone.update(gone)
+            self._note_full()
+
+    def tidy(self) -> None:
+        with self._lock:
+            ended = self._ending is not None and self._ending.batch_id in self._released
+        if ended and not self._acknowledger.waiting:
+            assert self._ending is not None
+            self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
+            self._ending = None
+
+    def _cluster(self) -> str:
+        """Name of the cluster, empty where no admin interface tells it."""
+        if self._admin is None:
+            return ""
+        return retry_until(self._admin.cluster, self._config.operation_timeout_ms / 1000)
+
+    def _budget(self, found: Sequence[TopicPartition]) -> Budget:
+        config = self._config
+        limits = unacknowledged_limits(self._admin, found)
+        rows_max = partition_rows_max(
+            window_rows_max=config.window_rows_max,
+            topic_partitions=len(found),
+            ranges=config.parallelism,
+            queue=config.receiver_queue_size,
+            per_consumer=limits.per_consumer,
+            per_subscription=limits.per_subscription,
+        )
+        if rows_max < config.window_rows_max // max(1, len(found)):
+            _log.info(
+                "the window holds at most %d rows per topic partition: the broker leaves %d per "
+                "consumer and %d per subscription unacknowledged",
+                rows_max, limits.per_consumer, limits.per_subscription,
+            )  # fmt: skip
+        return Budget(
+            config.window_rows_max, config.window_bytes_max, rows_max, config.checkpoint_bytes_max
+        )
 
     # -- called by the settler's thread ------------------------------------------------------------
 
@@ -358,6 +474,9 @@ class Coordinator:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _note_full(self) -> None:
+        self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
+
     def _audit(self, checkpoint: Checkpoint | None) -> None:
         if self._admin is None:
             return
@@ -374,16 +493,10 @@ class Coordinator:
             self._paused[topic_partition] = paused
 
     def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
-        layout = lay_out(batch.entries, batch.checkpoint.ranges)
-        self._layouts[batch.checkpoint.batch_id] = layout
+        end = batch.checkpoint
+        layout = lay_out(batch.entries, end.ranges, end.merged)
+        self._layouts[end.batch_id] = layout
         return layout
-
-    def _consumer_of(self, topic_partition: TopicPartition) -> Consumer:
-        """A connected consumer of the topic partition: its acknowledgements reach the broker."""
-        for lane in self._by_partition[topic_partition]:
-            if lane.consumer.is_connected():
-                return lane.consumer
-        raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
 
 
 def _released_error(batch_id: str) -> BatchReleasedError:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from keyshard.broker.port import Consumer
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.errors import KeyShardError, RuntimeStoppedError
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
 
 RECEIVE_WAIT_MS = 10
 """Longest wait for one consumer before the next has its turn, milliseconds."""
@@ -43,6 +43,10 @@ class Lane:
     consumer: Consumer
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
     last_block_s: float = 0.0
+    rest_until_s: float = 0.0
+    """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
+    ringing: Consumer | None = None
+    """The consumer that was asked to ring and has not yet: it must not be received from."""
 
 
 class Sink(Protocol):
@@ -61,24 +65,67 @@ class Sink(Protocol):
         """Remember the error that ends the source."""
 
 
+@dataclass(slots=True)
+class _Drop:
+    """Topic partitions whose consumers a receiver closes between two rounds."""
+
+    topic_partitions: Collection[TopicPartition]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def close_quietly(lane: Lane) -> None:
+    """Close a lane's consumer; a broker that is away or refuses forgets it by itself."""
+    try:
+        lane.consumer.close()
+    except BrokerError as exc:
+        _log.debug("closing a consumer of %s failed: %s", lane.seat.topic_partition, exc)
+
+
 class Receiver:
     """One daemon thread over some lanes.
 
-    Lanes that had data are served every round; of the quiet ones, one per round has its turn, so
-    that a busy range does not wait for the receive time-out of every idle one.
+    A lane is ready (it is received from), paused (its topic partition is full), or idle: then the
+    client rings when something comes, and the lane costs nothing until then.
     """
 
     def __init__(self, name: str, lanes: Sequence[Lane], sink: Sink) -> None:
         self._sink = sink
-        self._stopping = threading.Event()
-        self._busy: deque[Lane] = deque()
-        self._quiet: deque[Lane] = deque(lanes)
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._ready: deque[Lane] = deque(lanes)
+        self._paused: list[Lane] = []
+        self._paused_looked_s = 0.0
+        self._idle: dict[int, Lane] = {}
+        self._drops: deque[_Drop] = deque()
+        self.lanes = len(lanes)
+        """Lanes it serves."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def add(self, lanes: Sequence[Lane]) -> None:
+        """Serve more lanes."""
+        with self._changed:
+            self.lanes += len(lanes)
+            self._ready.extend(lanes)
+            self._changed.notify_all()
+
+    def drop(self, topic_partitions: Collection[TopicPartition]) -> threading.Event:
+        """Close the consumers of some topic partitions, between two rounds; set when it is done.
+
+        The thread does it itself, so that no consumer is closed while it is received from or
+        re-opened.
+        """
+        drop = _Drop(topic_partitions)
+        with self._changed:
+            self._drops.append(drop)
+            self._changed.notify_all()
+        return drop.done
+
     def stop(self) -> None:
         """Take nothing more; returns without waiting."""
-        self._stopping.set()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread's end, at most ``timeout_s`` seconds."""
@@ -86,9 +133,10 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                if not self._round():
-                    self._stopping.wait(PAUSED_WAIT_S)
+            while not self._stopping:
+                while self._drops:
+                    self._apply(self._drops.popleft())
+                self._round()
         except RuntimeStoppedError:
             pass
         except KeyShardError as exc:
@@ -97,49 +145,116 @@ class Receiver:
             _log.exception("receiving ended unexpectedly")
             self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
 
-    def _round(self) -> bool:
-        """Serve each busy lane and one quiet lane; whether any could receive."""
-        open_for_receipt = False
-        for _ in range(len(self._busy)):
-            open_for_receipt |= self._serve(self._busy.popleft())
-        for _ in range(len(self._quiet)):
-            lane = self._quiet.popleft()
-            if self._serve(lane):
-                return True
-        return open_for_receipt
+    def _apply(self, drop: _Drop) -> None:
+        def stays(lane: Lane) -> bool:
+            return lane.seat.topic_partition not in drop.topic_partitions
 
-    def _serve(self, lane: Lane) -> bool:
-        """Receive once from a lane and queue it again; whether it was open for receipt."""
-        if self._stopping.is_set() or self._sink.is_paused(lane.seat):
-            self._quiet.append(lane)
-            return False
-        blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
+        with self._changed:
+            known = [*self._ready, *self._paused, *self._idle.values()]
+            self._ready = deque(filter(stays, self._ready))
+            self._paused = list(filter(stays, self._paused))
+            self._idle = {id(lane): lane for lane in filter(stays, self._idle.values())}
+            dropped = {id(lane): lane for lane in known if not stays(lane)}
+            for lane in dropped.values():
+                lane.ringing = None
+        for lane in dropped.values():
+            close_quietly(lane)
+            self.lanes -= 1
+        drop.done.set()
+
+    def _round(self) -> None:
+        """Serve every ready lane once; without one, wait until a lane rings or may go on."""
+        with self._changed:
+            if not self._ready and not self._drops:
+                self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
+            serving = list(self._ready)
+            self._ready.clear()
         now = time.monotonic()
+        if now - self._paused_looked_s >= PAUSED_WAIT_S:
+            self._paused_looked_s = now
+            serving += self._paused
+            self._paused.clear()
+        for lane in serving:
+            if self._stopping:
+                return
+            self._serve(lane)
+        if not serving:
+            self._look_for_early_ends()
+
+    def _serve(self, lane: Lane) -> None:
+        if lane.ringing is lane.consumer:
+            return
+        resting = time.monotonic() < lane.rest_until_s
+        if resting or self._sink.is_paused(lane.seat):
+            self._paused.append(lane)
+            return
+        if lane.rest_until_s:
+            lane.rest_until_s = 0.0
+            self._sink.reopen(lane)
+        blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
+        if not blocks:
+            self._rest(lane)
+            return
+        lane.last_block_s = time.monotonic()
         entries: list[EntryBlock] = []
         try:
             for block in blocks:
                 entries.extend(lane.assembly.add(block))
-            if blocks:
-                lane.last_block_s = now
-            elif self._ended_early(lane, now):
-                entries.append(lane.assembly.end_early())
         except RedeliveryNeeded as need:
-            _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
-            self._sink.deliver(lane, entries)
-            entries = []
-            self._sink.reopen(lane)
+            self._ask_again(lane, entries, need)
+            return
         if entries:
             self._sink.deliver(lane, entries)
-        (self._busy if blocks else self._quiet).append(lane)
-        return True
+        with self._changed:
+            self._ready.append(lane)
 
-    @staticmethod
-    def _ended_early(lane: Lane, now: float) -> bool:
-        return (
-            lane.assembly.open is not None
-            and now - lane.last_block_s > ENTRY_QUIET_S
-            and lane.consumer.is_connected()
-        )
+    def _rest(self, lane: Lane) -> None:
+        """Let the client ring for a lane that has nothing."""
+        consumer = lane.consumer
+
+        def ring() -> None:
+            with self._changed:
+                if lane.ringing is consumer:
+                    lane.ringing = None
+                    self._idle.pop(id(lane), None)
+                    self._ready.append(lane)
+                    self._changed.notify_all()
+
+        with self._changed:
+            lane.ringing = consumer
+            self._idle[id(lane)] = lane
+        consumer.when_ready(ring)
+
+    def _look_for_early_ends(self) -> None:
+        """Doubt entries whose last index does not come though their consumer is connected."""
+        now = time.monotonic()
+        with self._changed:
+            quiet = [
+                lane
+                for lane in self._idle.values()
+                if lane.assembly.open is not None and now - lane.last_block_s > ENTRY_QUIET_S
+            ]
+        for lane in quiet:
+            if lane.consumer.is_connected():
+                self._end_early(lane)
+
+    def _end_early(self, lane: Lane) -> None:
+        # Its consumer was asked to ring, so nobody receives from it meanwhile.
+        try:
+            self._sink.deliver(lane, [lane.assembly.end_early()])
+        except RedeliveryNeeded as need:
+            self._ask_again(lane, [], need)
+
+    def _ask_again(self, lane: Lane, entries: list[EntryBlock], need: RedeliveryNeeded) -> None:
+        """Deliver what is whole, then make the broker deliver everything unacknowledged again."""
+        _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
+        if entries:
+            self._sink.deliver(lane, entries)
+        self._sink.reopen(lane)
+        with self._changed:
+            lane.ringing = None
+            self._idle.pop(id(lane), None)
+            self._ready.append(lane)
 
 
 def routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:

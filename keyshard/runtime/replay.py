@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Reader
@@ -29,7 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 def replay(
-    broker: Broker, checkpoint: Checkpoint, timeout_s: float, *, fail_on_data_loss: bool = True
+    broker: Broker,
+    checkpoint: Checkpoint,
+    timeout_s: float,
+    gone: Container[TopicPartition] = (),
+    *,
+    fail_on_data_loss: bool = True,
 ) -> dict[TopicPartition, list[EntryBlock]]:
     """Read the batch of ``checkpoint``.
 
@@ -39,6 +44,7 @@ def replay(
         timeout_s: Deadline for all of it, seconds.
         fail_on_data_loss: Whether missing entries are an error; else they are left out, with a
             warning.
+        gone: Topic partitions that exist no more: opening a Reader would create them again.
 
     Returns:
         The entries of the batch per topic partition, ascending; partial ones with the indices that
@@ -52,7 +58,7 @@ def replay(
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
         futures = {
-            tp: pool.submit(_replay_partition, broker, tp, state, deadline)
+            tp: pool.submit(_replay_partition, None if tp in gone else broker, tp, state, deadline)
             for tp, state in wanted.items()
         }
         found = {tp: future.result() for tp, future in futures.items()}
@@ -67,12 +73,16 @@ def replay(
 
 
 def _replay_partition(
-    broker: Broker, topic_partition: TopicPartition, state: PartitionCheckpoint, deadline: float
+    broker: Broker | None,
+    topic_partition: TopicPartition,
+    state: PartitionCheckpoint,
+    deadline: float,
 ) -> list[EntryBlock]:
     found: dict[EntryId, EntryBlock] = {}
-    for stretch in stretches(state.batch):
+    for stretch in stretches(state.batch) if broker is not None else ():
 
         def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
+            assert broker is not None
             return _read_stretch(broker, topic_partition, stretch, deadline)
 
         for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):

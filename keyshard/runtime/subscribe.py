@@ -1,27 +1,31 @@
-"""Finds topic partitions and owns every hash range of each."""
+"""Owns every hash range of topic partitions."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, Protocol
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.assembly import EntryAssembly
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.core.target import CursorState
 from keyshard.errors import (
+    AdminError,
     BrokerError,
     RangeConflictError,
     SubscriptionInUseError,
-    TopicNotFoundError,
 )
 from keyshard.runtime.receiver import Lane, Seat
 from keyshard.runtime.retry import retry_until
+
+_log = logging.getLogger(__name__)
 
 THREADS_MAX = 8
 """Subscriptions made at the same time."""
@@ -32,7 +36,13 @@ class Admin(Protocol):
 
     def cluster(self) -> str: ...
 
-    def topic_exists(self, topic: str) -> bool: ...
+    def partition_count(self, topic: str) -> int | None: ...
+
+    def topics(self, tenant: str, namespace: str) -> set[str]: ...
+
+    def created(self, topic_partition: TopicPartition) -> str: ...
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool: ...
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
@@ -41,32 +51,36 @@ class Admin(Protocol):
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None: ...
+    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None: ...
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def close(self) -> None: ...
 
 
-def find_partitions(
-    broker: Broker, admin: Admin | None, config: SourceConfig
-) -> tuple[TopicPartition, ...]:
-    """Topic partitions of all topics of a source.
+class UnacknowledgedLimits(NamedTuple):
+    """Messages that the broker leaves unacknowledged per topic partition; 0 for no limit."""
 
-    Raises:
-        TopicNotFoundError: A topic does not exist. Without admin.url Pulsar would create it on
-            subscribe, and a typing error would leave a subscription that holds backlog.
-    """
-    found: list[TopicPartition] = []
-    for topic in config.topics:
+    per_consumer: int = 50_000
+    per_subscription: int = 200_000
 
-        def look_up(topic: str = topic) -> tuple[TopicPartition, ...]:
-            if admin is not None and not admin.topic_exists(topic):
-                raise TopicNotFoundError(
-                    f"Topic {topic} does not exist. Create it first, or correct its name.",
-                    topic=topic,
-                )
-            return broker.partitions(topic)
 
-        found.extend(retry_until(look_up, config.operation_timeout_ms / 1000))
-    return tuple(found)
+def unacknowledged_limits(
+    admin: Admin | None, topic_partitions: Iterable[TopicPartition]
+) -> UnacknowledgedLimits:
+    """The lowest limits of some topics; the broker's defaults where no admin.url tells them."""
+    topics = {topic_partition.topic for topic_partition in topic_partitions}
+    if admin is None or not topics:
+        return UnacknowledgedLimits()
+    try:
+        limits = [admin.unacknowledged_limits(topic) for topic in sorted(topics)]
+    except AdminError as exc:
+        _log.warning("the broker's limits are taken to be its defaults: %s", exc)
+        return UnacknowledgedLimits()
+    per_consumer, per_subscription = zip(*limits, strict=True)
+    return UnacknowledgedLimits(
+        min(filter(None, per_consumer), default=0), min(filter(None, per_subscription), default=0)
+    )
 
 
 def open_lanes(
@@ -83,31 +97,62 @@ def open_lanes(
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
+    topic_partitions = tuple(topic_partitions)
 
-    def open_lane(seat: Seat) -> Lane:
+    def subscribe(seat: Seat, where: StartPosition) -> Consumer:
         try:
-            return Lane(seat, _subscribe(broker, config, seat, start, stop))
+            return _subscribe(broker, config, seat, where, stop)
         except BaseException:
             stop.set()
             raise
 
+    def create(topic_partition: TopicPartition) -> None:
+        subscribe(Seat(topic_partition, 0, ring[0]), start).close()
+
+    ring = split_ring(config.parallelism)
+    seats = [Seat(where, i, part) for where in topic_partitions for i, part in enumerate(ring)]
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
-        futures = [
-            pool.submit(open_lane, Seat(topic_partition, index, hash_range))
-            for topic_partition in topic_partitions
-            for index, hash_range in enumerate(split_ring(config.parallelism))
-        ]
-    errors = [error for future in futures if (error := future.exception()) is not None]
+        made: list[Future[None]] = []
+        if start is not StartPosition.EARLIEST:
+            # Only the subscription begins there. A consumer that brings a deleted topic back by a
+            # reconnect begins where the new one does.
+            made = [pool.submit(create, topic_partition) for topic_partition in topic_partitions]
+            wait(made)
+        futures = [pool.submit(subscribe, seat, StartPosition.EARLIEST) for seat in seats]
+    outcomes = [future.exception() for future in made] + [future.exception() for future in futures]
+    errors = [error for error in outcomes if error is not None]
     if errors:
         for future in futures:
             if future.exception() is None:
-                future.result().consumer.close()
+                future.result().close()
     for error in errors:
         if isinstance(error, RangeConflictError):
             raise _in_use(admin, config, topic_partitions) from error
     if errors:
         raise errors[0]
-    return [future.result() for future in futures]
+    return [Lane(seat, future.result()) for seat, future in zip(seats, futures, strict=True)]
+
+
+def open_lane(
+    broker: Broker,
+    config: SourceConfig,
+    topic_partition: TopicPartition,
+    hash_range: HashRange,
+    *,
+    queue_size: int,
+) -> Lane:
+    """Subscribe one range."""
+    seat = Seat(topic_partition, 0, hash_range)
+    earliest = StartPosition.EARLIEST
+    stop = threading.Event()
+    return Lane(seat, _subscribe(broker, config, seat, earliest, stop, queue_size=queue_size))
+
+
+def close_lanes(lanes: Iterable[Lane]) -> None:
+    """Give every range back; acknowledgements that the client holds reach the broker."""
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-close") as pool:
+        for closing in [pool.submit(lane.consumer.close) for lane in lanes]:
+            closing.result()
 
 
 def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threading.Event) -> None:
@@ -118,7 +163,13 @@ def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threadin
 
 
 def _subscribe(
-    broker: Broker, config: SourceConfig, seat: Seat, start: StartPosition, stop: threading.Event
+    broker: Broker,
+    config: SourceConfig,
+    seat: Seat,
+    start: StartPosition,
+    stop: threading.Event,
+    *,
+    queue_size: int | None = None,
 ) -> Consumer:
     def attempt() -> Consumer:
         return broker.subscribe(
@@ -127,7 +178,7 @@ def _subscribe(
             seat.hash_range,
             start=start,
             consumer_name=f"keyshard-{socket.gethostname()}-range-{seat.range_index}",
-            receiver_queue_size=config.receiver_queue_size,
+            receiver_queue_size=queue_size or config.receiver_queue_size,
         )
 
     return retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)

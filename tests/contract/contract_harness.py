@@ -18,6 +18,7 @@ from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.runtime.subscribe import Admin
 
 SUBSCRIPTION = "contract"
 WHOLE_RING = split_ring(1)[0]
@@ -36,9 +37,6 @@ class Harness(Protocol):
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""
 
-    def admin(self) -> MemoryAdmin | PulsarAdmin:
-        """The admin interface; it is closed at the end of the test."""
-
     def create_topic(self, partitions: int = 0) -> str:
         """Create a topic nobody else uses, without partitions by default; its full name."""
 
@@ -52,6 +50,18 @@ class Harness(Protocol):
 
     def drop_connections(self, topic_partition: TopicPartition) -> None:
         """Make every consumer of a topic partition reconnect."""
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        """Give a partitioned topic more partitions."""
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic by force."""
+
+    def admin(self) -> Admin:
+        """The admin interface."""
+
+    def close_producers(self) -> None:
+        """End what :meth:`publish` opened."""
 
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Make the next entry of a topic partition open another ledger."""
@@ -76,9 +86,6 @@ class MemoryHarness:
         self._brokers.append(MemoryBroker(self._cluster))
         return self._brokers[-1]
 
-    def admin(self) -> MemoryAdmin:
-        return MemoryAdmin(self._cluster)
-
     def create_topic(self, partitions: int = 0) -> str:
         return self._cluster.create_topic(_unique_name(), partitions)
 
@@ -96,6 +103,18 @@ class MemoryHarness:
     ) -> None:
         for broker in self._brokers:
             broker.disconnect()
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        self._cluster.grow_topic(topic, partitions)
+
+    def delete_topic(self, topic: str) -> None:
+        self._cluster.delete_topic(topic)
+
+    def admin(self) -> Admin:
+        return MemoryAdmin(self._cluster)
+
+    def close_producers(self) -> None:
+        pass
 
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         self._cluster.roll_ledger(topic_partition)
@@ -115,20 +134,16 @@ class PulsarHarness:
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
         self._admin = httpx.Client(base_url=admin_url, timeout=10)
+        self._own_admin = PulsarAdmin(admin_url)
         self._client = pulsar.Client(
             service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
         self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
         self._brokers: list[PulsarBroker] = []
-        self._admins: list[PulsarAdmin] = []
 
     def broker(self) -> Broker:
         self._brokers.append(PulsarBroker(self._service_url))
         return self._brokers[-1]
-
-    def admin(self) -> PulsarAdmin:
-        self._admins.append(PulsarAdmin(str(self._admin.base_url)))
-        return self._admins[-1]
 
     def create_topic(self, partitions: int = 0) -> str:
         topic = f"persistent://public/default/{_unique_name()}"
@@ -169,11 +184,27 @@ class PulsarHarness:
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         self._put(f"{_path(topic_partition.name)}/unload")
 
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        self._admin.post(f"{_path(topic)}/partitions", json=partitions).raise_for_status()
+
+    def delete_topic(self, topic: str) -> None:
+        self.close_producers()
+        partitioned = self._admin.get(f"{_path(topic)}/partitions").json()["partitions"] > 0
+        path = f"{_path(topic)}/partitions" if partitioned else _path(topic)
+        self._admin.delete(path, params={"force": "true"}).raise_for_status()
+
+    def admin(self) -> Admin:
+        return self._own_admin
+
+    def close_producers(self) -> None:
+        for producer in self._producers.values():
+            producer.close()
+        self._producers.clear()
+
     def close(self) -> None:
         for broker in self._brokers:
             broker.close()
-        for admin in self._admins:
-            admin.close()
+        self._own_admin.close()
         self._client.close()
         self._admin.close()
 

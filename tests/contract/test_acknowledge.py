@@ -146,8 +146,10 @@ def test_after_a_reconnect_only_unacknowledged_entries_come_again(harness: Harne
     consumer.acknowledge(ids[::2])
     wait_until(lambda: harness.backlog(where) == 30)
     harness.drop_connections(where)
-    again = receive([consumer], 30)
-    assert again.ids == ids[1::2]
+    # A connection may drop more than once under load, and entries come again each time.
+    again = Received()
+    wait_until(lambda: again.take([consumer]) >= 0 and set(again.ids) >= set(ids[1::2]))
+    assert set(again.ids) == set(ids[1::2])
     consumer.acknowledge(again.ids)
     wait_until(lambda: harness.backlog(where) == 0)
 

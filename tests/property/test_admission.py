@@ -47,10 +47,10 @@ def test_a_cut_is_a_prefix_and_the_first_entry_of_each_range_left_out(
 ) -> None:
     received = [(block(1, at, *["k"] * rows), index) for at, (rows, index) in enumerate(entries)]
 
-    def size(entry: EntryBlock) -> tuple[int, int]:
-        return entry.rows, entry.payload_bytes
+    def size(entry: EntryBlock) -> tuple[int, int, int]:
+        return entry.rows, entry.payload_bytes, 0
 
-    taken, rest = take_aligned(received, rows_max, bytes_max, size, left_out)
+    taken, rest = take_aligned(received, (rows_max, bytes_max, 0), size, left_out)
     order = [(at.id, index) for at, index in received]
     assert sorted((at.id, index) for at, index in taken + rest) == order
     assert [(at.id, index) for at, index in rest] == sorted((at.id, index) for at, index in rest)

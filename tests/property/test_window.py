@@ -217,6 +217,16 @@ class WindowMachine(RuleBasedStateMachine):
         """Clears the client's queue, maybe inside an entry; the assembly does not notice."""
         self.deliver_again(*list(self.lanes)[at % len(self.lanes)])
 
+    @rule(tp=st.sampled_from([P0, P1]), gone=st.booleans())
+    def let_go_and_own_anew(self, tp: TopicPartition, gone: bool) -> None:
+        """What discovery does with a topic partition that it took for another one."""
+        self.window.drop_partition(tp, gone=gone)
+        self.window.validate()
+        self.window.add_partition(tp)
+        for where, index in self.lanes:
+            if where == tp:
+                self.deliver_again(tp, index)
+
     @rule(at=st.integers(0, 99))
     def quiet(self, at: int) -> None:
         tp, index = list(self.lanes)[at % len(self.lanes)]
@@ -267,7 +277,7 @@ class WindowMachine(RuleBasedStateMachine):
     def layout(
         self, end: Checkpoint
     ) -> dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]:
-        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges)
+        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges, end.merged)
         return {
             index: [(tp, entry.id, tuple(entry.indices)) for tp, entry in entries]
             for index, entries in located.items()

@@ -35,7 +35,7 @@ def uncommitted(directory: Path, topic_partition: TopicPartition, entries: Entry
 class WatchedReader(KeyShardStreamReader):
     """Notes what is on disk before entries are handed over to be acknowledged."""
 
-    def _start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> Any:
+    def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> Any:
         runtime = super()._start(checkpoint, planned=planned)
         notes = Path(os.environ["KEYSHARD_TEST_NOTES"])
         acknowledger = runtime.coordinator._acknowledger

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from helpers import P0, P1, FakeConsumer, wait_until
+from helpers import P0, P1, P2, FakeConsumer, wait_until
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, BrokerUnavailableError, KeyShardError
 from keyshard.runtime import acknowledger
@@ -29,10 +29,10 @@ class Bench:
         self.failures: list[KeyShardError] = []
         self.made: list[Acknowledger] = []
 
-    def consumer_of(self, topic_partition: TopicPartition) -> FakeConsumer:
+    def consumer_of(self, topic_partition: TopicPartition) -> FakeConsumer | None:
         if self.away.is_set():
             raise BrokerUnavailableError("No consumer is connected.")
-        return self.consumers[topic_partition]
+        return self.consumers.get(topic_partition)
 
     def start(self, timeout_s: float = 10.0) -> Acknowledger:
         made = Acknowledger(self.consumer_of, timeout_s, self.failures.append)
@@ -146,3 +146,23 @@ def test_stop_ends_in_time_when_the_broker_is_away(bench: Bench) -> None:
 
 def test_the_thread_never_keeps_a_process_alive(bench: Bench) -> None:
     assert bench.start()._thread.daemon
+
+
+def test_entries_of_a_partition_that_is_gone_are_dropped(bench: Bench) -> None:
+    acks = bench.start()
+    acks.submit(P2, entries(3))
+    acks.submit(P1, entries(2))
+    wait_until(lambda: not acks.waiting)
+    assert bench.consumers[P1].acknowledged == entries(2)
+    assert acks.acknowledged == 2
+    assert bench.failures == []
+
+
+def test_entries_that_wait_are_dropped_once_their_partition_is_gone(bench: Bench) -> None:
+    bench.away.set()
+    acks = bench.start()
+    acks.submit(P0, entries(3))
+    del bench.consumers[P0]
+    bench.away.clear()
+    wait_until(lambda: not acks.waiting)
+    assert bench.failures == []

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from helpers import block, ids
-from keyshard.core.admission import share_out, take_aligned
+from keyshard.core.admission import (
+    partition_rows_max,
+    share_out,
+    take_aligned,
+    waits_for_more,
+)
 from keyshard.core.entry import EntryBlock
 
 Received = list[tuple[EntryBlock, int]]
@@ -17,9 +22,10 @@ def take(
     bytes_max: int = 10**9,
     left_out: set[int] | None = None,
 ) -> tuple[Received, Received]:
-    return take_aligned(
-        received, rows_max, bytes_max, lambda b: (b.rows, b.payload_bytes), left_out or set()
-    )
+    def sizes(entry: EntryBlock) -> tuple[int, int, int]:
+        return entry.rows, entry.payload_bytes, 0
+
+    return take_aligned(received, (rows_max, bytes_max, 0), sizes, left_out or set())
 
 
 def places(received: Received) -> list[tuple[int, int]]:
@@ -101,3 +107,31 @@ def test_a_range_left_out_before_gets_nothing_extra_when_the_cut_reaches_it() ->
 def test_a_range_left_out_before_that_has_nothing_now_changes_nothing() -> None:
     received = [(block(1, 0), 0), (block(1, 1), 0)]
     assert places(take(received, rows_max=1, left_out={7})[0]) == [(0, 0)]
+
+
+def test_the_payload_limit_holds_beside_the_others() -> None:
+    received = [(block(1, entry, "k"), 0) for entry in range(5)]
+    taken, rest = take_aligned(received, (100, 100, 25), lambda _: (1, 1, 10), set())
+    assert (places(taken), places(rest)) == ([(0, 0), (1, 0)], [(2, 0), (3, 0), (4, 0)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "waited_s", "waits"), [(9, 1.0, True), (10, 1.0, False), (9, 5.0, False)]
+)
+def test_a_cut_waits_for_rows_but_not_for_ever(rows: int, waited_s: float, waits: bool) -> None:
+    assert waits_for_more(rows, 10, waited_s, 5.0) is waits
+
+
+def test_rows_held_of_a_partition_stay_below_what_the_broker_leaves_unacknowledged() -> None:
+    def rows(window: int, partitions: int, ranges: int = 10, **limits: int) -> int:
+        given = {"per_consumer": 50_000, "per_subscription": 200_000} | limits
+        return partition_rows_max(
+            window_rows_max=window, topic_partitions=partitions, ranges=ranges, queue=1_000, **given
+        )
+
+    assert rows(200_000, 5) == 40_000
+    assert rows(200_000, 1) == 49_000
+    assert rows(200_000, 1, ranges=180) == 20_000
+    assert rows(200_000, 1, per_consumer=0) == 190_000
+    assert rows(200_000, 1, per_consumer=0, per_subscription=0) == 200_000
+    assert rows(200_000, 1, per_consumer=10) == 1

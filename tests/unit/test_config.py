@@ -42,7 +42,8 @@ def test_defaults_are_valid_and_bounded() -> None:
     assert all(
         getattr(found, field.name) > 0
         for field in dataclasses.fields(found)
-        if field.name.endswith(("_max", "_ms", "_size")) and field.name != "batch_rows_max"
+        if field.name.endswith(("_max", "_ms", "_size"))
+        and field.name not in ("batch_rows_max", "batch_bytes_max")
     )
 
 
@@ -68,8 +69,12 @@ def test_a_non_persistent_topic_is_refused() -> None:
 LIMITS = {
     "parallelism": (1, 65_536),
     "batch_rows_max": (1, 10**9),
+    "batch_bytes_max": (1, 2**50),
+    "batch_rows_min": (1, 10**9),
+    "batch_delay_max_ms": (0, 86_400_000),
     "window_rows_max": (2, 10**9),
     "window_bytes_max": (MIB, 2**50),
+    "discovery_interval_ms": (10, 86_400_000),
     "subscribe_timeout_ms": (1, 3_600_000),
     "operation_timeout_ms": (1_000, 3_600_000),
     "replay_timeout_ms": (1, 3_600_000),
@@ -78,6 +83,8 @@ LIMITS = {
     "acknowledge_timeout_ms": (1_000, 86_400_000),
     "settle_after_ms": (1, 86_400_000),
     "checkpoint_bytes_max": (4_096, 2**30),
+    "available_now_timeout_ms": (1, 86_400_000),
+    "available_now_quiet_ms": (1, 3_600_000),
 }
 
 
@@ -115,7 +122,16 @@ def test_service_urls(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:6650", "http://a:8080", "pulsar://", "pulsar://a b", "pulsar://a,,b"]
+    "url",
+    [
+        "",
+        "localhost:6650",
+        "http://a:8080",
+        "pulsar://",
+        "pulsar://a b",
+        "pulsar://a,,b",
+        "pulsar://h:1\n",
+    ],
 )
 def test_a_wrong_service_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="service_url is") as caught:

@@ -27,6 +27,7 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
+from keyshard.core.layout import ROWS_PER_PARTITION_MIN
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -34,6 +35,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     CheckpointMismatchError,
     DataLossTrimmedError,
+    MisroutedError,
     RuntimeStoppedError,
     SubscriptionInUseError,
     TopicNotFoundError,
@@ -143,11 +145,26 @@ def test_nothing_is_acknowledged_before_its_release(bench: Bench) -> None:
 
 def test_every_range_has_rows_whatever_the_number_of_partitions(bench: Bench) -> None:
     source = config(bench.topic, parallelism=10)
+    for key in keys_of(10) * ROWS_PER_PARTITION_MIN:
+        bench.cluster.publish(bench.topic, Message(b"x:0", key=key))
+    with running(bench.cluster, source) as coordinator:
+        received(coordinator, 10 * ROWS_PER_PARTITION_MIN)
+        assert coordinator.plan(cut(coordinator)) == list(range(10))
+
+
+def test_a_small_batch_puts_several_ranges_into_one_partition_and_says_so(bench: Bench) -> None:
+    source = config(bench.topic, parallelism=10)
     for key in keys_of(10):
         bench.cluster.publish(bench.topic, Message(b"x:0", key=key))
     with running(bench.cluster, source) as coordinator:
         received(coordinator, 10)
-        assert coordinator.plan(cut(coordinator)) == list(range(10))
+        end = cut(coordinator)
+        assert coordinator.plan(end) == [0]
+        assert end.merged == 1
+        rows = rows_of(coordinator, end)
+    with running(bench.cluster, config(bench.topic, parallelism=3), end, planned=True) as again:
+        assert again.plan(end) == [0]
+        assert rows_of(again, end) == rows
 
 
 def test_reading_again_gives_the_same_rows(bench: Bench) -> None:
@@ -285,7 +302,7 @@ def test_acknowledgements_go_through_a_consumer_that_is_connected(bench: Bench) 
         received(coordinator, 40)
         end = cut(coordinator)
         for where in bench.where:
-            lane = coordinator._by_partition[where][0]
+            lane = coordinator._lanes.by_partition[where][0]
             assert isinstance(lane.consumer, MemoryConsumer)
             lane.consumer.drop()
         coordinator.release(end)
@@ -423,7 +440,7 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(bench: Bench) ->
             with pytest.raises(BrokerError) as caught:
                 call()
             assert caught.value is error
-        wait_until(lambda: not any(r._thread.is_alive() for r in coordinator._receivers))
+        wait_until(lambda: not any(r._thread.is_alive() for r in coordinator._lanes.receivers))
     finally:
         coordinator.stop()
 
@@ -640,6 +657,8 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "rowsReceived": 8,
             "windowRows": 8,
             "windowFill": status["windowFill"],
+            "keepsUpTriggerMillis": None,
+            "oldestUnacknowledgedMillis": status["oldestUnacknowledgedMillis"],
             "duplicatesDropped": 0,
             "misrouted": 0,
             "keyless": 0,
@@ -651,7 +670,57 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "plannedBatches": 1,
             "entriesAcknowledged": 0,
             "entriesToAcknowledge": 0,
+            "partitionsDiscovered": 0,
+            "partitionsGone": 0,
+            "discoveryError": "",
         }
         assert 0 < status["windowFill"] < 1
         coordinator.release(end)
         wait_until(lambda: coordinator.status()["entriesAcknowledged"])
+
+
+def test_a_cut_waits_for_the_fewest_rows_until_the_delay_is_over(bench: Bench) -> None:
+    bench.publish(3)
+    source = config(bench.topic, batch_rows_min=5, batch_delay_max_ms=60_000)
+    with running(bench.cluster, source) as coordinator:
+        received(coordinator, 3)
+        assert coordinator.cut() is None
+        bench.publish(2)
+        received(coordinator, 5)
+        assert coordinator.cut() is not None
+    late = config(bench.topic, batch_rows_min=100, batch_delay_max_ms=1)
+    with running(bench.cluster, late) as coordinator:
+        received(coordinator, 5)
+        wait_until(lambda: coordinator.cut() is not None)
+
+
+def test_a_full_window_does_not_wait_for_the_fewest_rows(bench: Bench) -> None:
+    bench.publish(40)
+    source = config(bench.topic, batch_rows_min=100, window_rows_max=8)
+    with running(bench.cluster, source) as coordinator:
+        wait_until(lambda: coordinator.cut() is not None)
+
+
+def mixed_batch(bench: Bench) -> None:
+    messages = [Message(b"x:0", key=key) for key in keys_of(4)]
+    bench.cluster.publish(bench.where[0], *messages, batching=Batching.MIXED)
+
+
+def test_a_misrouted_message_ends_the_source_when_it_should(bench: Bench) -> None:
+    mixed_batch(bench)
+    with (
+        running(bench.cluster, config(bench.topic, on_misrouted="fail")) as coordinator,
+        pytest.raises(MisroutedError, match=r"BatchingType\.KeyBased"),
+    ):
+        wait_until(lambda: coordinator.cut() is not None)
+    assert bench.backlog == 1
+
+
+def test_a_misrouted_message_is_counted_and_warned_of(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed_batch(bench)
+    with running(bench.cluster, bench.source) as coordinator:
+        wait_until(lambda: coordinator.cut() is not None)
+        assert coordinator.status()["misrouted"] == 3
+    assert "batches by default" in caplog.text

@@ -21,6 +21,10 @@ EVERYTHING = {
     "parallelism": "7",
     "startingOffsets": "earliest",
     "maxOffsetsPerTrigger": "500",
+    "maxBytesPerTrigger": "1000000",
+    "minOffsetsPerTrigger": "50",
+    "maxTriggerDelay": "2m",
+    "onMisrouted": "fail",
     "windowMaxRows": "3000",
     "windowMaxBytes": "2097152",
     "workerHost": "10.0.0.1",
@@ -28,6 +32,9 @@ EVERYTHING = {
     "settleAfterMillis": "5000",
     "maxCheckpointBytes": "10000",
     "failOnDataLoss": "false",
+    "operationTimeoutMillis": "5678",
+    "availableNowTimeoutMillis": "90123",
+    "partitionDiscoveryIntervalMillis": "2345",
 }
 
 
@@ -57,6 +64,10 @@ def test_every_option_reaches_its_field() -> None:
         parallelism=7,
         starting_position="earliest",
         batch_rows_max=500,
+        batch_bytes_max=1_000_000,
+        batch_rows_min=50,
+        batch_delay_max_ms=120_000,
+        on_misrouted="fail",
         window_rows_max=3_000,
         window_bytes_max=2_097_152,
         worker_host="10.0.0.1",
@@ -64,8 +75,45 @@ def test_every_option_reaches_its_field() -> None:
         settle_after_ms=5_000,
         checkpoint_bytes_max=10_000,
         fail_on_data_loss=False,
+        operation_timeout_ms=5_678,
+        available_now_timeout_ms=90_123,
+        discovery_interval_ms=2_345,
     )
-    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic"}
+    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic", "topicsPattern"}
+
+
+PATTERN = {
+    "topicsPattern": "acme/shop/order-\\d+,?",
+    "subscription": "billing",
+    "admin.url": "http://broker:8080",
+}
+
+
+def test_a_pattern_stands_for_topics_and_is_completed() -> None:
+    source = parse_options(PATTERN)
+    assert source.topics == ()
+    assert source.topics_pattern == "persistent://acme/shop/order-\\d+,?"
+
+
+@pytest.mark.parametrize("other", ["topic", "topics"])
+def test_only_one_of_topics_and_pattern_may_be_given(other: str) -> None:
+    assert refused({**PATTERN, other: "t"}) == f"Give only one of {other!r} and 'topicsPattern'."
+
+
+def test_a_pattern_needs_admin() -> None:
+    without = {name: value for name, value in PATTERN.items() if name != "admin.url"}
+    message = refused(without)
+    assert message.startswith("topicsPattern needs the admin REST interface")
+
+
+@pytest.mark.parametrize("pattern", ["(", "a/b", "persistent://a/b", "a/b/", "a*/b/c", ""])
+def test_a_bad_pattern_is_refused_by_its_name(pattern: str) -> None:
+    assert refused({**PATTERN, "topicsPattern": pattern}).startswith("topicsPattern ")
+
+
+def test_a_non_persistent_pattern_keeps_its_own_error() -> None:
+    with pytest.raises(NonPersistentTopicError):
+        parse_options({**PATTERN, "topicsPattern": "non-persistent://a/b/c"})
 
 
 def test_names_are_case_insensitive_as_in_spark() -> None:
@@ -155,7 +203,7 @@ def test_a_non_persistent_topic_keeps_its_own_error() -> None:
         parse_options({**MINIMAL, "topic": "non-persistent://a/b/c"})
 
 
-@pytest.mark.parametrize("options", [MINIMAL, EVERYTHING], ids=["minimal", "everything"])
+@pytest.mark.parametrize("options", [MINIMAL, EVERYTHING, PATTERN])
 def test_options_of_a_source_make_the_same_source(options: dict[str, str]) -> None:
     source = parse_options(options)
     assert parse_options(to_options(source)) == source
@@ -203,3 +251,23 @@ DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 @pytest.mark.skipif(not DOCS.exists(), reason="docs/options.md is not written yet")
 def test_the_docs_contain_the_table_as_it_is_now() -> None:
     assert options_table() in DOCS.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [
+        ("250", 250),
+        ("500ms", 500),
+        ("30s", 30_000),
+        ("15m", 900_000),
+        ("15 min", 900_000),
+        ("1H", 3_600_000),
+    ],
+)
+def test_a_delay_has_a_unit(text: str, milliseconds: int) -> None:
+    assert parse_options(MINIMAL | {"maxTriggerDelay": text}).batch_delay_max_ms == milliseconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "15 days", "-1s", "1.5m"])
+def test_a_wrong_delay_is_refused_with_an_example(text: str) -> None:
+    assert "write for example '30s'" in refused(MINIMAL | {"maxTriggerDelay": text})

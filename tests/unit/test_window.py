@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from helpers import P0, P1, P2, block, ids
@@ -33,8 +35,8 @@ def give(window: Window, *entries: int, where: TopicPartition = P0, index: int =
     window.validate()
 
 
-def cut(window: Window, rows_max: int | None = None) -> Checkpoint:
-    end = window.cut(rows_max)
+def cut(window: Window, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint:
+    end = window.cut(rows_max, payload_max)
     window.validate()
     assert end is not None
     return end
@@ -56,7 +58,7 @@ def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
     end = cut(window)
     batch = EntrySet.parse("1:0-2")
     assert end == Checkpoint(
-        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}
+        "c", "s", 4, {P0: PartitionCheckpoint(None, batch, batch, published_ms=1_000)}, merged=1
     )
     assert window.newest == end
     assert taken(window, end) == {P0: [(1, 0), (1, 1), (1, 2)]}
@@ -130,12 +132,13 @@ def test_an_entry_larger_than_the_limit_makes_a_batch_of_its_own() -> None:
     assert taken(window, cut(window, 1)) == {P0: [(1, 1)]}
 
 
-def test_partitions_take_turns_when_the_limit_is_smaller_than_their_number() -> None:
+def test_no_partition_with_data_is_left_out_of_two_cuts_in_a_row() -> None:
     window = window_of(P0, P1, P2)
     for topic_partition in (P0, P1, P2):
         give(window, *range(4), where=topic_partition)
-    turns = [next(iter(taken(window, cut(window, 1)))) for _ in range(6)]
-    assert set(turns[:3]) == set(turns[3:]) == {P0, P1, P2}
+    turns = [set(taken(window, cut(window, 1))) for _ in range(4)]
+    assert turns[0] == {P0}
+    assert all(first | second == {P0, P1, P2} for first, second in pairwise(turns))
 
 
 def test_a_range_left_out_of_one_cut_has_a_part_in_the_next() -> None:
@@ -341,3 +344,75 @@ def test_blocks_of_a_batch_are_the_received_ones() -> None:
     entry: EntryBlock = block(1, 0, "a", "b")
     window.receive(P0, 0, entry)
     assert window.batch(cut(window).batch_id).entries == {P0: [entry]}
+
+
+def test_a_dropped_partition_forgets_what_it_received_and_keeps_what_is_planned() -> None:
+    window = window_of(P0, P1)
+    give(window, 0, 1)
+    give(window, 5, where=P1)
+    end = cut(window)
+    give(window, 2, 3)
+    window.drop_partition(P0, gone=True)
+    window.validate()
+    assert window.partitions == (P1,)
+    assert window.received_rows == 0
+    assert taken(window, end) == {P0: [(1, 0), (1, 1)], P1: [(1, 5)]}
+    assert set(window.release(end)) == {P0, P1}
+    assert window.rows == 0
+    give(window, 6, where=P1)
+    assert set(cut(window).partitions) == {P1}, "what is gone leaves the checkpoint"
+
+
+def test_a_partition_that_is_only_not_consumed_any_more_stays_in_the_checkpoint() -> None:
+    window = window_of(P0, P1)
+    give(window, 0)
+    window.release(cut(window))
+    window.drop_partition(P0, gone=False)
+    give(window, 1, where=P1)
+    assert set(cut(window).partitions) == {P0, P1}
+
+
+def test_a_dropped_partition_that_is_added_again_knows_what_was_delivered() -> None:
+    window = window_of(P0, P1)
+    give(window, 0)
+    window.release(cut(window))
+    give(window, 1)
+    planned = cut(window)
+    window.drop_partition(P0, gone=True)
+    window.add_partition(P0)
+    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 1)) is Receipt.HELD
+    give(window, 2)
+    window.release(planned)
+    window.validate()
+
+
+def test_the_budget_is_shared_by_the_partitions_that_are_consumed() -> None:
+    window = window_of(P0, P1, rows_max=8)
+    give(window, 0, 1, 2, 3)
+    assert window.is_full(P0)
+    assert window.fill() == 1
+    window.drop_partition(P1, gone=True)
+    assert not window.is_full(P0)
+    assert window.fill() == 0.5
+    window.add_partition(P2)
+    assert window.is_full(P0)
+
+
+def test_a_cut_is_limited_by_payload() -> None:
+    window = window_of(P0)
+    give(window, 0, 1, 2, 3)
+    size = sum(b.payload_bytes for b, _ in window._partitions[P0].received)
+    first = cut(window, None, size // 2)
+    assert taken(window, first) == {P0: [(1, 0), (1, 1)]}
+
+
+def test_the_oldest_row_held_is_received_or_planned() -> None:
+    window = window_of(P0)
+    assert window.oldest_published_ms() is None
+    give(window, 0)
+    assert window.oldest_published_ms() == 1_000
+    end = cut(window)
+    assert window.oldest_published_ms() == 1_000
+    window.release(end)
+    assert window.oldest_published_ms() is None

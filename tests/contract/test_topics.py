@@ -1,0 +1,111 @@
+"""Contract: topics that grow and are deleted, and what the admin interface says of them."""
+
+from __future__ import annotations
+
+import pytest
+from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
+
+from keyshard.broker.memory import Message
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.errors import BrokerError
+
+
+def namespace_of(topic: str) -> tuple[str, str]:
+    tenant, namespace, _ = topic.removeprefix("persistent://").split("/")
+    return tenant, namespace
+
+
+def test_new_partitions_have_the_subscription_from_their_beginning(harness: Harness) -> None:
+    topic, broker = harness.create_topic(partitions=2), harness.broker()
+    for where in broker.partitions(topic):
+        subscribe(broker, where)
+    harness.grow_topic(topic, 3)
+    assert broker.partitions(topic) == tuple(TopicPartition(topic, i) for i in range(3))
+    assert harness.admin().partition_count(topic) == 3
+    new = TopicPartition(topic, 2)
+    harness.publish(new.name, [Message(b"early", key="k")])
+    assert receive([subscribe(broker, new)], 1).values == [b"early"]
+
+
+def test_partition_counts_tell_missing_plain_and_partitioned_apart(harness: Harness) -> None:
+    admin = harness.admin()
+    assert admin.partition_count(harness.create_topic(partitions=4)) == 4
+    assert admin.partition_count(harness.create_topic()) == 0
+    assert admin.partition_count("persistent://public/default/contract-missing") is None
+
+
+def test_the_topics_of_a_namespace_come_without_their_partitions(harness: Harness) -> None:
+    mine = {harness.create_topic(partitions=2), harness.create_topic()}
+    found = harness.admin().topics(*namespace_of(min(mine)))
+    assert mine <= found
+    assert not any(name.endswith("-partition-0") for name in found)
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+def test_consumers_bring_a_deleted_topic_back_and_the_rest_can_be_removed(
+    harness: Harness, partitions: int
+) -> None:
+    topic, broker, admin = harness.create_topic(partitions), harness.broker(), harness.admin()
+    wheres = broker.partitions(topic)
+    harness.publish(topic, [Message(b"%d" % i, key=f"k{i}") for i in range(20)])
+    consumers = [subscribe(broker, where, part) for where in wheres for part in split_ring(2)]
+    assert len(receive(consumers, 20).values) == 20
+    created = admin.created(wheres[0])
+    assert not any(admin.remove_leftover(where, SUBSCRIPTION) for where in wheres), "in use"
+
+    harness.delete_topic(topic)
+    wait_until(lambda: all(consumer.is_connected() for consumer in consumers))
+    wait_until(lambda: all(admin.subscription(where, SUBSCRIPTION) for where in wheres))
+    assert broker.partitions(topic) == (TopicPartition(topic),), "its metadata is gone for good"
+    assert admin.created(wheres[0]) != created
+    assert admin.partition_count(topic) == (0 if not partitions else None)
+    assert [harness.backlog(where) for where in wheres] == [0] * len(wheres)
+    for consumer in consumers:
+        consumer.close()
+    for where in wheres:
+        assert admin.remove_leftover(where, "other") is False, "it is not ours"
+        assert admin.remove_leftover(where, SUBSCRIPTION) is True
+        assert admin.remove_leftover(where, SUBSCRIPTION) is True, "idempotent"
+        assert admin.subscription(where, SUBSCRIPTION) is None
+        with pytest.raises(BrokerError):
+            admin.created(where)
+    assert admin.partition_count(topic) is None
+
+
+def test_a_leftover_that_holds_messages_stays(harness: Harness) -> None:
+    topic, broker, admin = harness.create_topic(), harness.broker(), harness.admin()
+    where = TopicPartition(topic)
+    subscribe(broker, where).close()
+    harness.publish(topic, [Message(b"kept", key="k")])
+    harness.close_producers()
+    assert admin.remove_leftover(where, SUBSCRIPTION) is False
+    assert harness.backlog(where) == 1
+
+
+def test_a_leftover_with_another_subscription_stays(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    subscribe(broker, where).close()
+    assert harness.admin().remove_leftover(where, "another") is False
+    assert harness.admin().remove_leftover(where, SUBSCRIPTION) is True
+
+
+def test_the_creation_time_outlives_a_change_of_the_broker(harness: Harness) -> None:
+    topic, admin = harness.create_topic(), harness.admin()
+    harness.publish(topic, [Message(b"x", key="k")])
+    created = admin.created(TopicPartition(topic))
+    harness.roll_ledger(TopicPartition(topic))
+    harness.publish(topic, [Message(b"y", key="k")])
+    assert admin.created(TopicPartition(topic)) == created
+
+
+def test_statistics_name_backlog_and_consumers(harness: Harness) -> None:
+    topic, broker, admin = harness.create_topic(), harness.broker(), harness.admin()
+    where = TopicPartition(topic)
+    assert admin.subscription(where, SUBSCRIPTION) is None
+    consumer = subscribe(broker, where)
+    harness.publish(topic, [Message(b"x", key="k")])
+    receive([consumer], 1)
+    stats = admin.subscription(where, SUBSCRIPTION)
+    assert stats is not None
+    assert (stats["msgBacklog"], len(stats["consumers"])) == (1, 1)

@@ -1,0 +1,189 @@
+"""Triggers and shapes of queries: what is served exactly, and what is refused by name."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from keyshard.devbroker import DevBroker
+from spark_process import eventually
+from spark_topic import SparkTopic, ended, failed, in_order
+
+pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def topic(dev_broker: DevBroker, topic_name: str, tmp_path: Path) -> SparkTopic:
+    return SparkTopic(dev_broker, topic_name, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_query_left(spark: SparkSession) -> Iterator[None]:
+    yield
+    for query in spark.streams.active:
+        query.stop()
+
+
+def test_available_now_ends_at_its_target_under_an_endless_producer(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    topic.produce(3_000)
+    before, stop = set(topic.sent), threading.Event()
+
+    def endless() -> None:
+        while not stop.is_set():
+            topic.produce(200)
+
+    producer = threading.Thread(target=endless)
+    query = topic.start(topic.rows(spark, maxOffsetsPerTrigger="1500"))
+    try:
+        # The targets are frozen before the first row is seen; what follows comes too late.
+        eventually(lambda: bool(topic.seen), 60, "a first batch")
+        producer.start()
+        ended(query)
+    finally:
+        stop.set()
+        producer.join()
+    assert set(topic.values()) == before
+    assert set(topic.values().values()) == {1}
+    assert all(map(in_order, topic.seen))
+    assert len(topic.seen) > 1
+    assert topic.backlog() == len(topic.sent) - len(before)
+
+
+def test_available_now_serves_late_data_empty_partitions_and_foreign_acknowledgements(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    topic.produce(400, keys=1)  # one of three partitions has data
+    ended(topic.start(topic.rows(spark)))
+    assert topic.backlog() == 0
+    assert len(topic.values()) == 400
+    ended(topic.start(topic.rows(spark)))  # nothing new
+    topic.produce(100, keys=1)
+    ended(topic.start(topic.rows(spark)))
+    assert set(topic.values()) == set(topic.sent)
+    topic.produce(30, keys=1)
+    (where,) = [i for i in range(3) if topic.backlog_of(i)]
+    topic.skip(where, 30)
+    began = time.monotonic()
+    ended(topic.start(topic.rows(spark)))
+    print(f"\na run with nothing but foreign acknowledgements: {time.monotonic() - began:.1f} s")
+    assert set(topic.values()) == set(topic.sent[:500])
+    assert set(topic.values().values()) == {1}
+    assert topic.backlog() == 0
+
+
+def test_available_now_without_admin_url(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(300)
+    ended(topic.start(topic.rows(spark, admin_url="")))
+    assert set(topic.values()) == set(topic.sent)
+    assert topic.backlog() == 0
+
+
+def test_a_self_union_gives_each_row_twice_in_order(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(500)
+    rows = topic.rows(spark)
+    one = rows.selectExpr("value", "__key", "1 as side")
+    two = rows.selectExpr("value", "__key", "2 as side")
+    sides: dict[int, list[tuple[str, str]]] = {1: [], 2: []}
+
+    def look(batch: DataFrame, _number: int) -> None:
+        for row in batch.collect():
+            sides[row["side"]].append((row["__key"], row["value"].decode()))
+
+    query = (
+        one.union(two)
+        .writeStream.foreachBatch(look)
+        .option("checkpointLocation", str(topic.checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    ended(query)
+    assert sides[1] == sides[2]
+    assert sorted(value for _, value in sides[1]) == sorted(topic.sent)
+    assert in_order(sides[1])
+    assert topic.backlog() == 0
+
+
+def test_two_actions_of_foreach_batch_read_the_same_rows_in_the_same_order(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    topic.produce(500)
+
+    def twice(batch: DataFrame, number: int) -> None:
+        topic.note(batch, number)
+        topic.note(batch, number)
+
+    ended(topic.start(topic.rows(spark, maxOffsetsPerTrigger="200"), twice))
+    assert topic.seen[::2] == topic.seen[1::2]
+    assert len(topic.seen) >= 6
+    assert topic.values() == dict.fromkeys(topic.sent, 2)
+
+
+def test_a_self_join_and_a_second_query_name_the_other_side(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    topic.produce(10)
+    rows = topic.rows(spark, subscribeTimeoutMillis="2000")
+    left, right = rows.alias("left"), rows.alias("right")
+    joined = left.join(right, "__key").select("left.value", "left.__key")
+    message = failed(topic.start(joined, checkpoint=f"{topic.checkpoint}-join"))
+    assert "[KEYSHARD_SUBSCRIPTION_IN_USE]" in message
+
+    first = topic.start(rows, trigger={"processingTime": "0 seconds"})
+    eventually(lambda: bool(topic.seen), 60, "a first batch")
+    began = time.monotonic()
+    message = failed(topic.start(rows, checkpoint=f"{topic.checkpoint}-second"))
+    took = time.monotonic() - began
+    assert "[KEYSHARD_SUBSCRIPTION_IN_USE]" in message
+    assert "is in use by /127.0.0.1:" in message
+    print(f"\na second query is refused after {took:.1f} s")
+    assert took < 17, "the default of 20 s was used"
+    assert first.isActive
+    first.stop()
+
+
+def test_once_is_refused(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(10)
+    message = failed(topic.start(topic.rows(spark), trigger={"once": True}))
+    assert "[KEYSHARD_UNSUPPORTED_TRIGGER]" in message
+    assert "availableNow" in message
+    assert topic.acknowledged() == [], "it subscribed"
+
+
+def test_async_progress_is_refused_before_anything_is_acknowledged(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    topic.produce(600)
+    query = (
+        topic.rows(spark, maxOffsetsPerTrigger="100")
+        .writeStream.format("noop")
+        .option("asyncProgressTrackingEnabled", "true")
+        .option("checkpointLocation", str(topic.checkpoint))
+        .start()
+    )
+    message = failed(query)
+    assert "[KEYSHARD_ASYNC_PROGRESS]" in message
+    assert "asyncProgressTrackingEnabled" in message
+    assert topic.backlog() == 600
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_real_time_mode_is_refused_by_spark_itself(
+    spark: SparkSession, topic: SparkTopic, check: str
+) -> None:
+    # Spark asks no Python source whether it supports this mode: it names those that do.
+    spark.conf.set("spark.sql.streaming.realTimeMode.allowlistCheck", check)
+    writer = topic.rows(spark).writeStream.format("memory").outputMode("update")
+    writer = writer.queryName(topic.name.replace("-", "_")).trigger(realTime="5 seconds")
+    writer = writer.option("checkpointLocation", str(topic.checkpoint))
+    with pytest.raises(PySparkException) as caught:
+        writer.start().awaitTermination(30)
+    print(f"\n{caught.value}"[:300])
+    assert "STREAMING_REAL_TIME_MODE" in str(caught.value)

@@ -1,0 +1,276 @@
+"""Bounded runs on the in-memory broker: exactly what was published before they began."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from helpers import config, keys_of, rows_of
+from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, MemoryConsumer, Message
+from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.port import StartPosition
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.target import CursorState
+from keyshard.errors import AvailableNowTimeoutError
+from keyshard.runtime.coordinator import Coordinator
+
+KEYS = keys_of(4)
+QUIET_MS = 400
+
+
+class CursorAdmin(MemoryAdmin):
+    """The admin interface of an in-memory cluster, as far as cursors go."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.cluster_of_memory = cluster
+
+    def cursor(self, where: TopicPartition, subscription: str) -> CursorState | None:
+        cluster = self.cluster_of_memory
+        with cluster.lock:
+            cursor = cluster._subscriptions[where, subscription].cursor
+            ids = cluster.log(where)._ids
+            mark_delete = ids[cursor.mark_delete] if cursor.mark_delete >= 0 else EntryId(0, -1)
+            return CursorState(mark_delete, EntrySet.of(ids[i] for i in cursor.acked))
+
+
+class Bench:
+    """A topic of three partitions, the last of them always empty."""
+
+    def __init__(self, **cluster: object) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=30, **cluster)  # type: ignore[arg-type]
+        self.topic = self.cluster.create_topic("orders", partitions=3)
+        self.where = self.cluster.partitions(self.topic)
+        self.count = 0
+
+    def publish(self, count: int, partitions: int = 2) -> list[str]:
+        values = []
+        for _ in range(count):
+            value = f"{KEYS[self.count % 4]}:{self.count}"
+            message = Message(value.encode(), key=KEYS[self.count % 4])
+            self.cluster.publish(self.where[self.count % partitions], message)
+            self.count += 1
+            values.append(value)
+        return values
+
+    @property
+    def backlog(self) -> int:
+        return sum(self.cluster.backlog(where, "unit") for where in self.where)
+
+    def source(self, **changes: object) -> SourceConfig:
+        fields = {"available_now_timeout_ms": 20_000, "available_now_quiet_ms": QUIET_MS}
+        return config(self.topic, **fields | changes)
+
+
+@contextmanager
+def bounded(
+    bench: Bench,
+    source: SourceConfig | None = None,
+    checkpoint: Checkpoint | None = None,
+    admin: CursorAdmin | None = None,
+) -> Iterator[Coordinator]:
+    source = source or bench.source()
+    coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster), admin)
+    coordinator.start(checkpoint, available_now=True)
+    try:
+        yield coordinator
+    finally:
+        coordinator.stop()
+        bench.cluster.validate()
+
+
+def run(coordinator: Coordinator, rows_max: int | None = None) -> list[str]:
+    """All rows of a bounded run, as a host takes them."""
+    got: list[str] = []
+    while (end := coordinator.cut_available(rows_max)) is not None:
+        got += [
+            row["value"].decode() for part in rows_of(coordinator, end).values() for row in part
+        ]
+        coordinator.release(end)
+    return got
+
+
+@pytest.fixture(params=[False, True], ids=["client only", "admin"])
+def with_admin(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def admin_of(bench: Bench, wanted: bool) -> CursorAdmin | None:
+    return CursorAdmin(bench.cluster) if wanted else None
+
+
+def test_a_run_ends_with_what_was_there_when_it_began(with_admin: bool) -> None:
+    bench = Bench()
+    before = bench.publish(100)
+    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+        bench.publish(50)
+        assert sorted(run(coordinator, 30)) == sorted(before)
+        assert coordinator.cut_available() is None
+        assert bench.backlog == 50
+
+
+def test_an_empty_topic_ends_at_once(with_admin: bool) -> None:
+    bench = Bench()
+    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+        assert run(coordinator) == []
+
+
+def test_markers_and_the_ends_of_ledgers_are_not_waited_for(with_admin: bool) -> None:
+    bench = Bench()
+    before = bench.publish(20)
+    for where in bench.where:
+        bench.cluster.publish_marker(where)
+    before += bench.publish(40)
+    bench.cluster.roll_ledger(bench.where[0])
+    for where in bench.where:
+        bench.cluster.publish_marker(where)
+        bench.cluster.publish_marker(where)
+    # With nothing quiet for an hour: the Reader alone decides.
+    source = bench.source(available_now_quiet_ms=3_600_000)
+    with bounded(bench, source, admin=admin_of(bench, with_admin)) as coordinator:
+        assert sorted(run(coordinator, 25)) == sorted(before)
+    assert bench.backlog == 0
+
+
+def test_a_subscription_that_begins_behind_the_data_has_nothing_to_wait_for(
+    with_admin: bool,
+) -> None:
+    bench = Bench()
+    bench.publish(30)
+    source = bench.source(starting_position="latest")
+    with bounded(bench, source, admin=admin_of(bench, with_admin)) as coordinator:
+        assert run(coordinator) == []
+
+
+def test_what_somebody_else_acknowledged_is_not_waited_for(with_admin: bool) -> None:
+    bench = Bench()
+    values = bench.publish(40)
+    bench.cluster.publish(bench.where[0], Message(b"tail", key=KEYS[0]))
+    with bench.cluster.lock:
+        log = bench.cluster.log(bench.where[0])
+        other = bench.cluster.open_subscription(bench.where[0], "unit", StartPosition.EARLIEST)
+        other.acknowledge([3, 7, len(log) - 1])
+    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+        got = run(coordinator)
+    assert sorted(got) == sorted(set(values) - {values[6], values[14]})
+    assert bench.backlog == 0
+
+
+def test_a_restart_goes_on_and_takes_a_new_target(with_admin: bool) -> None:
+    bench = Bench()
+    first = bench.publish(60)
+    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+        assert sorted(run(coordinator)) == sorted(first)
+        end = coordinator.newest
+    second = bench.publish(44, partitions=3)
+    with bounded(bench, checkpoint=end, admin=admin_of(bench, with_admin)) as coordinator:
+        assert sorted(run(coordinator)) == sorted(second)
+    assert bench.backlog == 0
+
+
+@pytest.mark.parametrize("queue", [3, 50])
+def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
+    queue: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyshard.runtime.available_now.ROWS_BEHIND_MAX", 20)
+    monkeypatch.setattr("keyshard.runtime.available_now.REST_S", (0.05, 0.4))
+    bench = Bench(look_ahead=LookAhead(20, 80))
+    before = bench.publish(400)
+    source = bench.source(receiver_queue_size=queue, window_rows_max=60)
+    stop = threading.Event()
+
+    def produce() -> None:
+        while not stop.is_set():
+            bench.publish(5)
+            stop.wait(0.002)
+
+    with bounded(bench, source) as coordinator:
+        producer = threading.Thread(target=produce)
+        producer.start()
+        try:
+            got = run(coordinator)
+        finally:
+            stop.set()
+            producer.join()
+    assert sorted(got) == sorted(before)
+    assert bench.backlog == bench.count - len(before)
+
+
+def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keyshard.runtime.available_now.ROWS_BEHIND_MAX", 5)
+    monkeypatch.setattr("keyshard.runtime.available_now.REST_S", (0.05, 0.4))
+    bench = Bench()
+    before = bench.publish(8, partitions=1)
+    waiting: list[MemoryConsumer] = []
+    receive = MemoryConsumer.receive
+
+    def without_one(consumer: MemoryConsumer, timeout_ms: int) -> list[EntryBlock]:
+        """An entry before the target waits at the broker until its range subscribes again."""
+        blocks = receive(consumer, timeout_ms)
+        late = [block for block in blocks if block.values == [before[2].encode()]]
+        waiting.extend([consumer] if late and not waiting else [])
+        return [block for block in blocks if block not in late or consumer not in waiting]
+
+    monkeypatch.setattr(MemoryConsumer, "receive", without_one)
+    with bounded(bench, admin=CursorAdmin(bench.cluster)) as coordinator:
+        bench.publish(60, partitions=1)
+        assert sorted(run(coordinator)) == sorted(before)
+    assert waiting
+    assert bench.backlog == 60
+
+
+def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:
+    bench = Bench()
+    before = bench.publish(20)
+    admin = CursorAdmin(bench.cluster)
+    with bounded(bench, admin=admin) as coordinator:
+        got: list[str] = []
+        while not got:
+            end = coordinator.cut_available()
+            assert end is not None
+            got = [r["value"].decode() for part in rows_of(coordinator, end).values() for r in part]
+        with coordinator._lock:  # as if the broker had lost them in a crash
+            coordinator._window.release(end)
+        assert coordinator.cut_available() is None
+    assert sorted(got) == sorted(before)
+    assert bench.backlog == 0
+
+
+def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
+    bench = Bench()
+    bench.publish(1)
+    source = bench.source(available_now_timeout_ms=1_000)
+    admin = CursorAdmin(bench.cluster)
+    with bounded(bench, source, admin=admin) as coordinator:
+        end = coordinator.cut_available()
+        assert end is not None
+        # The host never says that the batch is committed.
+        with pytest.raises(AvailableNowTimeoutError, match="a planned batch is not committed"):
+            coordinator.cut_available()
+
+
+def test_an_entry_that_nobody_delivers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.publish(1)
+
+    def receive(*_: object) -> list[EntryBlock]:
+        threading.Event().wait(0.01)
+        return []
+
+    monkeypatch.setattr(MemoryConsumer, "receive", receive)
+    source = bench.source(available_now_timeout_ms=1_000)
+    with (
+        bounded(bench, source, admin=CursorAdmin(bench.cluster)) as coordinator,
+        pytest.raises(AvailableNowTimeoutError) as caught,
+    ):
+        coordinator.cut_available()
+    assert str(caught.value).startswith("[KEYSHARD_AVAILABLE_NOW_TIMEOUT]")
+    assert f"of {bench.where[0]}" in str(caught.value.facts["missing"])

@@ -1,0 +1,270 @@
+"""Topics that come, grow and go while a source runs, on the in-memory broker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers import received, wait_until
+from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.core.entry import TopicPartition
+from keyshard.errors import (
+    AdminError,
+    BrokerError,
+    BrokerUnavailableError,
+    SubscriptionInUseError,
+)
+from topic_world import PREFIX, World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.cluster.validate()
+
+
+def test_a_topic_filled_before_it_is_found_is_read_from_its_beginning(world: World) -> None:
+    world.cluster.create_topic("a-1", 2)
+    world.publish("a-1", 3)
+    with world.running(world.matching("a-.*", starting_position="latest")) as coordinator:
+        for name, partitions in (("a-2", 3), ("a-3", 0), ("b-1", 2), ("__a-4", 0)):
+            world.cluster.create_topic(name, partitions)
+        before = world.sent.copy()
+        for name in ("a-1", "a-2", "a-3"):
+            world.publish(name, 8)
+        coordinator.discovery.round()
+        received(coordinator, 8 * (2 + 3 + 1))
+        world.take(coordinator)
+        assert world.got == world.sent - before
+        assert coordinator.status()["topicPartitions"] == 6
+        assert coordinator.status()["partitionsDiscovered"] == 4
+        wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
+        assert world.backlog("a-2") == world.backlog("a-3") == 0
+
+
+def test_the_thread_finds_topics_by_itself(world: World) -> None:
+    with world.running(world.matching(".*", discovery_interval_ms=10)) as coordinator:
+        assert coordinator.status()["topicPartitions"] == 0
+        world.cluster.create_topic("late", 2)
+        world.publish("late", 4)
+        received(coordinator, 8)
+
+
+def test_partitions_that_grow_are_read_from_their_beginning(world: World) -> None:
+    world.cluster.create_topic("t", 5)
+    with world.running(world.source("t", receive_threads=3)) as coordinator:
+        world.cluster.grow_topic(PREFIX + "t", 8)
+        world.publish("t", 5)
+        coordinator.discovery.round()
+        received(coordinator, 40)
+        world.take(coordinator)
+        assert world.got == world.sent
+        assert coordinator.status()["topicPartitions"] == 8
+        assert len(coordinator._lanes.receivers) == 3
+        assert [r.lanes for r in coordinator._lanes.receivers] == [11, 11, 10]
+        wait_until(lambda: world.backlog("t") == 0)
+
+
+def test_threads_grow_with_the_lanes_up_to_their_limit(world: World) -> None:
+    source = world.matching(".*", parallelism=1, receive_threads=2)
+    with world.running(source) as coordinator:
+        for count in range(4):
+            receivers = coordinator._lanes.receivers
+            assert len(receivers) == min(count, 2)
+            world.cluster.create_topic(f"t-{count}")
+            coordinator.discovery.round()
+        assert [r.lanes for r in coordinator._lanes.receivers] == [2, 2]
+
+
+@pytest.mark.parametrize("partitions", [0, 3])
+def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partitions: int) -> None:
+    world.cluster.create_topic("gone", partitions)
+    world.cluster.create_topic("stays", 2)
+    with world.running(world.source(["gone", "stays"])) as coordinator:
+        world.publish("gone", 4)
+        world.publish("stays", 4)
+        received(coordinator, world.sent.total())
+        planned = coordinator.cut(4)
+        assert planned is not None
+        world.cluster.delete_topic(PREFIX + "gone")
+        assert len(world.names()) == 1 + max(1, partitions), "our reconnects brought it back"
+        coordinator.discovery.round()
+        assert world.names() == {"stays"}
+        assert coordinator.status()["topicPartitions"] == 2
+        assert coordinator.status()["partitionsGone"] == max(1, partitions)
+        world.read(coordinator, planned)
+        assert world.got.total() == 4, "what was planned is delivered from memory"
+        coordinator.release(planned)
+        wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
+        coordinator._window.validate()
+        end = world.take(coordinator)
+        assert coordinator.cut() is None, "what was only received of it is forgotten"
+        assert {where.topic for where in end.partitions} == {PREFIX + "stays"}
+        world.publish("stays", 3)
+        received(coordinator, world.sent.total())
+        world.take(coordinator)
+        assert {v for v in world.sent if "stays" in v} <= set(world.got)
+        assert max(world.got.values()) == 1
+        for _ in range(4):
+            coordinator.discovery.round()
+        assert world.names() == {"stays"}
+
+
+@pytest.mark.parametrize("partitions", [0, 3])
+def test_a_topic_that_comes_back_is_read_from_its_beginning(world: World, partitions: int) -> None:
+    world.cluster.create_topic("t", partitions)
+    world.publish("t", 2)
+    with world.running(world.source("t")) as coordinator:
+        received(coordinator, world.sent.total())
+        world.take(coordinator)
+        world.cluster.delete_topic(PREFIX + "t")
+        coordinator.discovery.round()
+        assert world.names() == set()
+        world.cluster.create_topic("t", partitions)
+        world.publish("t", 2)
+        coordinator.discovery.round()
+        received(coordinator, world.sent.total())
+        world.take(coordinator)
+        assert world.got == world.sent
+        wait_until(lambda: world.backlog("t") == 0)
+
+
+def test_a_topic_that_somebody_else_writes_to_again_is_kept(world: World) -> None:
+    world.cluster.create_topic("t")
+    with world.running(world.source("t")) as coordinator:
+        world.cluster.delete_topic(PREFIX + "t")
+        world.publish("t", 5)
+        coordinator.discovery.round()
+        assert world.names() == {"t"}
+        received(coordinator, 5)
+        wait_until(lambda: coordinator.status()["windowRows"] == 5)
+        world.take(coordinator)
+        assert world.got == world.sent
+
+
+def test_fewer_partitions_after_a_new_creation(world: World) -> None:
+    world.cluster.create_topic("t", 3)
+    with world.running(world.source("t")) as coordinator:
+        for client in world.cluster._clients:
+            client.drop()
+        world.cluster.delete_topic(PREFIX + "t")
+        world.cluster.create_topic("t", 2)
+        for client in world.cluster._clients:
+            client.reconnect()
+        world.publish("t", 4)
+        coordinator.discovery.round()
+        received(coordinator, 8)
+        assert coordinator.status()["topicPartitions"] == 2
+        assert world.names() == {"t"}
+
+
+def test_without_admin_growth_and_deletion_of_partitioned_topics_are_seen(world: World) -> None:
+    world.cluster.create_topic("t", 2)
+    world.cluster.create_topic("other", 2)
+    with world.running(world.source(["t", "other"]), admin=False) as coordinator:
+        world.cluster.delete_topic(PREFIX + "t")
+        world.cluster.grow_topic(PREFIX + "other", 3)
+        world.publish("other", 2)
+        for _ in range(5):
+            coordinator.discovery.round()
+        received(coordinator, 6)
+        assert coordinator.status()["topicPartitions"] == 3
+        assert PREFIX + "t" not in world.cluster.topics(), "not even as a topic without partitions"
+
+
+class Flaky(MemoryAdmin):
+    """Fails as often as it is told."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.errors: list[BrokerError] = []
+
+    def partition_count(self, topic: str) -> int | None:
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().partition_count(topic)
+
+
+def test_a_round_that_fails_is_visible_and_made_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.admin = flaky = Flaky(world.cluster)
+    world.cluster.create_topic("t", 2)
+    with world.running(world.source("t", discovery_interval_ms=10)) as coordinator:
+        away = threading.Event()
+
+        class Away(list[BrokerError]):
+            def __bool__(self) -> bool:
+                return not away.is_set()
+
+            def pop(self, *_: Any) -> BrokerError:
+                return BrokerUnavailableError("the interface is away")
+
+        flaky.errors = Away()
+        with caplog.at_level(logging.WARNING, "keyshard.runtime.discovery"):
+            wait_until(lambda: "is away" in coordinator.status()["discoveryError"])
+        assert len([r for r in caplog.records if "is away" in r.message]) == 1
+        world.cluster.grow_topic(PREFIX + "t", 3)
+        world.publish("t", 2)
+        received(coordinator, 4)
+        coordinator.check()
+        away.set()
+        received(coordinator, 6)
+        wait_until(lambda: coordinator.status()["discoveryError"] == "")
+
+
+def test_one_topic_that_fails_does_not_keep_the_others_waiting(world: World) -> None:
+    for name in ("a", "b"):
+        world.cluster.create_topic(name, 2)
+    world.admin = flaky = Flaky(world.cluster)
+    with world.running(world.source(["a", "b"])) as coordinator:
+        world.cluster.grow_topic(PREFIX + "b", 3)
+        flaky.errors = [AdminError("refused")]
+        with pytest.raises(AdminError):
+            coordinator.discovery.round()
+        assert coordinator.status()["topicPartitions"] == 5
+
+
+def test_a_new_topic_whose_ranges_are_taken_is_tried_again(world: World) -> None:
+    source = world.matching(".*", subscribe_timeout_ms=20)
+    with world.running(source) as coordinator:
+        world.cluster.create_topic("a-taken")
+        world.cluster.create_topic("b-free")
+        with world.running(world.source("a-taken")):
+            with pytest.raises(SubscriptionInUseError):
+                coordinator.discovery.round()
+            coordinator.check()
+            assert coordinator.status()["topicPartitions"] == 1, "the other one is consumed"
+        world.publish("a-taken", 2)
+        coordinator.discovery.round()
+        received(coordinator, 2)
+
+
+def test_an_unforeseen_error_ends_the_source(world: World) -> None:
+    class Broken(MemoryAdmin):
+        def created(self, topic_partition: TopicPartition) -> str:
+            return super().created(topic_partition)
+
+        def partition_count(self, topic: str) -> int | None:
+            if threading.current_thread().name == "keyshard-discovery":
+                raise RuntimeError("a bug")
+            return super().partition_count(topic)
+
+    world.admin = Broken(world.cluster)
+    world.cluster.create_topic("t")
+    with world.running(world.source("t", discovery_interval_ms=10)) as coordinator:
+
+        def ended() -> bool:
+            try:
+                coordinator.check()
+            except Exception as exc:  # noqa: BLE001 - whatever it is
+                return "Discovery ended unexpectedly" in str(exc)
+            return False
+
+        wait_until(ended)

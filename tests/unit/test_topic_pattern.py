@@ -1,0 +1,50 @@
+"""Which topics a pattern means."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.topic_pattern import TopicPattern
+from keyshard.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("orders-.*", "persistent://public/default/orders-.*"),
+        (" a|b ", "persistent://public/default/a|b"),
+        ("acme/shop/.*", "persistent://acme/shop/.*"),
+        ("persistent://acme/shop/x", "persistent://acme/shop/x"),
+    ],
+)
+def test_the_short_forms_are_completed(text: str, full: str) -> None:
+    assert TopicPattern.parse(text).text == full
+    assert TopicPattern.parse(full) == TopicPattern.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "topic", "expected"),
+    [
+        ("orders", "persistent://public/default/orders", True),
+        ("order", "persistent://public/default/orders", False),
+        ("rders", "persistent://public/default/orders", False),
+        ("a|orders", "persistent://public/default/orders", True),
+        ("a|orders", "persistent://public/default/abc", False),
+        (".*", "persistent://public/other/orders", False),
+        (".*", "persistent://other/default/orders", False),
+        (".*", "non-persistent://public/default/orders", False),
+        (".*", "persistent://public/default/__change_events", False),
+        (".*", "persistent://public/default/orders-partition-3", False),
+        ("acme/my.shop/t", "persistent://acme/myxshop/t", False),
+        ("acme/my.shop/t", "persistent://acme/my.shop/t", True),
+    ],
+)
+def test_a_pattern_matches_whole_names_of_one_namespace(
+    pattern: str, topic: str, expected: bool
+) -> None:
+    assert TopicPattern.parse(pattern).matches(topic) is expected
+
+
+def test_what_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no regular expression"):
+        TopicPattern.parse("orders-[")
