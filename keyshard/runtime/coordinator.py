@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,34 +21,30 @@ import pyarrow as pa
 
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
-from keyshard.core.admission import partition_rows_max, waits_for_more
+from keyshard.core.admission import waits_for_more
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.layout import Located, lay_out
 from keyshard.core.settling import Proofs
-from keyshard.core.window import Batch, Budget, Receipt, Window
+from keyshard.core.window import Receipt, Window
 from keyshard.errors import (
-    BatchReleasedError,
-    BatchUnknownError,
     KeyShardError,
     RuntimeStoppedError,
 )
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.audit import audit, check_belongs
 from keyshard.runtime.available_now import AvailableNow, last_entries
+from keyshard.runtime.budget import window_budget
 from keyshard.runtime.discovery import Discovery
 from keyshard.runtime.lanes import Lanes
+from keyshard.runtime.layouts import Layouts
 from keyshard.runtime.receiver import Lane, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.settler import Settler
-from keyshard.runtime.subscribe import Admin, reopen_lane, unacknowledged_limits
+from keyshard.runtime.subscribe import Admin, reopen_lane
 from keyshard.runtime.topics import Catalog, look, warn_of_existing
 from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
-
-RELEASED_REMEMBERED = 1_000
-"""Released batches that are still told apart from unknown ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +67,7 @@ class Coordinator:
         self._lock = threading.Condition()
         self._stopping = threading.Event()
         self._error: KeyShardError | None = None
-        self._released: deque[str] = deque(maxlen=RELEASED_REMEMBERED)
-        self._layouts: dict[str, dict[int, list[Located]]] = {}
+        self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
         self._full: set[TopicPartition] = set()
         self._paused: dict[TopicPartition, frozenset[int]] = {}
@@ -126,7 +120,9 @@ class Coordinator:
                 config.parallelism,
                 checkpoint.partitions if checkpoint else {},
             )
-            self._window = Window(base, config.parallelism, self._budget(found.consumed))
+            self._window = Window(
+                base, config.parallelism, window_budget(config, self._admin, found.consumed)
+            )
             for topic_partition in found.consumed:
                 self._window.add_partition(topic_partition)
             if checkpoint is not None and planned:
@@ -220,7 +216,7 @@ class Coordinator:
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
-                self._lay_out(self._window.batch(checkpoint.batch_id))
+                self._layouts.add(self._window.batch(checkpoint.batch_id))
                 self._watch.cut(full=bool(self._full))
             for topic_partition in self._window.partitions:
                 self._pause(topic_partition)
@@ -266,10 +262,9 @@ class Coordinator:
         batch_id = checkpoint.batch_id
         with self._lock:
             self.check()
-            if batch_id in self._layouts:
-                return list(self._layouts[batch_id])
-            if batch_id in self._released:
-                raise _released_error(batch_id)
+            planned = self._layouts.partitions(batch_id)
+            if planned is not None:
+                return planned
         began = time.monotonic()
         config = self._config
         entries = replay(
@@ -281,10 +276,10 @@ class Coordinator:
         )
         with self._lock:
             self._window.plan(checkpoint, entries)
-            layout = self._lay_out(self._window.batch(batch_id))
+            partitions = self._layouts.add(self._window.batch(batch_id))
             self._note_full()
         _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
-        return list(layout)
+        return partitions
 
     def read(
         self, batch_id: str, index: int, columns: Sequence[str] = tuple(SCHEMA.names)
@@ -296,16 +291,7 @@ class Coordinator:
             BatchUnknownError: It was never planned here, or has no such partition.
         """
         with self._lock:
-            if batch_id in self._released:
-                raise _released_error(batch_id)
-            try:
-                located = self._layouts[batch_id][index]
-            except KeyError:
-                raise BatchUnknownError(
-                    f"This process planned no batch {batch_id} with a partition {index}. It may "
-                    "be a task of an earlier run: let it fail, the batch is planned again.",
-                    batch_id=batch_id,
-                ) from None
+            located = self._layouts.of(batch_id, index)
         return record_batches(located, columns)
 
     def release(self, checkpoint: Checkpoint) -> None:
@@ -313,10 +299,7 @@ class Coordinator:
         with self._lock:
             planned = list(self._window.batches)
             released = self._window.release(checkpoint)
-            for batch_id in planned:
-                if batch_id not in self._window.batches:
-                    self._layouts.pop(batch_id, None)
-                    self._released.append(batch_id)
+            self._layouts.release(one for one in planned if one not in self._window.batches)
             self._note_full()
         for topic_partition, entries in released.items():
             self._acknowledger.submit(topic_partition, entries)
@@ -424,7 +407,7 @@ class Coordinator:
 
     def tidy(self) -> None:
         with self._lock:
-            ended = self._ending is not None and self._ending.batch_id in self._released
+            ended = self._ending is not None and self._layouts.is_released(self._ending.batch_id)
         if ended and not self._acknowledger.waiting:
             assert self._ending is not None
             self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
@@ -435,27 +418,6 @@ class Coordinator:
         if self._admin is None:
             return ""
         return retry_until(self._admin.cluster, self._config.operation_timeout_ms / 1000)
-
-    def _budget(self, found: Sequence[TopicPartition]) -> Budget:
-        config = self._config
-        limits = unacknowledged_limits(self._admin, found)
-        rows_max = partition_rows_max(
-            window_rows_max=config.window_rows_max,
-            topic_partitions=len(found),
-            ranges=config.parallelism,
-            queue=config.receiver_queue_size,
-            per_consumer=limits.per_consumer,
-            per_subscription=limits.per_subscription,
-        )
-        if rows_max < config.window_rows_max // max(1, len(found)):
-            _log.info(
-                "the window holds at most %d rows per topic partition: the broker leaves %d per "
-                "consumer and %d per subscription unacknowledged",
-                rows_max, limits.per_consumer, limits.per_subscription,
-            )  # fmt: skip
-        return Budget(
-            config.window_rows_max, config.window_bytes_max, rows_max, config.checkpoint_bytes_max
-        )
 
     # -- called by the settler's thread ------------------------------------------------------------
 
@@ -491,17 +453,3 @@ class Coordinator:
             self._paused.pop(topic_partition, None)
         else:
             self._paused[topic_partition] = paused
-
-    def _lay_out(self, batch: Batch) -> dict[int, list[Located]]:
-        end = batch.checkpoint
-        layout = lay_out(batch.entries, end.ranges, end.merged)
-        self._layouts[end.batch_id] = layout
-        return layout
-
-
-def _released_error(batch_id: str) -> BatchReleasedError:
-    return BatchReleasedError(
-        f"Batch {batch_id} is committed and its rows are gone. Cache the DataFrame if it is needed "
-        "after the batch, or read it inside foreachBatch.",
-        batch_id=batch_id,
-    )

@@ -99,6 +99,9 @@ class Discovery:
         """Topic partitions found since the start."""
         self.gone = 0
         """Topic partitions that were deleted since the start."""
+        self.backlog: int | None = None
+        """Entries that the broker held for the subscription at the newest round, over all topic
+        partitions; ``None`` when nothing tells."""
         self.error = ""
         """What failed in the newest round."""
 
@@ -127,6 +130,7 @@ class Discovery:
             "partitionsDiscovered": self.discovered,
             "partitionsGone": self.gone,
             "discoveryError": self.error,
+            "backlogEntries": self.backlog,
         }
 
     def round(self) -> None:
@@ -152,7 +156,15 @@ class Discovery:
             with errors.kept():
                 self._add(existing.get(topic, ()))
         self._owner.tidy()
+        with errors.kept():
+            self._count_backlog()
         errors.raise_first()
+
+    def _count_backlog(self) -> None:
+        if self._admin is None:
+            return
+        stats = [self._admin.subscription(tp, self._subscription) or {} for tp in self._known]
+        self.backlog = sum(int(one.get("msgBacklog", 0)) for one in stats)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
@@ -17,7 +17,6 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.target import CursorState
 from keyshard.errors import (
-    AdminError,
     BrokerError,
     RangeConflictError,
     SubscriptionInUseError,
@@ -56,31 +55,6 @@ class Admin(Protocol):
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def close(self) -> None: ...
-
-
-class UnacknowledgedLimits(NamedTuple):
-    """Messages that the broker leaves unacknowledged per topic partition; 0 for no limit."""
-
-    per_consumer: int = 50_000
-    per_subscription: int = 200_000
-
-
-def unacknowledged_limits(
-    admin: Admin | None, topic_partitions: Iterable[TopicPartition]
-) -> UnacknowledgedLimits:
-    """The lowest limits of some topics; the broker's defaults where no admin.url tells them."""
-    topics = {topic_partition.topic for topic_partition in topic_partitions}
-    if admin is None or not topics:
-        return UnacknowledgedLimits()
-    try:
-        limits = [admin.unacknowledged_limits(topic) for topic in sorted(topics)]
-    except AdminError as exc:
-        _log.warning("the broker's limits are taken to be its defaults: %s", exc)
-        return UnacknowledgedLimits()
-    per_consumer, per_subscription = zip(*limits, strict=True)
-    return UnacknowledgedLimits(
-        min(filter(None, per_consumer), default=0), min(filter(None, per_subscription), default=0)
-    )
 
 
 def open_lanes(

@@ -48,6 +48,20 @@ def test_a_topic_filled_before_it_is_found_is_read_from_its_beginning(world: Wor
         assert world.backlog("a-2") == world.backlog("a-3") == 0
 
 
+def test_a_round_counts_what_the_broker_still_holds(world: World) -> None:
+    world.cluster.create_topic("a-1", 2)
+    world.publish("a-1", 3)
+    with world.running(world.matching("a-.*", starting_position="earliest")) as coordinator:
+        assert coordinator.status()["backlogEntries"] is None
+        received(coordinator, 6)
+        coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] == 6
+        world.take(coordinator)
+        wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
+        coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] == 0
+
+
 def test_the_thread_finds_topics_by_itself(world: World) -> None:
     with world.running(world.matching(".*", discovery_interval_ms=10)) as coordinator:
         assert coordinator.status()["topicPartitions"] == 0

@@ -1,0 +1,65 @@
+"""How much a source may hold, below what the broker leaves unacknowledged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from keyshard.config import SourceConfig
+from keyshard.core.admission import partition_rows_max
+from keyshard.core.entry import TopicPartition
+from keyshard.core.window import Budget
+from keyshard.errors import AdminError
+from keyshard.runtime.subscribe import Admin
+
+_log = logging.getLogger(__name__)
+
+
+class UnacknowledgedLimits(NamedTuple):
+    """Messages that the broker leaves unacknowledged per topic partition; 0 for no limit."""
+
+    per_consumer: int = 50_000
+    per_subscription: int = 200_000
+
+
+def unacknowledged_limits(
+    admin: Admin | None, topic_partitions: Iterable[TopicPartition]
+) -> UnacknowledgedLimits:
+    """The lowest limits of some topics; the broker's defaults where no admin.url tells them."""
+    topics = {topic_partition.topic for topic_partition in topic_partitions}
+    if admin is None or not topics:
+        return UnacknowledgedLimits()
+    try:
+        limits = [admin.unacknowledged_limits(topic) for topic in sorted(topics)]
+    except AdminError as exc:
+        _log.warning("the broker's limits are taken to be its defaults: %s", exc)
+        return UnacknowledgedLimits()
+    per_consumer, per_subscription = zip(*limits, strict=True)
+    return UnacknowledgedLimits(
+        min(filter(None, per_consumer), default=0), min(filter(None, per_subscription), default=0)
+    )
+
+
+def window_budget(
+    config: SourceConfig, admin: Admin | None, topic_partitions: Collection[TopicPartition]
+) -> Budget:
+    """The budget of a source's window; says so when the broker's limits make it smaller."""
+    limits = unacknowledged_limits(admin, topic_partitions)
+    rows_max = partition_rows_max(
+        window_rows_max=config.window_rows_max,
+        topic_partitions=len(topic_partitions),
+        ranges=config.parallelism,
+        queue=config.receiver_queue_size,
+        per_consumer=limits.per_consumer,
+        per_subscription=limits.per_subscription,
+    )
+    if rows_max < config.window_rows_max // max(1, len(topic_partitions)):
+        _log.info(
+            "the window holds at most %d rows per topic partition: the broker leaves %d per "
+            "consumer and %d per subscription unacknowledged",
+            rows_max, limits.per_consumer, limits.per_subscription,
+        )  # fmt: skip
+    return Budget(
+        config.window_rows_max, config.window_bytes_max, rows_max, config.checkpoint_bytes_max
+    )
