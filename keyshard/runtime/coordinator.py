@@ -114,6 +114,7 @@ class Coordinator:
             self._lanes = Lanes(self._broker, self._admin, config, self)
             catalog = Catalog(self._broker, self._admin, config)
             found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
+            self._reach(found.consumed)
             base = Checkpoint(
                 cluster or (checkpoint.cluster if checkpoint else ""),
                 config.subscription,
@@ -412,6 +413,16 @@ class Coordinator:
             assert self._ending is not None
             self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
             self._ending = None
+
+    def _reach(self, found: Sequence[TopicPartition]) -> None:
+        """Fail within the operation timeout when the client cannot reach the broker.
+
+        The admin interface may have told the topics; subscribing waits longer, for ranges in use.
+        """
+        if found:
+            topic = found[0].topic
+            timeout_s = self._config.operation_timeout_ms / 1000
+            retry_until(lambda: self._broker.partitions(topic), timeout_s)
 
     def _cluster(self) -> str:
         """Name of the cluster, empty where no admin interface tells it."""

@@ -56,8 +56,8 @@ class SparkTopic:
             self.broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
 
-    def rows(self, spark: SparkSession, **options: str) -> DataFrame:
-        """The streaming rows of the topic; option names with ``_`` for ``.``."""
+    def options(self, **options: str) -> dict[str, str]:
+        """Options that read the topic from its beginning; names with ``_`` for ``.``."""
         given = {
             "service.url": self.broker.service_url,
             "admin.url": self.broker.admin_url,
@@ -68,8 +68,11 @@ class SparkTopic:
             "operationTimeoutMillis": "10000",
         }
         given |= {name.replace("_", "."): value for name, value in options.items()}
-        given = {name: value for name, value in given.items() if value}
-        return spark.readStream.format("keyshard").options(**given).load()
+        return {name: value for name, value in given.items() if value}
+
+    def rows(self, spark: SparkSession, **options: str) -> DataFrame:
+        """The streaming rows of the topic; see :meth:`options`."""
+        return spark.readStream.format("keyshard").options(**self.options(**options)).load()
 
     def start(
         self,

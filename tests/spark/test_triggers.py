@@ -11,6 +11,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from keyshard.core.key_slot import key_slot
 from keyshard.devbroker import DevBroker
 from spark_process import eventually
 from spark_topic import SparkTopic, ended, failed, in_order
@@ -71,8 +72,10 @@ def test_available_now_serves_late_data_empty_partitions_and_foreign_acknowledge
     topic.produce(30, keys=1)
     (where,) = [i for i in range(3) if topic.backlog_of(i)]
     topic.skip(where, 30)
+    with pytest.raises(PySparkException, match=r"KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE.* 30 entries"):
+        ended(topic.start(topic.rows(spark)))
     began = time.monotonic()
-    ended(topic.start(topic.rows(spark)))
+    ended(topic.start(topic.rows(spark, failOnDataLoss="false")))
     print(f"\na run with nothing but foreign acknowledgements: {time.monotonic() - began:.1f} s")
     assert set(topic.values()) == set(topic.sent[:500])
     assert set(topic.values().values()) == {1}
@@ -187,3 +190,35 @@ def test_real_time_mode_is_refused_by_spark_itself(
         writer.start().awaitTermination(30)
     print(f"\n{caught.value}"[:300])
     assert "STREAMING_REAL_TIME_MODE" in str(caught.value)
+
+
+def test_a_schema_selects_columns(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(50)
+    rows = (
+        spark.readStream.format("keyshard")
+        .schema("__slot int, value binary")
+        .options(**topic.options())
+        .load()
+    )
+    seen: list[tuple[int, str]] = []
+
+    def look(batch: DataFrame, _number: int) -> None:
+        seen.extend((row["__slot"], row["value"].decode()) for row in batch.collect())
+
+    writer = rows.writeStream.foreachBatch(look).trigger(availableNow=True)
+    ended(writer.option("checkpointLocation", str(topic.checkpoint)).start())
+    assert sorted(value for _, value in seen) == sorted(topic.sent)
+    assert all(slot == key_slot(value.split(":")[0]) for slot, value in seen)
+
+
+def test_an_unknown_column_is_refused_by_name(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(1)
+    rows = (
+        spark.readStream.format("keyshard")
+        .schema("value binary, colour string")
+        .options(**topic.options())
+        .load()
+    )
+    writer = rows.writeStream.format("noop").trigger(availableNow=True)
+    with pytest.raises(PySparkException, match=r"KEYSHARD_BAD_OPTION.*'colour'"):
+        ended(writer.option("checkpointLocation", str(topic.checkpoint)).start())
