@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import ingest
+from bench import idle, ingest
 
 
 def commit() -> str:
@@ -41,11 +41,13 @@ def machine() -> str:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("bench", choices=["ingest"])
+    parser.add_argument("bench", choices=["ingest", "idle"])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--messages", type=int, default=1_000_000, help="per shape of entries")
+    parser.add_argument(
+        "--messages", type=int, default=1_000_000, help="ingest: per shape of entries"
+    )
     arguments = parser.parse_args()
-    figures = ingest.run(arguments.messages)
+    figures = idle.run() if arguments.bench == "idle" else ingest.run(arguments.messages)
     result = {
         "bench": arguments.bench,
         "commit": commit(),

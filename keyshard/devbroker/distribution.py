@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from keyshard.devbroker.cache import cache_dir, file_lock
 from keyshard.devbroker.fetch import Fetch, NotInRepositoryError, fetch_artifact
@@ -142,7 +142,7 @@ def _fetch_retrying(
 
     retrying = Retrying(
         stop=stop_after_attempt(_ATTEMPTS_MAX),
-        wait=wait_exponential_jitter(initial=0.5, max=5),
+        wait=wait_random_exponential(multiplier=0.5, max=5),
         retry=retry_if_exception(worth_it),
         reraise=True,
     )
