@@ -21,7 +21,7 @@ VERSION = "9.9.9"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(distribution, "wait_exponential_jitter", _no_wait)
+    monkeypatch.setattr(distribution, "wait_random_exponential", _no_wait)
     return tmp_path / "cache" / "pulsar"
 
 
