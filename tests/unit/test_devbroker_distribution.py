@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "pulsar"
 
 
-def _no_wait(initial: float, max: float) -> object:  # noqa: A002
+def _no_wait(multiplier: float, max: float) -> object:  # noqa: A002
     return lambda _state: 0
 
 
