@@ -46,8 +46,11 @@ class Stored:
 
     def part(self, indices: list[int]) -> EntryBlock:
         keys = [self.key] * len(indices)
-        stamp = self.id.ledger * 100 + self.id.entry
-        return block(*self.id, *keys, of=self.size, indices=indices, publish_ms=stamp)
+        return block(*self.id, *keys, of=self.size, indices=indices, publish_ms=self.publish_ms)
+
+    @property
+    def publish_ms(self) -> int:
+        return self.id.ledger * 100 + self.id.entry
 
     @property
     def open_indices(self) -> list[int]:
@@ -165,7 +168,9 @@ class WindowMachine(RuleBasedStateMachine):
             return
         lost = self.random.choice(open_entries)
         lost.foreign |= set(range(lost.size))
-        self.window.prove(tp, Proofs(settled=EntrySet.of([lost.id])))
+        # As the settler does: what is published up to the time of the evidence is no news.
+        now_ms = log[-1].publish_ms
+        self.window.prove(tp, Proofs(settled=EntrySet.of([lost.id]), published_ms=now_ms))
 
     @rule(at=st.integers(0, 99), messages=st.integers(1, 8))
     def receive(self, at: int, messages: int) -> None:
@@ -388,7 +393,8 @@ class WindowMachine(RuleBasedStateMachine):
                 for entry, later in pairwise(log)
                 if later.id.ledger > entry.id.ledger
             }
-            self.window.prove(tp, Proofs(EntryId(1, 0), EntrySet.of(settled), ends))
+            now_ms = log[-1].publish_ms if log else 0
+            self.window.prove(tp, Proofs(EntryId(1, 0), EntrySet.of(settled), ends, now_ms))
 
     def unfinished(self) -> bool:
         return bool(self.window.received_rows) or any(
