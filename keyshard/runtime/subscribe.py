@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
@@ -23,8 +22,6 @@ from keyshard.errors import (
 )
 from keyshard.runtime.receiver import Lane, Seat
 from keyshard.runtime.retry import retry_until
-
-_log = logging.getLogger(__name__)
 
 THREADS_MAX = 8
 """Subscriptions made at the same time."""
@@ -50,6 +47,7 @@ class Admin(Protocol):
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None: ...
+
     def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None: ...
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
