@@ -178,9 +178,6 @@ class FakeAdmin:
     def remove_leftover(self, *_: object) -> bool:
         return True
 
-    def cursor(self, *_: object) -> None:
-        return None
-
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         return 50_000, 200_000
 

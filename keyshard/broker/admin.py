@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote
 
 import httpx
 
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
-from keyshard.core.target import CursorState
 from keyshard.errors import AdminError, BrokerUnavailableError
 
 TIMEOUT_S = 10.0
@@ -85,18 +84,6 @@ class PulsarAdmin:
         )
         result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
         return result
-
-    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None:
-        """What a subscription has acknowledged; ``None`` when there is no such subscription."""
-        stats = self._get(f"{_path(topic_partition.name)}/internalStats", missing={})
-        cursors = stats.get("cursors", {})
-        found = cursors.get(quote_plus(subscription), cursors.get(subscription))
-        try:
-            return None if found is None else CursorState.parse(found)
-        except (ValueError, KeyError) as exc:
-            raise AdminError(
-                f"{self._url} describes the cursor of {subscription!r} in an unknown form: {exc!r}."
-            ) from exc
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote_plus
 
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet, Run, Runs
@@ -37,7 +38,7 @@ class BrokerState:
             # Of the ledger that is written to, the list does not tell the size.
             newest = max(ledgers)
             ledgers[newest] = max(ledgers[newest], int(stats.get("currentLedgerEntries", 0)))
-        cursor = stats.get("cursors", {}).get(subscription)
+        cursor = stats.get("cursors", {}).get(_cursor_name(subscription))
         if cursor is None:
             return cls(ledgers)
         ledger, _, entry = str(cursor["markDeletePosition"]).partition(":")
@@ -64,6 +65,17 @@ class BrokerState:
             if ledger <= marked and last >= 0:
                 runs[ledger] = ((0, last),)
         return EntrySet(runs)
+
+    def lacks(self, entries: EntrySet) -> EntrySet:
+        """Those of the entries that are not acknowledged, whether they are stored or not."""
+        above = entries if self.mark_delete is None else entries.above(self.mark_delete)
+        return above - self.individually
+
+
+def _cursor_name(subscription: str) -> str:
+    """A subscription's cursor as the broker lists it: under the name encoded as for a form."""
+    # Java and Python differ in two characters.
+    return quote_plus(subscription, safe="*").replace("~", "%7E")
 
 
 def _parse_ranges(text: str, ledgers: Mapping[int, int]) -> EntrySet:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet
-
-_RANGE = re.compile(r"\((\d+):(-?\d+)\.\.(\d+):(-?\d+)\]")
 
 
 class Gap(NamedTuple):
@@ -48,48 +46,6 @@ def gaps(settled: EntrySet, after: EntryId | None, target: EntryId) -> Iterator[
         yield Gap(start, end)
 
 
-@dataclass(frozen=True, slots=True)
-class CursorState:
-    """What the broker's cursor of a subscription calls acknowledged."""
-
-    mark_delete: EntryId | None = None
-    """Everything at or below it is acknowledged."""
-    acked: EntrySet = field(default_factory=EntrySet)
-    """Entries above it that are."""
-
-    @classmethod
-    def parse(cls, stats: Mapping[str, Any]) -> CursorState:
-        """Read a cursor of the broker's ``internalStats``.
-
-        Raises:
-            ValueError: The broker writes it in another form.
-        """
-        ledger, _, entry = str(stats["markDeletePosition"]).partition(":")
-        ledgers: dict[int, list[tuple[int, int]]] = {}
-        for match in _RANGE.finditer(str(stats.get("individuallyDeletedMessages", ""))):
-            below, before_first, last_ledger, last = map(int, match.groups())
-            # Where a range spans ledgers, nobody knows here how long the first one is.
-            first = before_first + 1 if below == last_ledger else 0
-            runs = ledgers.setdefault(last_ledger, [])
-            if runs and first <= runs[-1][1] + 1:
-                runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
-            elif first <= last:
-                runs.append((first, last))
-        acked = EntrySet({number: tuple(runs) for number, runs in ledgers.items()})
-        return cls(EntryId(int(ledger), int(entry)), acked)
-
-    def lacks(self, entries: EntrySet) -> EntrySet:
-        """Those of the entries that it does not call acknowledged."""
-        low = self.mark_delete or EntryId(0, -1)
-        ledgers: dict[int, list[tuple[int, int]]] = {}
-        for ledger, first, last in entries.runs():
-            if (ledger, last) > low:
-                start = low.entry + 1 if ledger == low.ledger else 0
-                ledgers.setdefault(ledger, []).append((max(first, start), last))
-        above = EntrySet({ledger: tuple(runs) for ledger, runs in ledgers.items()})
-        return above - self.acked
-
-
 @dataclass(slots=True)
 class Target:
     """Last entry of a topic partition that belongs to a bounded run."""
@@ -109,13 +65,23 @@ class Target:
         return self.last is not None and entry_id <= self.last
 
     def open_gaps(
-        self, delivered: EntrySet, floor: EntryId | None, cursor: CursorState
+        self, delivered: EntrySet, floor: EntryId | None, broker: BrokerState | None = None
     ) -> Iterator[Gap]:
-        """What must be looked at before the target is reached, ascending."""
+        """What must be looked at before the target is reached, ascending.
+
+        Args:
+            delivered: Entries that are in a batch.
+            floor: Everything at or below it is settled.
+            broker: What is acknowledged, where that is known.
+        """
         if self.reached or self.last is None:
             return
-        known = [one for one in (floor, self.passed, cursor.mark_delete) if one is not None]
-        yield from gaps(delivered | cursor.acked, max(known, default=None), self.last)
+        known = [floor, self.passed]
+        if broker is not None:
+            known.append(broker.mark_delete)
+            delivered |= broker.individually
+        after = max((one for one in known if one is not None), default=None)
+        yield from gaps(delivered, after, self.last)
 
     def nothing_in(self, gap: Gap) -> None:
         """Nothing more comes from a gap; called in the order of :meth:`open_gaps`."""

@@ -28,8 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker
 from keyshard.config import SourceConfig
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.target import CursorState, Gap, Target
+from keyshard.core.target import Gap, Target
 from keyshard.core.window import Window
 from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
 from keyshard.runtime.acknowledger import Acknowledger
@@ -217,9 +218,9 @@ class AvailableNow:
     def _probe_partition(self, where: TopicPartition, target: Target, quiet_s: float) -> str:
         with self._lock:
             state = self._window.state(where)
-        cursor = self._cursor(where)
-        for gap in target.open_gaps(state.delivered, state.floor, cursor or CursorState()):
-            sure = cursor is not None
+        broker_state = self._broker_state(where)
+        for gap in target.open_gaps(state.delivered, state.floor, broker_state):
+            sure = broker_state is not None
             try:
                 found = _first_entry(self._broker, where, gap)
             except (BrokerError, ReplayTimeoutError) as exc:
@@ -234,14 +235,16 @@ class AvailableNow:
             target.nothing_in(gap)
         return ""
 
-    def _cursor(self, where: TopicPartition) -> CursorState | None:
+    def _broker_state(self, where: TopicPartition) -> BrokerState | None:
+        """What the cursor calls acknowledged; ``None`` when nothing tells it."""
         if self._admin is None:
             return None
         try:
-            return self._admin.cursor(where, self._config.subscription)
+            found = self._admin.broker_state(where, self._config.subscription)
         except BrokerError as exc:
             _log.warning("the cursor of %s is unknown: %s", where, exc)
             return None
+        return found if found is not None and found.mark_delete is not None else None
 
     def _is_acknowledged(self, acknowledger: Acknowledger) -> bool:
         """Whether no cursor lacks a delivered entry; what it lacks is acknowledged again."""
@@ -252,10 +255,10 @@ class AvailableNow:
             self._lock.wait_for(lambda: False, ACKNOWLEDGE_WAIT_S)
         complete = True
         for where in self._targets:
-            cursor = self._cursor(where)
+            broker_state = self._broker_state(where)
             with self._lock:
                 delivered = self._window.state(where).delivered
-            if cursor is not None and (lacking := cursor.lacks(delivered)):
+            if broker_state is not None and (lacking := broker_state.lacks(delivered)):
                 complete = False
                 acknowledger.submit(where, list(lacking))
         return complete

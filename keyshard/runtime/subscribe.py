@@ -14,7 +14,6 @@ from keyshard.core.assembly import EntryAssembly
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.target import CursorState
 from keyshard.errors import (
     BrokerError,
     RangeConflictError,
@@ -47,8 +46,6 @@ class Admin(Protocol):
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None: ...
-
-    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None: ...
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 

@@ -261,13 +261,14 @@ def subscribe(
     topic_partition: TopicPartition,
     hash_range: HashRange = WHOLE_RING,
     *,
+    subscription: str = SUBSCRIPTION,
     start: StartPosition = StartPosition.EARLIEST,
     receiver_queue_size: int = 1_000,
 ) -> Consumer:
     """Subscribe with the values most cases want."""
     return broker.subscribe(
         topic_partition,
-        SUBSCRIPTION,
+        subscription,
         hash_range,
         start=start,
         consumer_name=f"range-{hash_range}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from contract_harness import SUBSCRIPTION, Harness, subscribe, wait_until
 
 from keyshard.broker.memory import Message
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId, TopicPartition
 
 
@@ -48,3 +50,25 @@ def test_a_subscription_or_topic_that_is_not_there_has_no_cursor(harness: Harnes
     assert state is not None
     assert state.mark_delete is None
     assert admin.broker_state(TopicPartition(f"{where.topic}-no"), "nobody") is None
+
+
+@pytest.mark.parametrize("name", ["a b/c+d", "50%2F~*._-é"])
+def test_a_name_with_special_characters_has_its_cursor(harness: Harness, name: str) -> None:
+    where = TopicPartition(harness.create_topic())
+    consumer = subscribe(harness.broker(), where, subscription=name)
+    admin = harness.admin()
+    harness.publish(where.name, [Message(b"%d" % i, key="k") for i in range(5)])
+    ledger = max((admin.broker_state(where, name) or BrokerState({})).ledgers)
+    consumer.acknowledge([EntryId(ledger, entry) for entry in (0, 1, 3)])
+    wait_until(lambda: harness.backlog(where, name) == 2)
+    state = admin.broker_state(where, name)
+    assert state is not None
+    assert str(state.acknowledged()) == f"{ledger}:0-1,3"
+
+
+def test_a_cursor_is_not_taken_for_that_of_a_name_that_is_written_alike(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    subscribe(harness.broker(), where, subscription="a b")
+    state = harness.admin().broker_state(where, "a+b")
+    assert state is not None
+    assert state.mark_delete is None

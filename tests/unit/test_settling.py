@@ -140,28 +140,5 @@ def test_lasting_tells_what_stayed_and_starts_anew_for_what_came_back() -> None:
     assert str(lasting.update(10_000, parse("1:0-4"))) == "1:0-4"
 
 
-STATS = {
-    "currentLedgerEntries": 40,
-    "ledgers": [{"ledgerId": 12, "entries": 9}, {"ledgerId": 14, "entries": 0}],
-    "cursors": {
-        "s": {
-            "markDeletePosition": "12:2",
-            "individuallyDeletedMessages": "[(12:3..12:5],(12:7..14:0],(14:3..14:4]]",
-        }
-    },
-}
-
-
-def test_internal_stats_tell_ledgers_and_cursor() -> None:
-    broker = BrokerState.from_internal_stats(STATS, "s")
-    assert broker.ledgers == {12: 9, 14: 40}
-    assert broker.newest_ledger == 14
-    assert broker.mark_delete == EntryId(12, 2)
-    assert str(broker.individually) == "12:4-5,8;14:0,4"
-    assert str(broker.acknowledged()) == "12:0-2,4-5,8;14:0,4"
-    other = BrokerState.from_internal_stats(STATS, "other")
-    assert (other.mark_delete, other.acknowledged()) == (None, EntrySet())
-
-
 def test_the_very_first_position_is_below_all() -> None:
     assert EntryId(0, 0) == FIRST

@@ -1,12 +1,13 @@
-"""Targets of a bounded run: gaps below them, and what the broker's cursor says of those."""
+"""Targets of a bounded run: gaps below them, and what is known to be settled of those."""
 
 from __future__ import annotations
 
 import pytest
 
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.target import CursorState, Gap, Target, gaps
+from keyshard.core.target import Gap, Target, gaps
 
 
 def found(delivered: str, after: EntryId | None, target: EntryId) -> list[tuple[str, str]]:
@@ -43,7 +44,7 @@ def test_an_empty_partition_has_reached_its_target_and_includes_nothing() -> Non
     target = Target(None)
     assert target.reached
     assert not target.includes(EntryId(0, 0))
-    assert list(target.open_gaps(EntrySet(), None, CursorState())) == []
+    assert list(target.open_gaps(EntrySet(), None)) == []
 
 
 def test_a_target_includes_what_was_published_up_to_it() -> None:
@@ -56,7 +57,7 @@ def test_a_target_includes_what_was_published_up_to_it() -> None:
 
 def test_a_gap_that_is_empty_is_not_asked_for_again() -> None:
     target, delivered = Target(EntryId(5, 3)), EntrySet.parse("3:0-4;5:0-1")
-    asked = list(target.open_gaps(delivered, None, CursorState()))
+    asked = list(target.open_gaps(delivered, None))
     assert asked == [
         Gap(EntryId(0, 0), EntryId(3, 0)),
         Gap(EntryId(3, 5), EntryId(5, 0)),
@@ -64,40 +65,14 @@ def test_a_gap_that_is_empty_is_not_asked_for_again() -> None:
     ]
     target.nothing_in(asked[0])
     target.nothing_in(asked[1])
-    assert list(target.open_gaps(delivered, None, CursorState())) == asked[2:]
+    assert list(target.open_gaps(delivered, None)) == asked[2:]
 
 
 def test_what_the_cursor_calls_acknowledged_is_no_gap() -> None:
     target, delivered = Target(EntryId(5, 9)), EntrySet.parse("5:4-5")
-    cursor = CursorState(EntryId(5, 1), EntrySet.parse("5:3,6-8"))
+    cursor = BrokerState({}, EntryId(5, 1), EntrySet.parse("5:3,6-8"))
     assert list(target.open_gaps(delivered, None, cursor)) == [
         Gap(EntryId(5, 2), EntryId(5, 3)),
         Gap(EntryId(5, 9), EntryId(5, 10)),
     ]
     assert next(target.open_gaps(delivered, EntryId(5, 8), cursor)).start == EntryId(5, 9)
-
-
-@pytest.mark.parametrize(
-    ("position", "deleted", "expected"),
-    [
-        ("3:1", "[]", CursorState(EntryId(3, 1))),
-        ("3:-1", "[(3:1..3:3],(3:5..3:6]]", CursorState(EntryId(3, -1), EntrySet.parse("3:2-3,6"))),
-        ("3:1", "[(4:-1..4:2],(4:2..4:5]]", CursorState(EntryId(3, 1), EntrySet.parse("4:0-5"))),
-        ("3:1", "[(3:4..4:2]]", CursorState(EntryId(3, 1), EntrySet.parse("4:0-2"))),
-    ],
-)
-def test_the_brokers_cursor_is_read(position: str, deleted: str, expected: CursorState) -> None:
-    stats = {"markDeletePosition": position, "individuallyDeletedMessages": deleted}
-    assert CursorState.parse(stats) == expected
-
-
-def test_a_cursor_in_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="nowhere"):
-        CursorState.parse({"markDeletePosition": "nowhere"})
-
-
-def test_a_cursor_says_what_it_lacks() -> None:
-    cursor = CursorState(EntryId(3, 4), EntrySet.parse("3:6;5:0-1"))
-    delivered = EntrySet.parse("2:0-9;3:0-8;5:0-2")
-    assert str(cursor.lacks(delivered)) == "3:5,7-8;5:2"
-    assert CursorState().lacks(delivered) == delivered
