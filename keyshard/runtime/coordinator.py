@@ -207,12 +207,13 @@ class Coordinator:
         config = self._config
         with self._lock:
             self.check()
+            rows = self._window.received_rows
+            if not rows:
+                # Hosts ask every few milliseconds: an idle cut must cost next to nothing.
+                return None
             waited_s = self._watch.since_cut_s()
             if not self._full and waits_for_more(
-                self._window.received_rows,
-                config.batch_rows_min or 0,
-                waited_s,
-                config.batch_delay_max_ms / 1000,
+                rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
             ):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)

@@ -28,6 +28,7 @@ from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.core.layout import ROWS_PER_PARTITION_MIN
+from keyshard.core.window import Window
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -693,6 +694,24 @@ def test_a_cut_waits_for_the_fewest_rows_until_the_delay_is_over(bench: Bench) -
     with running(bench.cluster, late) as coordinator:
         received(coordinator, 5)
         wait_until(lambda: coordinator.cut() is not None)
+
+
+def test_an_idle_cut_looks_at_no_pause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[TopicPartition] = []
+    paused = Window.paused
+
+    def paused_noted(window: Window, where: TopicPartition) -> frozenset[int] | None:
+        looked.append(where)
+        return paused(window, where)
+
+    with running(bench.cluster, bench.source) as coordinator:
+        bench.publish(10)
+        received(coordinator, 10)
+        monkeypatch.setattr(Window, "paused", paused_noted)
+        assert coordinator.cut() is not None
+        assert sorted(looked) == sorted(bench.where)
+        assert [coordinator.cut() for _ in range(100)] == [None] * 100
+        assert len(looked) == len(bench.where)
 
 
 def test_a_full_window_does_not_wait_for_the_fewest_rows(bench: Bench) -> None:
