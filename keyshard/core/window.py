@@ -13,22 +13,18 @@ Life of an entry::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
 
-from keyshard.core.admission import Sizes, share_out, take_aligned
+from keyshard.core.admission import share_out
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import check_delivered, check_unknown, lowest_known_ledger
 from keyshard.core.layout import merged
+from keyshard.core.partition_window import PartitionWindow
 from keyshard.core.settling import Proofs
-from keyshard.core.window_settling import SettlingWindow
 from keyshard.errors import BatchUnknownError
-
-ROW_OVERHEAD_BYTES = 512
-"""Memory that a row takes beside its payload, as counted against the budget."""
 
 
 class Receipt(Enum):
@@ -67,49 +63,6 @@ class Batch:
 
 
 @dataclass(slots=True)
-class PartitionWindow:
-    """The window's share of one topic partition."""
-
-    state: PartitionCheckpoint
-    """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
-    received: list[tuple[EntryBlock, int]] = field(default_factory=list)
-    """Entries not yet cut, with the index of the range that received them."""
-    held: set[EntryId] = field(default_factory=set)
-    """Ids of all entries received, planned or expected."""
-    expected: set[EntryId] = field(default_factory=set)
-    """Ids of a planned batch that is not read again yet."""
-    rows: int = 0
-    bytes: int = 0
-    """What is held, received and planned."""
-    received_rows: int = 0
-    received_bytes: int = 0
-    received_payload: int = 0
-    """What is received and not cut: rows, memory and payload."""
-    left_out: set[int] = field(default_factory=set)
-    """Ranges that had data and no part in the newest cut."""
-    proofs: Proofs = field(default_factory=Proofs)
-    """Evidence that the next cut with rows puts into its checkpoint."""
-    owners: frozenset[int] = frozenset()
-    """Ranges that owe an entry of a hole, as far as known."""
-    tight: bool = False
-    """Whether the newest cut left entries out because the checkpoint had no room for them."""
-    waiting_rows: int = 0
-    """Received rows that no cut takes before something else comes."""
-    lowest_ledger: int = -1
-    """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
-    gone: bool = False
-    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
-
-    def validate(self) -> None:
-        """Assert the invariants."""
-        ids = [block.id for block, _ in self.received]
-        assert len(set(ids)) == len(ids), "an entry is received twice"
-        assert self.held >= set(ids), "a received entry is not held"
-        assert not any(map(self.state.settled, ids)), "a received entry is settled"
-        assert self.received_rows == sum(block.rows for block, _ in self.received)
-
-
-@dataclass(slots=True)
 class Counters:
     """What a user wants to know; all since the start of this run."""
 
@@ -125,7 +78,7 @@ class Counters:
     """Entries left out because they are gone or were acknowledged by somebody else."""
 
 
-class Window(SettlingWindow):
+class Window:
     """Received and planned entries of all topic partitions of a source."""
 
     def __init__(self, checkpoint: Checkpoint, ranges: int, budget: Budget) -> None:
@@ -165,12 +118,7 @@ class Window(SettlingWindow):
         """
         window = self._partitions[topic_partition]
         self._active.pop(topic_partition, None)
-        for block, _ in window.received:
-            self._let_go(window, block)
-        window.received = []
-        window.received_rows = window.received_bytes = window.received_payload = 0
-        window.waiting_rows = 0
-        window.left_out = set()
+        window.drop_received()
         window.gone = gone
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
@@ -196,13 +144,8 @@ class Window(SettlingWindow):
             self.counters.duplicates_dropped += block.rows
             return Receipt.COMMITTED
         check_unknown(topic_partition, window.state, window.lowest_ledger, block)
-        window.received.append((block, range_index))
-        window.waiting_rows = 0
-        window.received_rows += block.rows
-        window.received_bytes += _size(block)
-        window.received_payload += block.payload_bytes
+        window.receive(block, range_index)
         self.counters.rows_received += block.rows
-        self._hold(window, block)
         return Receipt.ACCEPTED
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
@@ -227,10 +170,9 @@ class Window(SettlingWindow):
         )
         demand = {tp: ready[tp].received_payload for tp in order}
         payload = share_out(payload_max, demand) if payload_max else demand
+        room = budget.checkpoint_bytes_max // len(self._partitions)
         cuts = {
-            tp: self._cut_partition(ready[tp], (rows[tp], held[tp], payload[tp]))
-            for tp in order
-            if rows[tp]
+            tp: ready[tp].take((rows[tp], held[tp], payload[tp]), room) for tp in order if rows[tp]
         }
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
         self._left_out = {tp for tp in order if tp not in entries}
@@ -261,7 +203,7 @@ class Window(SettlingWindow):
             window = self._partitions[topic_partition]
             for block in blocks:
                 window.expected.discard(block.id)
-                self._hold(window, block)
+                window.hold(block)
         for topic_partition, state in checkpoint.partitions.items():
             window = self._partitions[topic_partition]
             gone = {entry_id for entry_id in window.expected if entry_id in state.batch}
@@ -299,11 +241,41 @@ class Window(SettlingWindow):
             for topic_partition, blocks in self.batches.pop(oldest).entries.items():
                 window = self._partitions[topic_partition]
                 for block in blocks:
-                    self._let_go(window, block)
+                    window.let_go(block)
                 released.setdefault(topic_partition, []).extend(block.id for block in blocks)
             if oldest == batch_id:
                 break
         return released
+
+    def holes_view(
+        self, topic_partition: TopicPartition
+    ) -> tuple[PartitionCheckpoint, set[EntryId]] | None:
+        """State and held ids of a topic partition with holes or several ledgers, else ``None``."""
+        window = self._partitions[topic_partition]
+        return (window.state, set(window.held)) if window.holes else None
+
+    def prove(
+        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int] = frozenset()
+    ) -> None:
+        """Take evidence; the next cut with rows applies it.
+
+        Args:
+            topic_partition: What it is about.
+            proofs: Entries and ledgers that are settled.
+            owners: Ranges that owe an entry of a hole: they go on receiving.
+        """
+        if topic_partition in self._partitions:
+            self._partitions[topic_partition].prove(proofs, owners)
+
+    def paused(self, topic_partition: TopicPartition) -> frozenset[int] | None:
+        """Ranges that pause for the size of the checkpoint; ``None`` when it has room.
+
+        Otherwise the ranges that are not named go on receiving, even when the window is full.
+        """
+        budget, shares = self._budget, len(self._partitions)
+        return self._partitions[topic_partition].paused(
+            budget.rows_max // shares, budget.bytes_max // shares, self._ranges
+        )
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
@@ -313,6 +285,11 @@ class Window(SettlingWindow):
     def state(self, topic_partition: TopicPartition) -> PartitionCheckpoint:
         """Floor and delivered set of a topic partition as of the newest cut."""
         return self._partitions[topic_partition].state
+
+    @property
+    def holes(self) -> int:
+        """Gaps between the runs of delivered entries, over all topic partitions."""
+        return sum(window.holes for window in self._partitions.values())
 
     @property
     def rows(self) -> int:
@@ -359,54 +336,15 @@ class Window(SettlingWindow):
             assert all(map(window.state.settled, planned))
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)
 
-    def _hold(self, window: PartitionWindow, block: EntryBlock) -> None:
-        window.held.add(block.id)
-        window.rows += block.rows
-        window.bytes += _size(block)
-
-    @staticmethod
-    def _let_go(window: PartitionWindow, block: EntryBlock) -> None:
-        window.held.discard(block.id)
-        window.rows -= block.rows
-        window.bytes -= _size(block)
-
-    def _cut_partition(self, window: PartitionWindow, limits: Sizes) -> list[EntryBlock]:
-        window.received.sort(key=lambda item: item[0].id)
-        count = self._fitting(window)
-        if not count:
-            return []
-        taken, rest = take_aligned(window.received[:count], limits, _sizes, window.left_out)
-        window.received = rest + window.received[count:]
-        window.left_out = {index for _, index in window.received} - {index for _, index in taken}
-        blocks = [block for block, _ in taken]
-        window.received_rows -= sum(block.rows for block in blocks)
-        window.received_bytes -= sum(map(_size, blocks))
-        window.received_payload -= sum(block.payload_bytes for block in blocks)
-        return blocks
-
     def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:
         """The checkpoint after a batch of ``entries``; becomes the newest."""
         partitions: dict[TopicPartition, PartitionCheckpoint] = {}
         for topic_partition, window in self._partitions.items():
-            old = window.state
             own = entries.get(topic_partition, ())
+            old = window.state
             if window.gone or (not own and not old.delivered and old.floor is None):
                 continue
-            batch = EntrySet.of(block.id for block in own)
-            settled = self._settle(window, own)
-            window.state = PartitionCheckpoint(
-                floor=settled.floor,
-                delivered=settled.delivered | batch,
-                batch=batch,
-                partial={b.id: frozenset(b.indices) for b in own if not b.whole},
-                published_ms=max(
-                    [
-                        old.published_ms,
-                        window.proofs.published_ms,
-                        *(max(b.publish_ms) for b in own),
-                    ]
-                ),
-            )
+            self.counters.holes_settled += window.advance(own)
             partitions[topic_partition] = window.state
         blocks = [block for part in entries.values() for block in part]
         together = merged(
@@ -422,11 +360,3 @@ class Window(SettlingWindow):
             None if together == self._ranges else together,
         )
         return self._base
-
-
-def _size(block: EntryBlock) -> int:
-    return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
-
-
-def _sizes(block: EntryBlock) -> Sizes:
-    return block.rows, _size(block), block.payload_bytes

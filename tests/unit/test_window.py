@@ -10,7 +10,8 @@ from helpers import P0, P1, P2, block, ids
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.window import ROW_OVERHEAD_BYTES, Budget, Receipt, Window
+from keyshard.core.partition_window import ROW_OVERHEAD_BYTES
+from keyshard.core.window import Budget, Receipt, Window
 from keyshard.errors import BatchUnknownError, TopicRecreatedError
 
 START = Checkpoint("c", "s", 4)

@@ -1,0 +1,178 @@
+"""The window's share of one topic partition: its entries and evidence, and their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from keyshard.core.admission import Sizes, take_aligned
+from keyshard.core.checkpoint import PartitionCheckpoint
+from keyshard.core.checkpoint_size import fitting, paused_ranges
+from keyshard.core.entry import EntryBlock, EntryId
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.settling import Proofs, Settled, settle
+
+ROW_OVERHEAD_BYTES = 512
+"""Memory that a row takes beside its payload, as counted against the budget."""
+
+
+@dataclass(slots=True)
+class PartitionWindow:
+    """Entries of one topic partition, from their receipt to their release.
+
+    Its :class:`~keyshard.core.window.Window` decides what enters, and the limits of a batch.
+    """
+
+    state: PartitionCheckpoint
+    """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
+    received: list[tuple[EntryBlock, int]] = field(default_factory=list)
+    """Entries not yet cut, with the index of the range that received them."""
+    held: set[EntryId] = field(default_factory=set)
+    """Ids of all entries received, planned or expected."""
+    expected: set[EntryId] = field(default_factory=set)
+    """Ids of a planned batch that is not read again yet."""
+    rows: int = 0
+    bytes: int = 0
+    """What is held, received and planned."""
+    received_rows: int = 0
+    received_bytes: int = 0
+    received_payload: int = 0
+    """What is received and not cut: rows, memory and payload."""
+    left_out: set[int] = field(default_factory=set)
+    """Ranges that had data and no part in the newest cut."""
+    proofs: Proofs = field(default_factory=Proofs)
+    """Evidence that the next cut with rows puts into its checkpoint."""
+    owners: frozenset[int] = frozenset()
+    """Ranges that owe an entry of a hole, as far as known."""
+    tight: bool = False
+    """Whether the newest cut left entries out because the checkpoint had no room for them."""
+    waiting_rows: int = 0
+    """Received rows that no cut takes before something else comes."""
+    lowest_ledger: int = -1
+    """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
+    gone: bool = False
+    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
+
+    @property
+    def holes(self) -> int:
+        """Gaps between the runs of delivered entries."""
+        return max(0, self.state.delivered.run_count - 1)
+
+    def receive(self, block: EntryBlock, range_index: int) -> None:
+        """Take a new entry that a range received."""
+        self.received.append((block, range_index))
+        self.waiting_rows = 0
+        self.received_rows += block.rows
+        self.received_bytes += _size(block)
+        self.received_payload += block.payload_bytes
+        self.hold(block)
+
+    def drop_received(self) -> None:
+        """Forget what is received and in no batch."""
+        for block, _ in self.received:
+            self.let_go(block)
+        self.received = []
+        self.received_rows = self.received_bytes = self.received_payload = 0
+        self.waiting_rows = 0
+        self.left_out = set()
+
+    def hold(self, block: EntryBlock) -> None:
+        """Count an entry as held."""
+        self.held.add(block.id)
+        self.rows += block.rows
+        self.bytes += _size(block)
+
+    def let_go(self, block: EntryBlock) -> None:
+        """Count an entry as held no longer."""
+        self.held.discard(block.id)
+        self.rows -= block.rows
+        self.bytes -= _size(block)
+
+    def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
+        """Take the entries of the next batch out of what is received; they stay held.
+
+        Args:
+            limits: Most rows, memory and payload; a single larger entry is still taken.
+            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint.
+        """
+        self.received.sort(key=lambda item: item[0].id)
+        count = self._fitting(checkpoint_bytes_max)
+        if not count:
+            return []
+        taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
+        self.received = rest + self.received[count:]
+        self.left_out = {index for _, index in self.received} - {index for _, index in taken}
+        blocks = [block for block, _ in taken]
+        self.received_rows -= sum(block.rows for block in blocks)
+        self.received_bytes -= sum(map(_size, blocks))
+        self.received_payload -= sum(block.payload_bytes for block in blocks)
+        return blocks
+
+    def _fitting(self, bytes_max: int) -> int:
+        """How many of the received entries, which are sorted, the next checkpoint has room for."""
+        count = fitting(self.state.delivered, self.received, bytes_max)
+        if count < len(self.received) and self.proofs:
+            # The checkpoint of this cut is going to have fewer holes than the newest.
+            settled = settle(self.state, self.proofs, [b.id for b, _ in self.received])
+            count = fitting(settled.delivered, self.received, bytes_max)
+        self.tight = count < len(self.received)
+        if not count:
+            self.waiting_rows = self.received_rows
+        return count
+
+    def advance(self, blocks: Sequence[EntryBlock]) -> int:
+        """Make the state after a batch with these entries the newest.
+
+        Returns:
+            Entries of holes that it calls settled, and the state before did not.
+        """
+        settled = self._settle(blocks)
+        batch = EntrySet.of(block.id for block in blocks)
+        published_ms = [max(block.publish_ms) for block in blocks]
+        self.state = PartitionCheckpoint(
+            floor=settled.floor,
+            delivered=settled.delivered | batch,
+            batch=batch,
+            partial={block.id: frozenset(block.indices) for block in blocks if not block.whole},
+            published_ms=max(self.state.published_ms, self.proofs.published_ms, *published_ms),
+        )
+        return settled.newly
+
+    def _settle(self, blocks: Sequence[EntryBlock]) -> Settled:
+        """What the evidence makes of the newest state, before ``blocks`` join it."""
+        undelivered: list[EntryId] = []
+        if self.proofs:
+            undelivered += [block.id for block in blocks]
+            undelivered += [block.id for block, _ in self.received]
+        settled = settle(self.state, self.proofs, undelivered)
+        self.proofs.applied(settled.floor)
+        return settled
+
+    def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
+        """Take evidence, and the ranges that owe an entry of a hole."""
+        self.proofs.merge(proofs)
+        self.owners = owners
+        if proofs:
+            self.waiting_rows = 0
+
+    def paused(self, rows_share: int, bytes_share: int, ranges: int) -> frozenset[int] | None:
+        """Ranges that pause for the size of the checkpoint; ``None`` when it has room."""
+        if not self.tight:
+            return None
+        return paused_ranges(self.received, rows_share, bytes_share, ranges, self.owners)
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        ids = [block.id for block, _ in self.received]
+        assert len(set(ids)) == len(ids), "an entry is received twice"
+        assert self.held >= set(ids), "a received entry is not held"
+        assert not any(map(self.state.settled, ids)), "a received entry is settled"
+        assert self.received_rows == sum(block.rows for block, _ in self.received)
+
+
+def _size(block: EntryBlock) -> int:
+    return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
+
+
+def _sizes(block: EntryBlock) -> Sizes:
+    return block.rows, _size(block), block.payload_bytes
