@@ -17,7 +17,6 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import check_delivered, check_ledgers
 from keyshard.core.settling import Proofs
-from keyshard.errors import CheckpointMismatchError
 from keyshard.runtime.inspect_holes import inspect_holes
 from keyshard.runtime.replay import READ_WAIT_MS
 from keyshard.runtime.retry import retry_until
@@ -38,24 +37,6 @@ class Audited:
     proofs: dict[TopicPartition, Proofs] = field(default_factory=dict)
     entries_lost: int = 0
     """Entries that somebody else acknowledged, where that is no error."""
-
-
-def check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> None:
-    """Check that a checkpoint is of this subscription and cluster.
-
-    Raises:
-        CheckpointMismatchError: It is not; an empty cluster name is unknown, and fits.
-    """
-    if checkpoint.subscription != subscription:
-        raise CheckpointMismatchError(
-            f"The checkpoint belongs to subscription {checkpoint.subscription!r}, this source uses "
-            f"{subscription!r}. Use that subscription, or start with a new checkpoint."
-        )
-    if cluster and checkpoint.cluster and checkpoint.cluster != cluster:
-        raise CheckpointMismatchError(
-            f"The checkpoint belongs to cluster {checkpoint.cluster!r}, the broker is of cluster "
-            f"{cluster!r}. Check service.url and admin.url, or start with a new checkpoint."
-        )
 
 
 def audit(

@@ -24,25 +24,21 @@ from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs
-from keyshard.core.window import Receipt, Window
-from keyshard.errors import (
-    KeyShardError,
-    RuntimeStoppedError,
-)
+from keyshard.core.window import Receipt
+from keyshard.errors import KeyShardError, RuntimeStoppedError
 from keyshard.runtime.acknowledger import Acknowledger
-from keyshard.runtime.audit import audit, check_belongs
 from keyshard.runtime.available_now import AvailableNow, last_entries
-from keyshard.runtime.budget import window_budget
 from keyshard.runtime.discovery import Discovery
 from keyshard.runtime.lanes import Lanes
 from keyshard.runtime.layouts import Layouts
+from keyshard.runtime.opening import cluster_of, open_window, start_position
 from keyshard.runtime.receiver import Lane, Seat, routing_of
 from keyshard.runtime.replay import replay
-from keyshard.runtime.retry import retry_until
 from keyshard.runtime.settler import Settler
 from keyshard.runtime.subscribe import Admin, reopen_lane
-from keyshard.runtime.topics import Catalog, look, warn_of_existing
+from keyshard.runtime.topics import Catalog, look
 from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
 
@@ -69,9 +65,6 @@ class Coordinator:
         self._error: KeyShardError | None = None
         self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
-        self._full: set[TopicPartition] = set()
-        self._paused: dict[TopicPartition, frozenset[int]] = {}
-        """Ranges that pause for the size of the checkpoint; replaces ``_full`` where it is set."""
         self._available_now: AvailableNow | None = None
         self._ending: Checkpoint | None = None
         """A batch that was planned before the start; some of its topics may be dropped since."""
@@ -106,37 +99,19 @@ class Coordinator:
         with ExitStack() as on_failure:
             if self._admin:
                 on_failure.callback(self._admin.close)
-            cluster = self._cluster()
-            if checkpoint is not None:
-                check_belongs(checkpoint, config.subscription, cluster)
+            cluster = cluster_of(self._admin, config, checkpoint)
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
-            self._lanes = Lanes(self._broker, self._admin, config, self)
             catalog = Catalog(self._broker, self._admin, config)
             found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
-            self._reach(found.consumed)
-            base = Checkpoint(
-                cluster or (checkpoint.cluster if checkpoint else ""),
-                config.subscription,
-                config.parallelism,
-                checkpoint.partitions if checkpoint else {},
-            )
-            self._window = Window(
-                base, config.parallelism, window_budget(config, self._admin, found.consumed)
-            )
-            for topic_partition in found.consumed:
-                self._window.add_partition(topic_partition)
-            if checkpoint is not None and planned:
-                self._window.expect(checkpoint)
-            for topic_partition in found.kept | found.gone:
-                self._window.drop_partition(topic_partition, gone=topic_partition in found.gone)
             self._gone.update(found.gone)
-            self._audit(checkpoint)
-            start = StartPosition.EARLIEST
-            if checkpoint is None:
-                start = StartPosition(config.starting_position)
-                if self._admin:
-                    warn_of_existing(self._admin, config.subscription, found.consumed, start.value)
+            self._window = open_window(
+                self._broker, self._admin, config, checkpoint, found,
+                cluster=cluster, planned=planned,
+            )  # fmt: skip
+            self._pauses = Pauses(self._window)
+            self._lanes = Lanes(self._broker, self._admin, config, self)
+            start = start_position(self._admin, config, checkpoint, found)
             lanes = self._lanes.open(found.consumed, start)
             if checkpoint is not None and planned:
                 self._ending = checkpoint
@@ -212,16 +187,16 @@ class Coordinator:
                 # Hosts ask every few milliseconds: an idle cut must cost next to nothing.
                 return None
             waited_s = self._watch.since_cut_s()
-            if not self._full and waits_for_more(
+            if not self._pauses.any_full and waits_for_more(
                 rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
             ):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
                 self._layouts.add(self._window.batch(checkpoint.batch_id))
-                self._watch.cut(full=bool(self._full))
+                self._watch.cut(full=self._pauses.any_full)
             for topic_partition in self._window.partitions:
-                self._pause(topic_partition)
+                self._pauses.fitted(topic_partition)
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
@@ -279,7 +254,7 @@ class Coordinator:
         with self._lock:
             self._window.plan(checkpoint, entries)
             partitions = self._layouts.add(self._window.batch(batch_id))
-            self._note_full()
+            self._pauses.released()
         _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
         return partitions
 
@@ -302,31 +277,18 @@ class Coordinator:
             planned = list(self._window.batches)
             released = self._window.release(checkpoint)
             self._layouts.release(one for one in planned if one not in self._window.batches)
-            self._note_full()
+            self._pauses.released()
         for topic_partition, entries in released.items():
             self._acknowledger.submit(topic_partition, entries)
 
     def status(self) -> dict[str, Any]:
         """What goes on, from memory: plain JSON values. All counts are since the start."""
         with self._lock:
-            counters = self._window.counters
             return {
                 "ranges": self._config.parallelism,
-                "topicPartitions": len(self._window.partitions),
-                "rowsReceived": counters.rows_received,
-                "windowRows": self._window.rows,
-                "windowFill": round(self._window.fill(), 3),
-                "keepsUpTriggerMillis": self._watch.keeps_up_ms,
-                "oldestUnacknowledgedMillis": self._watch.oldest_ms(self._window),
-                "duplicatesDropped": counters.duplicates_dropped,
-                "misrouted": counters.misrouted,
-                "keyless": counters.keyless,
-                "ackHoles": self._window.holes,
-                "holesSettled": counters.holes_settled,
-                "entriesLost": counters.entries_lost,
-                "rangesPaused": sum(map(len, self._paused.values())),
+                **self._watch.status(self._window),
+                "rangesPaused": self._pauses.for_checkpoint,
                 "settlingError": self._settler.error,
-                "plannedBatches": len(self._window.batches),
                 "entriesAcknowledged": self._acknowledger.acknowledged,
                 "entriesToAcknowledge": self._acknowledger.waiting,
                 **self.discovery.status(),
@@ -342,8 +304,7 @@ class Coordinator:
     # -- called by the receive threads ----------------------------------------------------------
 
     def is_paused(self, seat: Seat) -> bool:
-        paused = self._paused.get(seat.topic_partition)
-        return seat.topic_partition in self._full if paused is None else seat.range_index in paused
+        return self._pauses.include(seat.topic_partition, seat.range_index)
 
     def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
         if self._available_now is not None:
@@ -368,11 +329,10 @@ class Coordinator:
                     again.append(block.id)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
-            if self._window.is_full(seat.topic_partition):
-                if not self._full:
-                    self._watch.full()
-                self._full.add(seat.topic_partition)
-            self._pause(seat.topic_partition)
+            was_full = self._pauses.any_full
+            self._pauses.received(seat.topic_partition)
+            if self._pauses.any_full and not was_full:
+                self._watch.full()
             self._lock.notify_all()
         if again:
             self._acknowledger.submit(seat.topic_partition, again)
@@ -403,9 +363,8 @@ class Coordinator:
         with self._lock:
             for topic_partition in gone:
                 self._window.drop_partition(topic_partition, gone=True)
-                self._paused.pop(topic_partition, None)
+                self._pauses.dropped(topic_partition)
             self._gone.update(gone)
-            self._note_full()
 
     def tidy(self) -> None:
         with self._lock:
@@ -414,22 +373,6 @@ class Coordinator:
             assert self._ending is not None
             self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
             self._ending = None
-
-    def _reach(self, found: Sequence[TopicPartition]) -> None:
-        """Fail within the operation timeout when the client cannot reach the broker.
-
-        The admin interface may have told the topics; subscribing waits longer, for ranges in use.
-        """
-        if found:
-            topic = found[0].topic
-            timeout_s = self._config.operation_timeout_ms / 1000
-            retry_until(lambda: self._broker.partitions(topic), timeout_s)
-
-    def _cluster(self) -> str:
-        """Name of the cluster, empty where no admin interface tells it."""
-        if self._admin is None:
-            return ""
-        return retry_until(self._admin.cluster, self._config.operation_timeout_ms / 1000)
 
     # -- called by the settler's thread ------------------------------------------------------------
 
@@ -443,25 +386,5 @@ class Coordinator:
     ) -> None:
         with self._lock:
             self._window.prove(topic_partition, proofs, owners)
-            self._pause(topic_partition)
+            self._pauses.fitted(topic_partition)
             self._lock.notify_all()
-
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _note_full(self) -> None:
-        self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
-
-    def _audit(self, checkpoint: Checkpoint | None) -> None:
-        if self._admin is None:
-            return
-        found = audit(self._broker, self._admin, self._config, checkpoint, self._window.partitions)
-        for topic_partition, proofs in found.proofs.items():
-            self._window.prove(topic_partition, proofs)
-        self._window.counters.entries_lost += found.entries_lost
-
-    def _pause(self, topic_partition: TopicPartition) -> None:
-        paused = self._window.paused(topic_partition)
-        if paused is None:
-            self._paused.pop(topic_partition, None)
-        else:
-            self._paused[topic_partition] = paused

@@ -68,6 +68,14 @@ class Catalog:
             return ()
         return tuple(TopicPartition(topic, i) for i in range(count)) or plain
 
+    def reach(self, topic: str) -> None:
+        """Ask the client for a topic, whether or not the admin interface told all that is needed.
+
+        Raises:
+            BrokerError: The client cannot reach the broker.
+        """
+        self._broker.partitions(topic)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -86,6 +94,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     Raises:
         TopicNotFoundError: A topic does not exist at the first start. Pulsar would create it on
             subscribe, and a typing error would leave a subscription that holds backlog.
+        BrokerError: The broker, or the admin interface, could not be reached until the timeout.
     """
     known = tuple(checkpoint.partitions) if checkpoint else ()
     partitioned = {tp.topic for tp in known if tp.partition >= 0}
@@ -108,6 +117,9 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
             )
         _log.warning("topic %s does not exist; it is consumed once it is created", topic)
     consumed = tuple(tp for topic in topics for tp in existing[topic])
+    if consumed:
+        # Subscribing would wait longer for a broker: as long as for ranges in use.
+        retry_until(lambda: catalog.reach(consumed[0].topic), timeout_s)
     others = frozenset(known) - set(consumed)
     kept = frozenset(tp for tp in others if tp in existing[tp.topic])
     for topic in sorted({tp.topic for tp in kept}):

@@ -1,9 +1,10 @@
-"""What a source tells its user about its pace: full windows, old rows, misrouted messages."""
+"""What a source tells its user: counts, full windows, old rows, misrouted messages."""
 
 from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from keyshard.core.window import Window
 from keyshard.errors import MisroutedError
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Times and warnings of one coordinator, which calls it under its lock.
+    """Counts, times and warnings of one coordinator, which calls it under its lock.
 
     Args:
         fail_on_misrouted: Whether a misrouted message ends the source instead of being warned of.
@@ -76,6 +77,25 @@ class Watch:
                 f"{text} Or set onMisrouted to warn.", topic_partition=seat.topic_partition.name
             )
         self._warn("misrouted", text)
+
+    def status(self, window: Window) -> dict[str, Any]:
+        """What a window holds and has counted since the start, as plain JSON values."""
+        counters = window.counters
+        return {
+            "topicPartitions": len(window.partitions),
+            "rowsReceived": counters.rows_received,
+            "windowRows": window.rows,
+            "windowFill": round(window.fill(), 3),
+            "keepsUpTriggerMillis": self.keeps_up_ms,
+            "oldestUnacknowledgedMillis": self.oldest_ms(window),
+            "duplicatesDropped": counters.duplicates_dropped,
+            "misrouted": counters.misrouted,
+            "keyless": counters.keyless,
+            "ackHoles": window.holes,
+            "holesSettled": counters.holes_settled,
+            "entriesLost": counters.entries_lost,
+            "plannedBatches": len(window.batches),
+        }
 
     def oldest_ms(self, window: Window) -> int | None:
         """Age of the oldest row held, milliseconds; ``None`` without rows."""
