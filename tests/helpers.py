@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pyarrow as pa
+
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config import SourceConfig
 from keyshard.core.broker_state import BrokerState
@@ -18,6 +20,7 @@ from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.subscribe import Admin
+from keyshard.schema.content import column, entry_block
 
 DEADLINE_S = 10.0
 """After this a wait has failed, seconds."""
@@ -51,19 +54,24 @@ def block(
     numbers = list(range(first, first + len(keys)) if indices is None else indices)
     payloads = list(values or [b"%d:%d:%d" % (ledger, entry, index) for index in numbers])
     batch_size = len(keys) if of is None else of
-    return EntryBlock(
-        id=EntryId(ledger, entry),
+    return entry_block(
+        EntryId(ledger, entry),
         batch_size=batch_size,
         batched=batch_size > 1,
         indices=numbers,
         values=payloads,
         partition_keys=list(keys),
         ordering_keys=[ordering_key] * len(keys),
-        publish_ms=[publish_ms] * len(keys),
+        publish_ms=publish_ms,
         event_ms=[event_ms] * len(keys),
         properties=[dict(properties or {}) for _ in keys],
-        payload_bytes=sum(map(len, payloads)),
     )
+
+
+def event_ms(blocks: Sequence[EntryBlock]) -> list[int | None]:
+    """Event time of each message of some blocks, milliseconds; ``None`` when unset."""
+    times = column(blocks, "__eventTime").cast(pa.int64()).to_pylist()
+    return [None if time is None else time // 1_000 for time in times]
 
 
 def ids(blocks: Sequence[EntryBlock]) -> list[tuple[int, int]]:

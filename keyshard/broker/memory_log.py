@@ -12,6 +12,7 @@ from enum import Enum
 
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.key_slot import key_slot, routing_key
+from keyshard.schema.content import entry_block
 
 
 class Batching(str, Enum):
@@ -65,8 +66,8 @@ class StoredEntry:
         """A fresh block of ``count`` messages (all, when not given) from index ``first`` on."""
         end = len(self.messages) if count is None else min(first + count, len(self.messages))
         messages = self.messages[first:end]
-        return EntryBlock(
-            id=self.id,
+        return entry_block(
+            self.id,
             batch_size=len(self.messages),
             batched=self.batched,
             indices=list(range(first, end)),
@@ -74,10 +75,9 @@ class StoredEntry:
             # A client cannot tell an empty key from none.
             partition_keys=[message.key or None for message in messages],
             ordering_keys=[message.ordering_key or None for message in messages],
-            publish_ms=[self.publish_ms] * len(messages),
+            publish_ms=self.publish_ms,
             event_ms=[message.event_ms for message in messages],
             properties=[dict(message.properties) for message in messages],
-            payload_bytes=sum(len(message.value) for message in messages),
         )
 
 

@@ -17,8 +17,9 @@ import _pulsar
 import pulsar
 
 from keyshard.broker.port import StartPosition
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.hash_range import HashRange
+from keyshard.core.key_slot import slots_of
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -26,6 +27,7 @@ from keyshard.errors import (
     RangeConflictError,
     TopicNotFoundError,
 )
+from keyshard.schema.content import pack
 
 RECEIVE_WAIT_MS = 10
 """One round of the client's batch receive when its queue is not full, milliseconds."""
@@ -45,8 +47,11 @@ _UNAVAILABLE = (
     pulsar.UnknownError,
     pulsar.NotConnected,
 )
-_PROTOBUF_BATCH_SIZE = 6
-_PROTOBUF_FIRST_CHUNK = 7
+_Message = _pulsar.Message
+_BATCH_SIZE_TAG = 6 << 3
+"""Tag byte of field 6, ``batch_size``, a varint."""
+_FIRST_CHUNK_TAG = 7 << 3 | 2
+"""Tag byte of field 7, ``first_chunk_message_id``, a message."""
 
 
 @contextmanager
@@ -82,11 +87,14 @@ def _id_facts(data: bytes) -> _IdFacts:
     The fields before them are varints (ledger 1, entry 2, partition 3, batch_index 4) and packed or
     single varints of the ack set (5).
     """
+    if data[-2] == _BATCH_SIZE_TAG and data[-1] < 0x80 and _FIRST_CHUNK_TAG not in data:
+        # The value is one byte, because the byte before it is no part of a longer one.
+        return _IdFacts(max(1, data[-1]), chunked=False)
     batch_size, position, end = 1, 0, len(data)
     while position < end:
         field, wire = data[position] >> 3, data[position] & 7
         position += 1
-        if field == _PROTOBUF_FIRST_CHUNK:
+        if field == _FIRST_CHUNK_TAG >> 3:
             return _IdFacts(batch_size, chunked=True)
         value = shift = 0
         while True:
@@ -98,7 +106,7 @@ def _id_facts(data: bytes) -> _IdFacts:
             shift += 7
         if wire == 2:
             position += value
-        elif field == _PROTOBUF_BATCH_SIZE:
+        elif field == _BATCH_SIZE_TAG >> 3:
             batch_size = max(1, value)
     return _IdFacts(batch_size, chunked=False)
 
@@ -109,40 +117,48 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
     """
-    values = [message.data() for message in messages]
-    partition_keys = [message.partition_key() or None for message in messages]
-    ordering_keys = [message.ordering_key() or None for message in messages]
-    publish_ms = [message.publish_timestamp() for message in messages]
-    event_ms = [message.event_timestamp() for message in messages]
-    properties = [message.properties() for message in messages]
+    if not messages:
+        return []
+    values = list(map(_Message.data, messages))
+    partition_keys = list(map(_Message.partition_key, messages))
+    ordering_keys = list(map(_Message.ordering_key, messages))
+    routing_keys: list[str | None] = [
+        ordering or partition or None
+        for ordering, partition in zip(ordering_keys, partition_keys, strict=True)
+    ]
+    content = pack(
+        values,
+        [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
+        list(map(_Message.event_timestamp, messages)),
+        list(map(_Message.properties, messages)),
+    )
+    sizes = list(map(len, values))
     blocks: list[EntryBlock] = []
     position, end = 0, len(messages)
     while position < end:
-        first_id = messages[position].message_id()
+        first = messages[position]
+        first_id = first.message_id()
         facts = _id_facts(first_id.serialize())
         entry_id = EntryId(first_id.ledger_id(), first_id.entry_id())
         if facts.chunked:
             raise _chunked(where, entry_id)
         index = first_id.batch_index()
-        if index < 0:
-            indices = [0]
-        else:
+        indices: Sequence[int] = range(1)
+        if index >= 0:
             indices = _indices(messages, position, entry_id, index, facts.batch_size)
         stop = position + len(indices)
-        own = values[position:stop]
+        slot, mixed_slots = slots_of(routing_keys[position:stop])
         blocks.append(
             EntryBlock(
                 entry_id,
                 facts.batch_size,
                 index >= 0,
                 indices,
-                own,
-                partition_keys[position:stop],
-                ordering_keys[position:stop],
-                publish_ms[position:stop],
-                event_ms[position:stop],
-                properties[position:stop],
-                sum(map(len, own)),
+                slot,
+                mixed_slots,
+                first.publish_timestamp(),
+                sum(sizes[position:stop]),
+                (Part(content, position, stop - position),),
             )
         )
         position = stop
@@ -151,20 +167,22 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
 
 def _indices(
     messages: Sequence[Any], position: int, entry_id: EntryId, index: int, batch_size: int
-) -> list[int]:
+) -> Sequence[int]:
     """Batch indices of the messages from ``position`` on that are of one entry, ascending.
 
     The client hands out an entry in one piece. If the message where it should end has the right
     index, all between are of this entry, and only two ids are looked at instead of all.
     """
     length = min(batch_size - index, len(messages) - position)
+    if length == 1:
+        return range(index, index + 1)
     last = messages[position + length - 1].message_id()
     if (
         last.batch_index() == index + length - 1
         and last.entry_id() == entry_id.entry
         and last.ledger_id() == entry_id.ledger
     ):
-        return list(range(index, index + length))
+        return range(index, index + length)
     indices = [index]
     for message in messages[position + 1 : position + batch_size]:
         other = message.message_id()

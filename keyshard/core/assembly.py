@@ -48,7 +48,7 @@ class EntryAssembly:
         if held is None or block.indices[0] <= held.indices[-1]:
             self.open = held = block
         else:
-            _extend(held, block)
+            self.open = held = held.joined(block)
         if held.indices[-1] == held.batch_size - 1:
             self.open = None
             self.doubted.pop(held.id, None)
@@ -79,14 +79,3 @@ class RedeliveryNeeded(Exception):  # noqa: N818 - an instruction to the caller,
     def __init__(self, entry_id: EntryId) -> None:
         super().__init__(entry_id)
         self.entry_id = entry_id
-
-
-def _extend(held: EntryBlock, block: EntryBlock) -> None:
-    held.indices.extend(block.indices)
-    held.values.extend(block.values)
-    held.partition_keys.extend(block.partition_keys)
-    held.ordering_keys.extend(block.ordering_keys)
-    held.publish_ms.extend(block.publish_ms)
-    held.event_ms.extend(block.event_ms)
-    held.properties.extend(block.properties)
-    held.payload_bytes += block.payload_bytes

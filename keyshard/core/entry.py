@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from keyshard.core.key_slot import key_slot, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
 
 _PARTITION_SUFFIX = re.compile(r"^(?P<topic>.+)-partition-(?P<partition>\d+)$")
@@ -70,9 +70,19 @@ class EntryId(NamedTuple):
     entry: int
 
 
+class Part(NamedTuple):
+    """Where the content of some messages is: ``rows`` rows from row ``start`` on."""
+
+    content: Any
+    """A ``pyarrow.RecordBatch`` of :data:`keyshard.schema.content.CONTENT`, shared by all entries
+    of one delivery. Decisions never look into it."""
+    start: int
+    rows: int
+
+
 @dataclass(slots=True)
 class EntryBlock:
-    """Messages of one entry as one delivery brought them: columns of equal length, by index.
+    """Messages of one entry as one delivery brought them.
 
     A block that came with one ``receive`` may hold a part of its entry; an assembly joins parts.
     Blocks are not changed after they entered a window.
@@ -83,18 +93,18 @@ class EntryBlock:
     """Messages in the entry as published; 1 for an entry that is no producer batch."""
     batched: bool
     """Whether the entry is a producer batch; then acknowledging counts per index at the client."""
-    indices: list[int]
-    """Batch indices, ascending; ``[0]`` for an entry that is no producer batch."""
-    values: list[bytes]
-    partition_keys: list[str | None]
-    ordering_keys: list[str | None]
-    publish_ms: list[int]
-    """Publish time of each message, milliseconds since the epoch."""
-    event_ms: list[int]
-    """Event time of each message, milliseconds since the epoch; 0 when unset."""
-    properties: list[dict[str, str]]
+    indices: Sequence[int]
+    """Batch indices, ascending; 0 alone for an entry that is no producer batch."""
+    slot: int | None
+    """Slot that routed the entry: that of its first message; ``None`` when keyless."""
+    mixed_slots: list[int | None] | None
+    """Slot of each message where they differ, because the producer does not batch by key."""
+    publish_ms: int
+    """Publish time, milliseconds since the epoch; a producer batch has one for all messages."""
     payload_bytes: int
     """Sum of the lengths of the values."""
+    parts: tuple[Part, ...]
+    """Content of the messages, in the order of ``indices``."""
 
     @property
     def rows(self) -> int:
@@ -107,12 +117,34 @@ class EntryBlock:
         return len(self.indices) == self.batch_size
 
     @property
-    def slot(self) -> int | None:
-        """Slot that routed the entry: that of its first message; ``None`` when keyless."""
-        key = routing_key(self.partition_keys[0], self.ordering_keys[0])
-        return None if key is None else key_slot(key)
-
     def slots(self) -> list[int | None]:
-        """Slot of each message, for producers that mix keys in one batch."""
-        keys = map(routing_key, self.partition_keys, self.ordering_keys)
-        return [None if key is None else key_slot(key) for key in keys]
+        """Slot of each message."""
+        return self.mixed_slots or [self.slot] * self.rows
+
+    @property
+    def values(self) -> list[bytes]:
+        """Payload of each message."""
+        return self._content("value")
+
+    @property
+    def partition_keys(self) -> list[str | None]:
+        """Partition key of each message; ``None`` where it has none."""
+        return self._content("__key")
+
+    def joined(self, later: EntryBlock) -> EntryBlock:
+        """This block and one with later indices of the same entry."""
+        mixed = self.mixed_slots or later.mixed_slots or self.slot != later.slot
+        return replace(
+            self,
+            indices=[*self.indices, *later.indices],
+            mixed_slots=[*self.slots, *later.slots] if mixed else None,
+            payload_bytes=self.payload_bytes + later.payload_bytes,
+            parts=self.parts + later.parts,
+        )
+
+    def _content(self, column: str) -> list[Any]:
+        return [
+            value
+            for part in self.parts
+            for value in part.content.column(column).slice(part.start, part.rows).to_pylist()
+        ]

@@ -25,7 +25,7 @@ def check_delivered(
     Raises:
         TopicRecreatedError: It was published later than everything delivered.
     """
-    newest = max(block.publish_ms)
+    newest = block.publish_ms
     if newest > state.published_ms:
         raise _recreated(
             topic_partition,
@@ -58,7 +58,7 @@ def check_unknown(
     """
     if block.id.ledger >= lowest_ledger:
         return
-    later_ms = min(block.publish_ms) - state.published_ms
+    later_ms = block.publish_ms - state.published_ms
     if later_ms > CLOCK_SKEW_MS:
         raise _recreated(
             topic_partition,

@@ -6,6 +6,8 @@ ordering key decides, else the partition key; a producer batch is routed whole b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mmh3
 
 from keyshard.core.hash_range import RING_SIZE
@@ -23,3 +25,21 @@ def key_slot(key: str | bytes) -> int:
 def routing_key(partition_key: str | None, ordering_key: str | None) -> str | None:
     """The key that routes a message: the ordering key, else the partition key, else ``None``."""
     return ordering_key if ordering_key is not None else partition_key
+
+
+def slots_of(routing_keys: Sequence[str | None]) -> tuple[int | None, list[int | None] | None]:
+    """Slots of the messages of one entry.
+
+    Args:
+        routing_keys: Routing key of each message; ``None`` when keyless. At least one.
+
+    Returns:
+        (slot of the first message, which routes the entry; slot of each message where they differ,
+        else ``None``).
+    """
+    first = routing_keys[0]
+    slot = None if first is None else key_slot(first)
+    if routing_keys.count(first) == len(routing_keys):
+        return slot, None
+    slots = [None if key is None else key_slot(key) for key in routing_keys]
+    return slot, slots if slots.count(slot) < len(slots) else None

@@ -128,7 +128,7 @@ class PartitionWindow:
         """
         settled = self._settle(blocks)
         batch = EntrySet.of(block.id for block in blocks)
-        published_ms = [max(block.publish_ms) for block in blocks]
+        published_ms = [block.publish_ms for block in blocks]
         self.state = PartitionCheckpoint(
             floor=settled.floor,
             delivered=settled.delivered | batch,

@@ -308,7 +308,7 @@ class Window:
             block for batch in self.batches.values() for part in batch.entries.values()
             for block in part
         )  # fmt: skip
-        return min((block.publish_ms[0] for block in chain(received, planned)), default=None)
+        return min((block.publish_ms for block in chain(received, planned)), default=None)
 
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""

@@ -259,12 +259,10 @@ class Receiver:
 
 def routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:
     """Messages of an entry that lie outside the lane's range, and that have no key."""
-    keys = block.partition_keys
-    if block.ordering_keys[0] is None and keys.count(keys[0]) == len(keys):
-        slot = block.slot
-        if slot is None:
-            return 0, len(keys)
-        return (0 if slot in lane.seat.hash_range else len(keys)), 0
-    slots = block.slots()
-    known = [slot for slot in slots if slot is not None]
-    return sum(slot not in lane.seat.hash_range for slot in known), len(slots) - len(known)
+    hash_range, slots = lane.seat.hash_range, block.mixed_slots
+    if slots is not None:
+        known = [slot for slot in slots if slot is not None]
+        return sum(slot not in hash_range for slot in known), len(slots) - len(known)
+    if block.slot is None:
+        return 0, block.rows
+    return (0 if block.slot in hash_range else block.rows), 0

@@ -17,6 +17,7 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
 from keyshard.runtime.retry import retry_until
+from keyshard.schema.content import only
 
 READ_WAIT_MS = 200
 """One wait for the next messages of a Reader, milliseconds."""
@@ -86,7 +87,8 @@ def _replay_partition(
             return _read_stretch(broker, topic_partition, stretch, deadline)
 
         for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
-            found[block.id] = _only(block, state.partial.get(block.id))
+            indices = state.partial.get(block.id)
+            found[block.id] = block if indices is None else only(block, indices)
     return [found[entry_id] for entry_id in sorted(found)]
 
 
@@ -157,25 +159,3 @@ def _added(assembly: EntryAssembly, block: EntryBlock) -> list[EntryBlock]:
         # A Reader that reconnected inside an entry starts that entry again; if it does not, the
         # entry is missing and reported as such.
         return assembly.add(block)
-
-
-def _only(block: EntryBlock, indices: frozenset[int] | None) -> EntryBlock:
-    """The rows of a partial entry that the checkpoint names."""
-    if indices is None:
-        return block
-    keep = [i for i, index in enumerate(block.indices) if index in indices]
-
-    values = [block.values[i] for i in keep]
-    return EntryBlock(
-        block.id,
-        block.batch_size,
-        block.batched,
-        [block.indices[i] for i in keep],
-        values,
-        [block.partition_keys[i] for i in keep],
-        [block.ordering_keys[i] for i in keep],
-        [block.publish_ms[i] for i in keep],
-        [block.event_ms[i] for i in keep],
-        [block.properties[i] for i in keep],
-        sum(map(len, values)),
-    )

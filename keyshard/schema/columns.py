@@ -9,14 +9,12 @@ import pyarrow as pa
 
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.layout import Located
+from keyshard.schema.content import PROPERTIES, TIME, column
 
 ROWS_PER_BATCH_MAX = 10_000
 """Most rows of one record batch, unless one entry has more."""
 BYTES_PER_BATCH_MAX = 8 * 1024 * 1024
 """Payload after which a record batch ends."""
-
-_TIME = pa.timestamp("us", tz="UTC")
-_PROPERTIES = pa.map_(pa.string(), pa.string())
 
 SCHEMA = pa.schema([
     pa.field("value", pa.binary()),
@@ -24,22 +22,14 @@ SCHEMA = pa.schema([
     pa.field("__topic", pa.string()),
     pa.field("__partition", pa.int32()),
     pa.field("__messageId", pa.string()),
-    pa.field("__publishTime", _TIME),
-    pa.field("__eventTime", _TIME),
-    pa.field("__properties", _PROPERTIES),
+    pa.field("__publishTime", TIME),
+    pa.field("__eventTime", TIME),
+    pa.field("__properties", PROPERTIES),
     pa.field("__slot", pa.int32()),
 ])  # fmt: skip
 """All columns: value, partition key (null when keyless), topic without the partition suffix,
 partition (-1 when not partitioned), ``ledger:entry:index``, publish time, event time (null when
 unset), properties, and the slot on the ring (null when keyless)."""
-
-
-def _values(blocks: Sequence[Located]) -> pa.Array:
-    return pa.array([value for _, block in blocks for value in block.values], pa.binary())
-
-
-def _keys(blocks: Sequence[Located]) -> pa.Array:
-    return pa.array([key for _, block in blocks for key in block.partition_keys], pa.string())
 
 
 def _repeated(
@@ -77,43 +67,21 @@ def _message_ids(blocks: Sequence[Located]) -> pa.Array:
 
 
 def _publish_times(blocks: Sequence[Located]) -> pa.Array:
-    times = [time for _, block in blocks for time in block.publish_ms]
-    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(_TIME)
-
-
-def _event_times(blocks: Sequence[Located]) -> pa.Array:
-    times = [time or None for _, block in blocks for time in block.event_ms]
-    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(_TIME)
-
-
-def _properties(blocks: Sequence[Located]) -> pa.Array:
-    rows = [properties for _, block in blocks for properties in block.properties]
-    offsets = [0]
-    keys: list[str] = []
-    items: list[str] = []
-    for properties in rows:
-        if properties:
-            keys.extend(properties.keys())
-            items.extend(properties.values())
-        offsets.append(len(keys))
-    return pa.MapArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(items, pa.string())
-    )
+    times: list[int] = []
+    for _, block in blocks:
+        times.extend([block.publish_ms] * block.rows)
+    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(TIME)
 
 
 def _slots(blocks: Sequence[Located]) -> pa.Array:
-    return pa.array([slot for _, block in blocks for slot in block.slots()], pa.int32())
+    return pa.array([slot for _, block in blocks for slot in block.slots], pa.int32())
 
 
 _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
-    "value": _values,
-    "__key": _keys,
     "__topic": _topics,
     "__partition": _partitions,
     "__messageId": _message_ids,
     "__publishTime": _publish_times,
-    "__eventTime": _event_times,
-    "__properties": _properties,
     "__slot": _slots,
 }
 
@@ -138,7 +106,11 @@ def record_batches(
     """
     schema = select(names)
     for part in _portions(blocks):
-        yield pa.RecordBatch.from_arrays([_BUILDERS[name](part) for name in names], schema=schema)
+        arrays = [
+            _BUILDERS[name](part) if name in _BUILDERS else column([b for _, b in part], name)
+            for name in names
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:

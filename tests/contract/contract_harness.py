@@ -310,12 +310,11 @@ class Received:
         return [value for block in self.blocks for value in block.values]
 
     def by_key(self) -> dict[str | None, list[bytes]]:
-        """Values of each routing key, in the order they came."""
+        """Values of each partition key, in the order they came."""
         values: dict[str | None, list[bytes]] = {}
         for block in self.blocks:
-            rows = zip(block.ordering_keys, block.partition_keys, block.values, strict=True)
-            for ordering_key, partition_key, value in rows:
-                values.setdefault(ordering_key or partition_key, []).append(value)
+            for key, value in zip(block.partition_keys, block.values, strict=True):
+                values.setdefault(key, []).append(value)
         return values
 
     def take(self, consumers: Iterable[Consumer]) -> int:

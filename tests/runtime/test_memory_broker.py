@@ -233,7 +233,7 @@ def test_publish_times_come_from_the_argument_else_from_the_cluster() -> None:
     cluster.publish(where.name, Message(b""), publish_ms=7)
     cluster.publish(where.name, Message(b""))
     blocks = MemoryBroker(cluster).reader(where, EntryId(0, 0)).read(0)
-    assert [block.publish_ms for block in blocks] == [[1_000], [1_000], [7], [1_001]]
+    assert [block.publish_ms for block in blocks] == [1_000, 1_000, 7, 1_001]
 
 
 def test_a_key_is_always_in_one_partition_and_keyless_messages_go_in_turn() -> None:

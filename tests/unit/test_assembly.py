@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from helpers import block, ids
+from helpers import block, event_ms, ids
 from keyshard.core import assembly as assembly_module
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.entry import EntryBlock, EntryId
+from keyshard.core.key_slot import key_slot
+from keyshard.schema.content import column
 
 
 def feed(assembly: EntryAssembly, *blocks: EntryBlock) -> list[EntryBlock]:
@@ -26,19 +28,18 @@ def test_a_whole_entry_is_complete_at_once() -> None:
 
 def test_parts_are_joined_in_every_column() -> None:
     assembly = EntryAssembly()
-    first = block(1, 0, "a", "b", of=4, publish_ms=1, event_ms=2, properties={"p": "1"})
-    second = block(1, 0, "c", of=4, first=2, publish_ms=3, event_ms=4)
-    third = block(1, 0, None, of=4, first=3, ordering_key="o", publish_ms=5)
+    first = block(1, 0, "a", "b", of=4, event_ms=2, properties={"p": "1"})
+    second = block(1, 0, "c", of=4, first=2, event_ms=4)
+    third = block(1, 0, None, of=4, first=3, ordering_key="o")
     assert feed(assembly, first, second) == []
     (entry,) = assembly.add(third)
     assert entry.whole
     assert entry.indices == [0, 1, 2, 3]
     assert entry.values == [b"1:0:0", b"1:0:1", b"1:0:2", b"1:0:3"]
     assert entry.partition_keys == ["a", "b", "c", None]
-    assert entry.ordering_keys == [None, None, None, "o"]
-    assert entry.publish_ms == [1, 1, 3, 5]
-    assert entry.event_ms == [2, 2, 4, 0]
-    assert entry.properties == [{"p": "1"}, {"p": "1"}, {}, {}]
+    assert entry.slots == [key_slot(key) for key in ("a", "b", "c", "o")]
+    assert event_ms([entry]) == [2, 2, 4, None]
+    assert column([entry], "__properties").to_pylist() == [[("p", "1")], [("p", "1")], [], []]
     assert entry.payload_bytes == 20
 
 

@@ -83,4 +83,4 @@ def test_the_first_message_routes_an_entry() -> None:
 
 
 def test_slots_of_mixed_keys_are_told_one_by_one() -> None:
-    assert block(1, 0, "a", None, "b").slots() == [key_slot("a"), None, key_slot("b")]
+    assert block(1, 0, "a", None, "b").slots == [key_slot("a"), None, key_slot("b")]
