@@ -106,8 +106,10 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
     for commit in view.commits:
         for row in commit.rows:
             found.checked += 1
-            first = rows.setdefault(row.stored, row)
-            if first is not row:
+            first = rows.get(row.stored)
+            if first is None:
+                rows[row.stored] = row
+            else:
                 found.violation(
                     f"{_text(row)} is in batch {first.batch} and in batch {row.batch}", first, row
                 )
