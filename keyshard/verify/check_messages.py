@@ -154,7 +154,7 @@ def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict
     """
     view = HistoryView.of(events)
     found = Findings(
-        f"done within {liveness_s:g} s after the faults",
+        "done in time after the faults",
         "messages sent",
         "there was no fault and no faults_stopped, or no message was sent",
     )
