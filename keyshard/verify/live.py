@@ -1,205 +1,118 @@
-"""Publishes a load, consumes it through keyshard with two restarts on the way, and records it all.
-
-What :func:`consume` does to its source, whatever the broker:
-
-1. The second batch is broken off while it is read: the next start reads it again.
-2. The third batch is made durable and not acknowledged: the next start drops what comes again.
-
-Each start takes another number of ranges than the one before.
-"""
+"""A check on a broker that somebody named: publish a load, consume it, record what happened."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import uuid
+from contextlib import closing
+from dataclasses import dataclass
 
 import pulsar
 
+from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.port import Broker
+from keyshard.broker.pulsar import PulsarBroker
 from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.entry import EntryId, full_topic_name
 from keyshard.errors import ConfigError
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.subscribe import Admin
-from keyshard.source import SourceBatch
-from keyshard.verify.recorder import History, Recorder
-from keyshard.verify.workloads import ProduceReport
+from keyshard.verify.live_run import LiveReport, Progress, consume
+from keyshard.verify.recorder import History
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
-HOST = "host"
-"""Worker name in the history."""
-QUIET_S = 2.0
-"""Once every row is here: silence after which no more is expected, seconds."""
+BATCHES = 20
+"""Batches that the load makes, about."""
+PARTITIONS = 5
+"""Partitions of a topic that is created, by default."""
 
-_WAIT_S = 0.2
-_BROKEN_OFF, _NOT_ACKNOWLEDGED = 1, 2
 _CLIENT_TIMEOUT_S = 15
 
 _log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Told from time to time how many messages were handed to the broker, and how many are durable."""
-
 
 @dataclass(frozen=True, slots=True)
-class LiveReport:
-    """What was done; whether it was right says the history."""
+class LiveCheck:
+    """A check on a broker that somebody named."""
 
-    sent: int
-    """Messages that the broker confirmed; 0 when publishing did not end in time."""
-    rows: int
-    """Rows in committed batches."""
-    batches: int
-    restarts: int
-    duplicates_dropped: int
-    """Entries that the broker delivered again and that were recognised."""
-    seconds: float
-    in_time: bool
-    """Whether every row came before the deadline."""
+    topic: str
+    """Topic name, short or full."""
+    service_url: str
+    admin_url: str | None = None
+    """Admin interface; without one a topic that is missing is created without partitions."""
+    messages: int = 10_000
+    keys: int = 100
+    partitions: int | None = None
+    """Partitions of a topic that is created; default 5."""
+    parallelism: int = 10
+    append: bool = False
+    """Whether a topic that holds data is published to."""
+    timeout_s: float = 120.0
+    """Deadline for everything, seconds."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.timeout_s <= 86_400:
+            raise ConfigError(f"timeout_s must be 1 to 86400, got {self.timeout_s:g}.")
+        if self.partitions is not None and self.admin_url is None:
+            raise ConfigError("A number of partitions needs the admin interface: give admin_url.")
+        self.workload()
+        self.source()
 
-class _GaveUp(Exception):  # noqa: N818 - ends the producer, no error
-    pass
+    def workload(self) -> Workload:
+        """What is published."""
+        return Workload(self.messages, self.keys)
 
+    def source(self) -> SourceConfig:
+        """How it is consumed: by a subscription of its own that begins now."""
+        return SourceConfig(
+            self.topic,
+            subscription=f"keyshard-check-{uuid.uuid4().hex[:8]}",
+            service_url=self.service_url,
+            admin_url=self.admin_url,
+            parallelism=self.parallelism,
+            starting_position="latest",
+            batch_rows_max=max(1, self.messages // BATCHES),
+        )
 
-def consume(
-    source: SourceConfig,
-    connect: Callable[[], Broker],
-    make_admin: Callable[[], Admin | None],
-    publish: Callable[[Callable[[int], None]], ProduceReport],
-    history: History,
-    *,
-    timeout_s: float,
-    progress: Progress = lambda _sent, _rows: None,
-) -> LiveReport:
-    """Subscribe, publish, and consume what is published, writing the history of it.
+    def prepare(self) -> None:
+        """Create the topic when it is missing; refuse one that holds data, unless ``append``.
 
-    Args:
-        source: One topic and a subscription of its own.
-        connect: Makes a connection to the broker.
-        make_admin: Makes a handle of the admin interface, or ``None``.
-        publish: Publishes a workload; it is told to whom it should tell its progress.
-        history: Where events go.
-        timeout_s: Deadline for everything, seconds.
-        progress: See :data:`Progress`.
+        Raises:
+            ConfigError: It holds data.
+            AdminError: It exists with another number of partitions.
+            BrokerUnavailableError: The broker or its admin interface cannot be reached.
+        """
+        topic = full_topic_name(self.topic)
+        if self.admin_url is not None:
+            with closing(PulsarAdmin(self.admin_url)) as admin:
+                exists = admin.partition_count(topic) is not None
+            if not exists or self.partitions is not None:
+                create_partitioned_topic(self.admin_url, topic, self.partitions or PARTITIONS)
+        if not self.append:
+            with closing(self._connect()) as broker:
+                require_empty(broker, topic)
 
-    Raises:
-        KeyShardError: Publishing or consuming failed.
-    """
-    run = _Run(source, connect, make_admin, history, progress)
-    began = time.monotonic()
-    giving_up = threading.Event()
+    def run(self, history: History, progress: Progress) -> LiveReport:
+        """Publish, consume, and write the history; the subscription is removed at the end.
 
-    def published(count: int) -> None:
-        if giving_up.is_set():
-            raise _GaveUp
-        run.published(count)
-
-    run.start(None)
-    with ThreadPoolExecutor(1, thread_name_prefix="keyshard-produce") as pool:
+        Raises:
+            KeyShardError: Publishing or consuming failed.
+        """
+        source = self.source()
+        topic = source.topics[0]
         try:
-            producing = pool.submit(publish, published)
-            in_time = run.until(producing, began + timeout_s)
+            return consume(
+                source,
+                self._connect,
+                lambda: PulsarAdmin(self.admin_url) if self.admin_url else None,
+                lambda told: produce(self.workload(), self.service_url, topic, told),
+                history,
+                timeout_s=self.timeout_s,
+                progress=progress,
+            )
         finally:
-            giving_up.set()
-            run.stop()
-    return LiveReport(
-        sent=run.sent or 0,
-        rows=run.rows,
-        batches=run.batches,
-        restarts=run.restarts,
-        duplicates_dropped=run.duplicates_dropped,
-        seconds=time.monotonic() - began,
-        in_time=in_time,
-    )
+            remove_subscription(self.service_url, topic, source.subscription)
 
-
-class _Run:
-    def __init__(
-        self,
-        source: SourceConfig,
-        connect: Callable[[], Broker],
-        make_admin: Callable[[], Admin | None],
-        history: History,
-        progress: Progress,
-    ) -> None:
-        self._source = source
-        self._connect = connect
-        self._make_admin = make_admin
-        self._recorder = Recorder(history, HOST)
-        self._progress = progress
-        self._handed_over = 0
-        self.sent: int | None = None
-        self.rows = self.batches = self.restarts = self.duplicates_dropped = 0
-
-    def start(self, checkpoint: Checkpoint | None, *, planned: bool = False) -> None:
-        self._coordinator = Coordinator(
-            self._source, lambda: self._recorder.broker(self._connect()), self._make_admin()
-        )
-        self._coordinator.start(checkpoint, planned=planned)
-
-    def stop(self) -> None:
-        if self._coordinator.started:
-            self.duplicates_dropped += int(self._coordinator.status()["duplicatesDropped"])
-        self._coordinator.stop()
-
-    def until(self, producing: Future[ProduceReport], deadline: float) -> bool:
-        """Consume until every row is here and nothing more comes; whether that was in time."""
-        quiet_since = time.monotonic()
-        while time.monotonic() < deadline:
-            if self.sent is None and producing.done():
-                self._all_sent(producing.result())
-            if self._coordinator.wait_for_rows(_WAIT_S):
-                end = self._coordinator.cut()
-                if end is not None:
-                    self._batch(end)
-                    quiet_since = time.monotonic()
-            elif self._complete() and time.monotonic() > quiet_since + QUIET_S:
-                return True
-            self._progress(self._handed_over, self.rows)
-        return False
-
-    def _complete(self) -> bool:
-        return self.sent is not None and self.rows >= self.sent
-
-    def published(self, count: int) -> None:
-        self._handed_over += count
-
-    def _all_sent(self, report: ProduceReport) -> None:
-        self.sent = report.sent
-        self._recorder.sent(self._source.topics[0], report.per_key)
-        self._recorder.faults_stopped()
-
-    def _batch(self, end: Checkpoint) -> None:
-        if self.batches == _BROKEN_OFF:
-            next(self._recorder.rows(SourceBatch(self._coordinator, end)), None)
-            self._restart(end, planned=True)
-        batch = SourceBatch(self._coordinator, end)
-        rows = sum(records.num_rows for records in self._recorder.rows(batch))
-        self._recorder.checkpointed(batch)
-        if self.batches == _NOT_ACKNOWLEDGED:
-            self._restart(end)
-        else:
-            self._coordinator.release(end)
-        self.rows += rows
-        self.batches += 1
-
-    def _restart(self, end: Checkpoint, *, planned: bool = False) -> None:
-        self.stop()
-        self._recorder.crashed()
-        ranges = self._source.parallelism
-        self._source = replace(
-            self._source, parallelism=ranges + 1 if ranges < RING_SIZE else ranges - 1
-        )
-        self.start(end, planned=planned)
-        self.restarts += 1
-        if self.sent is not None:
-            self._recorder.faults_stopped()
+    def _connect(self) -> Broker:
+        return PulsarBroker(self.service_url, _CLIENT_TIMEOUT_S)
 
 
 def require_empty(broker: Broker, topic: str) -> None:

@@ -15,10 +15,11 @@ from keyshard.broker.port import Broker
 from keyshard.core.entry import EntryBlock
 from keyshard.errors import BrokerError, ConfigError
 from keyshard.runtime.coordinator import Coordinator
-from keyshard.verify import live
+from keyshard.verify import live_run
 from keyshard.verify.checkers import Verdict, check
 from keyshard.verify.history import Event, HistoryWriter, read_history
-from keyshard.verify.live import LiveReport, consume, require_empty
+from keyshard.verify.live import require_empty
+from keyshard.verify.live_run import LiveReport, consume
 from keyshard.verify.workloads import ProduceReport, Workload
 
 LOAD = Workload(600, 20, entry_messages=3)
@@ -65,7 +66,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(live, "QUIET_S", 0.2)
+    monkeypatch.setattr(live_run, "QUIET_S", 0.2)
     return Bench(tmp_path)
 
 
