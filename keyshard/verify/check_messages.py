@@ -97,7 +97,7 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
     view = HistoryView.of(events)
     found = Findings(
         "exactly once into the checkpoint",
-        "rows of committed batches and messages sent",
+        "rows of committed batches",
         "the history names no batches",
     )
     if view.host is not Host.BATCHES:
@@ -114,7 +114,6 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
                     f"{_text(row)} is in batch {first.batch} and in batch {row.batch}", first, row
                 )
     for event in view.sent:
-        found.checked += 1
         if event.message not in view.done:
             found.violation(f"{_text(event)} is in no committed batch", event)
     return found.verdict()

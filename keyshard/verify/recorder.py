@@ -66,12 +66,7 @@ class Recorder:
             topic: Full topic name.
             per_key: Number of messages of each key, as a ``ProduceReport`` tells it.
         """
-        t = self._clock()
-        self._history.write_all(
-            Event(t, "sent", topic=topic, key=key, seq=seq)
-            for key, count in per_key.items()
-            for seq in range(count)
-        )
+        self._history.write_all(sent_events(topic, per_key, self._clock()))
 
     def rows(self, batch: SourceBatch) -> Iterator[pa.RecordBatch]:
         """One run of a batch: its record batches, each written down before it is handed out."""
@@ -85,7 +80,7 @@ class Recorder:
                 "range": str(part_range(batch.end, part)),
             }
             for records in batch.read(part):
-                self._history.write_all(_rows(self._clock(), records, where))
+                self._history.write_all(row_events(self._clock(), records, where))
                 yield records
         self._write("completed", batch=name)
 
@@ -124,7 +119,27 @@ def part_range(end: Checkpoint, part: int) -> HashRange:
 _COLUMNS = ("value", "__key", "__topic", "__partition", "__messageId", "__slot")
 
 
-def _rows(t: float, records: pa.RecordBatch, where: Mapping[str, Any]) -> Iterator[Event]:
+def sent_events(topic: str, per_key: Mapping[str, int], t: float) -> Iterator[Event]:
+    """A ``sent`` for each message of a workload.
+
+    Args:
+        topic: Full topic name.
+        per_key: Number of messages of each key.
+        t: When they were confirmed, seconds.
+    """
+    for key, count in per_key.items():
+        for seq in range(count):
+            yield Event(t, "sent", topic=topic, key=key, seq=seq)
+
+
+def row_events(t: float, records: pa.RecordBatch, where: Mapping[str, Any]) -> Iterator[Event]:
+    """A ``delivered`` for each row.
+
+    Args:
+        t: When, seconds.
+        records: Rows with the columns of :data:`keyshard.schema.columns.SCHEMA`.
+        where: Fields that all of them share, such as ``batch`` and ``part``.
+    """
     columns = (records.column(name).to_pylist() for name in _COLUMNS)
     for value, key, topic, partition, message_id, slot in zip(*columns, strict=True):
         ledger, entry, index = map(int, message_id.split(":"))
