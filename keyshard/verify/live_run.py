@@ -18,6 +18,7 @@ from keyshard.broker.port import Broker
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import RING_SIZE
+from keyshard.errors import BrokerUnavailableError
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.subscribe import Admin
 from keyshard.source import SourceBatch
@@ -41,7 +42,7 @@ class LiveReport:
     """What was done; whether it was right says the history."""
 
     sent: int
-    """Messages that the broker confirmed; 0 when publishing did not end in time."""
+    """Messages that the broker confirmed."""
     rows: int
     """Rows in committed batches."""
     batches: int
@@ -83,6 +84,7 @@ def consume(
         progress: See :data:`Progress`.
 
     Raises:
+        BrokerUnavailableError: Publishing did not end before the deadline.
         KeyShardError: Publishing or consuming failed.
     """
     run = _Run(source, connect, make_admin, history, progress)
@@ -102,8 +104,13 @@ def consume(
         finally:
             giving_up.set()
             run.stop()
+    if run.sent is None:
+        raise BrokerUnavailableError(
+            f"Publishing did not end within {timeout_s:g} s; {run.handed_over:,} messages were "
+            "handed over. Allow more time, or publish fewer messages."
+        )
     return LiveReport(
-        sent=run.sent or 0,
+        sent=run.sent,
         rows=run.rows,
         batches=run.batches,
         restarts=run.restarts,
@@ -127,7 +134,7 @@ class _Run:
         self._make_admin = make_admin
         self._recorder = Recorder(history, HOST)
         self._progress = progress
-        self._handed_over = 0
+        self.handed_over = 0
         self.sent: int | None = None
         self.rows = self.batches = self.restarts = self.duplicates_dropped = 0
 
@@ -155,14 +162,14 @@ class _Run:
                     quiet_since = time.monotonic()
             elif self._complete() and time.monotonic() > quiet_since + QUIET_S:
                 return True
-            self._progress(self._handed_over, self.rows)
+            self._progress(self.handed_over, self.rows)
         return False
 
     def _complete(self) -> bool:
         return self.sent is not None and self.rows >= self.sent
 
     def published(self, count: int) -> None:
-        self._handed_over += count
+        self.handed_over += count
 
     def _all_sent(self, report: ProduceReport) -> None:
         self.sent = report.sent

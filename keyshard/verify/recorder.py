@@ -6,12 +6,16 @@
         recorder = Recorder(history, worker="host")
         coordinator = Coordinator(source, lambda: recorder.broker(PulsarBroker(url)))
         coordinator.start()
-        ...
-        for rows in recorder.rows(batch):  # instead of: for rows in batch
-            store(rows)
-        save(batch.checkpoint)
-        recorder.checkpointed(batch)  # now it is durable
-        stream.commit(batch)
+        stream = SourceStream(coordinator)
+        while batch := stream.next_batch(timeout_s=60):
+            for rows in recorder.rows(batch):  # instead of: for rows in batch
+                store(rows)
+            save_checkpoint(batch.checkpoint)
+            recorder.checkpointed(batch)  # it is durable now
+            stream.commit(batch)
+
+Without :meth:`Recorder.broker`, a plain ``source.open()`` does as well; then the history lacks
+ranges, acknowledgements and what the broker delivered.
 
 The values must be those of a :class:`keyshard.verify.workloads.Workload` with keys; messages of
 others are recorded without a sequence number.

@@ -188,7 +188,7 @@ MUTATIONS: list[tuple[Callable[[int], Events], Callable[[Events, random.Random],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_one_thing_done_wrong_is_caught(
     make: Callable[[int], Events],
     mutate: Callable[[Events, random.Random], Events],
