@@ -36,6 +36,7 @@ What a test can make happen:
 - ``broker.kill()``: a client is killed and loses the acknowledgements that it grouped
   (``ack_group_ms``); ``broker.close()`` sends them.
 - ``broker.freeze()`` and ``thaw()``: a client is stopped and goes on.
+- ``broker.drop()`` and ``reconnect()``: a connection is away for a while.
 - ``broker.disconnect()``, ``consumer.disconnect()``: a connection, or one consumer, reconnects.
 - ``cluster.deliver_again(...)``: entries come twice without a fault.
 - ``cluster.acknowledge(...)``, ``acknowledge_indices(...)``: somebody else acknowledges entries, or
