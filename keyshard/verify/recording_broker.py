@@ -9,7 +9,7 @@ from typing import Any
 from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.core.key_slot import routing_key
+from keyshard.core.key_slot import key_slot
 from keyshard.verify.history import Event
 from keyshard.verify.workloads import parse_value
 
@@ -114,8 +114,10 @@ class RecordingBroker:
     def _deliveries(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
         hash_range = str(consumer.hash_range)
         for block in blocks:
-            keys = map(routing_key, block.partition_keys, block.ordering_keys)
-            for index, value, routed_by in zip(block.indices, block.values, keys, strict=True):
+            keys = zip(block.partition_keys, block.slots, strict=True)
+            for index, value, (own, slot) in zip(block.indices, block.values, keys, strict=True):
+                # A message that an ordering key routes has no name by its partition key.
+                routed_by = own if own is not None and key_slot(own) == slot else None
                 key, seq = message_name(value, routed_by)
                 yield self._event(
                     "delivered", consumer, ledger=block.id.ledger, entry=block.id.entry,
