@@ -21,7 +21,6 @@ What it shares with Pulsar 4.0, because programs get it wrong:
   again from the first index. When the last one leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a topic that does not exist creates it, without partitions. So does a consumer
   whose topic is deleted: it reconnects.
-
 - A consumer with 50,000 unacknowledged messages gets no more, and with 200,000 nobody gets anything
   new (:class:`UnackedLimits`).
 - A second owner of a range is refused while the first one's client answers.
