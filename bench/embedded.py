@@ -12,6 +12,7 @@ from keyshard import KeyShardSource
 
 RANGES = 10
 STALL_S = 60.0
+CUT_ROWS = 20_000
 
 
 def source(service_url: str, topic: str, **settings: int) -> KeyShardSource:
@@ -43,8 +44,10 @@ def ingest(service_url: str, topic: str, messages: int) -> dict[str, float]:
 def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
     """Checkpoint bytes per message with cuts of 20,000 rows."""
     size = rows = 0
-    with source(service_url, topic, batch_rows_max=20_000).open() as stream:
-        while rows < messages:
+    with source(
+        service_url, topic, batch_rows_min=CUT_ROWS, batch_rows_max=CUT_ROWS
+    ).open() as stream:
+        while rows + CUT_ROWS <= messages:
             batch = stream.next_batch(60)
             if batch is None:
                 sys.exit(f"only {rows} of {messages} rows came")

@@ -62,7 +62,8 @@ class SourceConfig:
     replay_timeout_ms: int = field(default=120_000, kw_only=True)
     """Longest time to read a planned batch again after a restart, milliseconds."""
     receiver_queue_size: int = field(default=1_000, kw_only=True)
-    """Messages the client asks for ahead, per range and topic partition."""
+    """Most messages the client asks for ahead, per range and topic partition; fewer where all of
+    them together would take more than half of ``window_bytes_max``."""
     receive_threads: int = field(default=4, kw_only=True)
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)

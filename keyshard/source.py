@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from keyshard.runtime.coordinator import Coordinator
 
-_log = logging.getLogger(__name__)
+CUT_AGAIN_S = 0.01
+"""Pause before rows that no cut took are tried again, seconds."""
 
 
 class KeyShardSource(SourceConfig):
@@ -81,10 +82,16 @@ class SourceStream:
         Raises:
             KeyShardError: What ended the source.
         """
-        if not self._coordinator.wait_for_rows(timeout_s):
-            return None
-        checkpoint = self._coordinator.cut(rows_max)
-        return None if checkpoint is None else SourceBatch(self._coordinator, checkpoint)
+        deadline = time.monotonic() + timeout_s
+        while self._coordinator.wait_for_rows(max(0.0, deadline - time.monotonic())):
+            checkpoint = self._coordinator.cut(rows_max)
+            if checkpoint is not None:
+                return SourceBatch(self._coordinator, checkpoint)
+            # There are rows, but fewer than batch_rows_min, or the checkpoint has no room for them.
+            if time.monotonic() + CUT_AGAIN_S >= deadline:
+                return None
+            time.sleep(CUT_AGAIN_S)
+        return None
 
     def commit(self, batch: SourceBatch) -> None:
         """The batch's checkpoint is durable: acknowledge it, and all batches before it."""

@@ -55,7 +55,12 @@ class Lanes:
             SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
             BrokerError: The broker cannot be reached, or refused.
         """
-        return open_lanes(self._broker, self._admin, self._config, found, start)
+        found = tuple(found)
+        consumers = self._config.parallelism * len(self.by_partition.keys() | set(found))
+        share = self._config.window_bytes_max // (2 * max(1, consumers))
+        return open_lanes(
+            self._broker, self._admin, self._config, found, start, queue_bytes_max=share
+        )
 
     def serve(self, lanes: Sequence[Lane]) -> None:
         """Begin to receive from opened lanes."""
@@ -109,7 +114,7 @@ class Lanes:
     def _held(self, topic_partition: TopicPartition) -> Lane | None:
         ring = split_ring(1)[0]
         try:
-            return open_lane(self._broker, self._config, topic_partition, ring, queue_size=1)
+            return open_lane(self._broker, self._config, topic_partition, ring)
         except KeyShardError as exc:
             _log.warning("the last batch of %s is not acknowledged: %s", topic_partition, exc)
             return None

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from keyshard.broker.port import Consumer
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
@@ -41,6 +42,7 @@ class Lane:
 
     seat: Seat
     consumer: Consumer
+    queue: ClientQueue
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
     last_block_s: float = 0.0
     rest_until_s: float = 0.0
@@ -196,6 +198,14 @@ class Receiver:
             self._rest(lane)
             return
         lane.last_block_s = time.monotonic()
+        if not lane.queue.suits(
+            sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
+        ):
+            # Nothing of it was taken: the new consumer gets it again.
+            self._sink.reopen(lane)
+            with self._changed:
+                self._ready.append(lane)
+            return
         entries: list[EntryBlock] = []
         try:
             for block in blocks:

@@ -12,6 +12,7 @@ from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.assembly import EntryAssembly
 from keyshard.core.broker_state import BrokerState
+from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.errors import (
@@ -58,8 +59,13 @@ def open_lanes(
     config: SourceConfig,
     topic_partitions: Iterable[TopicPartition],
     start: StartPosition,
+    *,
+    queue_bytes_max: int,
 ) -> list[Lane]:
     """Subscribe every range of every topic partition; the ring is covered when this returns.
+
+    Args:
+        queue_bytes_max: Memory that the client queue of one consumer may take, bytes.
 
     Raises:
         SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
@@ -68,15 +74,16 @@ def open_lanes(
     stop = threading.Event()
     topic_partitions = tuple(topic_partitions)
 
-    def subscribe(seat: Seat, where: StartPosition) -> Consumer:
+    def subscribe(seat: Seat, where: StartPosition) -> Lane:
+        queue = ClientQueue(queue_bytes_max, config.receiver_queue_size)
         try:
-            return _subscribe(broker, config, seat, where, stop)
+            return Lane(seat, _subscribe(broker, config, seat, where, stop, queue=queue), queue)
         except BaseException:
             stop.set()
             raise
 
     def create(topic_partition: TopicPartition) -> None:
-        subscribe(Seat(topic_partition, 0, ring[0]), start).close()
+        subscribe(Seat(topic_partition, 0, ring[0]), start).consumer.close()
 
     ring = split_ring(config.parallelism)
     seats = [Seat(where, i, part) for where in topic_partitions for i, part in enumerate(ring)]
@@ -93,13 +100,13 @@ def open_lanes(
     if errors:
         for future in futures:
             if future.exception() is None:
-                future.result().close()
+                future.result().consumer.close()
     for error in errors:
         if isinstance(error, RangeConflictError):
             raise _in_use(admin, config, topic_partitions) from error
     if errors:
         raise errors[0]
-    return [Lane(seat, future.result()) for seat, future in zip(seats, futures, strict=True)]
+    return [future.result() for future in futures]
 
 
 def open_lane(
@@ -107,14 +114,13 @@ def open_lane(
     config: SourceConfig,
     topic_partition: TopicPartition,
     hash_range: HashRange,
-    *,
-    queue_size: int,
 ) -> Lane:
-    """Subscribe one range."""
+    """Subscribe one range, to acknowledge and not to receive."""
     seat = Seat(topic_partition, 0, hash_range)
     earliest = StartPosition.EARLIEST
+    queue = ClientQueue(bytes_max=1, messages_max=1)
     stop = threading.Event()
-    return Lane(seat, _subscribe(broker, config, seat, earliest, stop, queue_size=queue_size))
+    return Lane(seat, _subscribe(broker, config, seat, earliest, stop, queue=queue), queue)
 
 
 def close_lanes(lanes: Iterable[Lane]) -> None:
@@ -127,7 +133,8 @@ def close_lanes(lanes: Iterable[Lane]) -> None:
 def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threading.Event) -> None:
     """Give a lane a new consumer; everything unacknowledged is delivered to it again."""
     lane.consumer.close()
-    lane.consumer = _subscribe(broker, config, lane.seat, StartPosition.EARLIEST, stop)
+    earliest = StartPosition.EARLIEST
+    lane.consumer = _subscribe(broker, config, lane.seat, earliest, stop, queue=lane.queue)
     lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
 
 
@@ -138,7 +145,7 @@ def _subscribe(
     start: StartPosition,
     stop: threading.Event,
     *,
-    queue_size: int | None = None,
+    queue: ClientQueue,
 ) -> Consumer:
     def attempt() -> Consumer:
         return broker.subscribe(
@@ -147,7 +154,7 @@ def _subscribe(
             seat.hash_range,
             start=start,
             consumer_name=f"keyshard-{socket.gethostname()}-range-{seat.range_index}",
-            receiver_queue_size=queue_size or config.receiver_queue_size,
+            receiver_queue_size=queue.size,
         )
 
     return retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)

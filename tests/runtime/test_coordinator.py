@@ -489,7 +489,7 @@ def test_a_refused_start_gives_back_the_ranges_it_had(bench: Bench) -> None:
     busy = config(bench.topic, subscribe_timeout_ms=50)
     broker = MemoryBroker(bench.cluster)
     with pytest.raises(SubscriptionInUseError):
-        open_lanes(broker, None, busy, bench.where, StartPosition.EARLIEST)
+        open_lanes(broker, None, busy, bench.where, StartPosition.EARLIEST, queue_bytes_max=10**6)
     free = other.subscribe(
         bench.where[1],
         "unit",

@@ -9,6 +9,7 @@ import pytest
 
 from helpers import P0, P1, FakeConsumer, block, ids, wait_until
 from keyshard.core.assembly import EntryAssembly
+from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
@@ -75,7 +76,7 @@ def lane_of(
     *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
 ) -> tuple[Lane, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
-    return Lane(Seat(where, 0, RING), consumer), consumer
+    return Lane(Seat(where, 0, RING), consumer, ClientQueue(10**6, 1)), consumer
 
 
 def part(entry: int, *indices: int, of: int) -> EntryBlock:
@@ -254,7 +255,7 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
         def close(self) -> None:
             raise BrokerError("the broker is away")
 
-    lane = Lane(Seat(P0, 0, RING), Stubborn())
+    lane = Lane(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
     running = start(lane)
     assert running.drop({P0}).wait(5)
     assert running.lanes == 0
