@@ -9,6 +9,7 @@ import time
 import uuid
 
 from keyshard import KeyShardSource
+from keyshard.source import SourceStream
 
 RANGES = 10
 STALL_S = 60.0
@@ -42,12 +43,11 @@ def ingest(service_url: str, topic: str, messages: int) -> dict[str, float]:
 
 
 def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
-    """Checkpoint bytes per message with cuts of 20,000 rows."""
+    """Checkpoint bytes per message with cuts of 20,000 rows, while the next ones are received."""
     size = rows = 0
-    with source(
-        service_url, topic, batch_rows_min=CUT_ROWS, batch_rows_max=CUT_ROWS
-    ).open() as stream:
+    with source(service_url, topic, batch_rows_max=CUT_ROWS).open() as stream:
         while rows + CUT_ROWS <= messages:
+            wait_rows(stream, min(2 * CUT_ROWS, messages - rows))
             batch = stream.next_batch(60)
             if batch is None:
                 sys.exit(f"only {rows} of {messages} rows came")
@@ -55,6 +55,15 @@ def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
             size += len(batch.checkpoint)
             stream.commit(batch)
     return {"bytes_per_message": size / rows}
+
+
+def wait_rows(stream: SourceStream, rows: int) -> None:
+    """Wait until the window holds some rows."""
+    deadline = time.monotonic() + 60
+    while stream.status()["windowRows"] < rows:
+        if time.monotonic() > deadline:
+            sys.exit(f"the window has {stream.status()['windowRows']} rows after 60 s")
+        time.sleep(0.01)
 
 
 def stalled(service_url: str, topic: str, messages: int) -> dict[str, float]:
