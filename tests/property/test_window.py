@@ -9,14 +9,13 @@ or whole entries; markers take ids. Evidence of that comes at any time, of any s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers import P0, P1, block
+from helpers import P0, P1
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -25,57 +24,11 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.layout import lay_out
 from keyshard.core.settling import LedgerEnd, Proofs
 from keyshard.core.window import Budget, Receipt, Window
+from window_world import Lane, Planned, Stored
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
 ENTRIES_PER_LEDGER = 5
 BUDGET = Budget(rows_max=24, bytes_max=10**6)
-
-
-@dataclass
-class Stored:
-    """An entry at the broker."""
-
-    id: EntryId
-    key: str
-    size: int
-    foreign: set[int] = field(default_factory=set)
-    """Indices that somebody else acknowledged."""
-    acked: bool = False
-    marker: bool = False
-    """It takes an id and is shown to nobody."""
-
-    def part(self, indices: list[int]) -> EntryBlock:
-        keys = [self.key] * len(indices)
-        return block(*self.id, *keys, of=self.size, indices=indices, publish_ms=self.publish_ms)
-
-    @property
-    def publish_ms(self) -> int:
-        return self.id.ledger * 100 + self.id.entry
-
-    @property
-    def open_indices(self) -> list[int]:
-        return (
-            []
-            if self.acked or self.marker
-            else [i for i in range(self.size) if i not in self.foreign]
-        )
-
-
-@dataclass
-class Planned:
-    """A batch as the host saw it."""
-
-    end: Checkpoint
-    layout: dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]
-
-
-class Lane:
-    """One consumer: what the broker is going to send it, and its assembly."""
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[Stored, int]] = []
-        self.assembly = EntryAssembly()
-        self.sent: list[Stored] = []
 
 
 class WindowMachine(RuleBasedStateMachine):
@@ -265,7 +218,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(rows_max=st.integers(1, 12))
     def cut(self, rows_max: int) -> None:
-        before = self.window.received_rows
+        before, start = self.window.received_rows, self.window.newest
         end = self.window.cut(rows_max)
         if self.budget.checkpoint_bytes_max == 10**6:
             assert (end is None) == (before == 0)
@@ -277,7 +230,7 @@ class WindowMachine(RuleBasedStateMachine):
             largest = max(entry.rows for entry in entries)
             extra = len(self.lanes) * 4
             assert batch.rows <= max(min(rows_max, BUDGET.rows_max // 2), largest) + extra
-            self.planned.append(Planned(end, self.layout(end)))
+            self.planned.append(Planned(start, end, self.layout(end)))
 
     def layout(
         self, end: Checkpoint
@@ -340,6 +293,34 @@ class WindowMachine(RuleBasedStateMachine):
             self.window.validate()
 
     @invariant()
+    def what_a_batch_starts_from_and_what_it_holds_is_settled_at_its_end(self) -> None:
+        """Pruning and settling forget nothing: the next start drops every redelivery of it."""
+        if not hasattr(self, "window"):
+            return
+        for batch in self.committed[-3:] + self.planned:
+            for tp, log in self.logs.items():
+                start = batch.start.partitions.get(tp, NONE)
+                end = batch.end.partitions.get(tp, NONE)
+                before = {stored.id for stored in log if start.settled(stored.id)}
+                after = {stored.id for stored in log if end.settled(stored.id)}
+                assert before >= set(start.delivered)
+                assert after >= before | set(end.batch), "a checkpoint forgets what is delivered"
+                assert not before & set(end.batch), "a batch holds what was delivered before"
+
+    @invariant()
+    def nothing_is_acknowledged_before_its_batch_is_committed(self) -> None:
+        if not hasattr(self, "window"):
+            return
+        for tp, log in self.logs.items():
+            committed = self.delivered_by_commits(tp)
+            for stored in log:
+                ours = stored.acked and len(stored.foreign) < stored.size
+                assert not ours or stored.id in committed, "acknowledged before its commit"
+
+    def delivered_by_commits(self, tp: TopicPartition) -> set[EntryId]:
+        return {e for done in self.committed for e in done.end.partitions.get(tp, NONE).batch}
+
+    @invariant()
     def each_entry_is_in_one_batch_and_in_order_of_its_slot(self) -> None:
         if not hasattr(self, "window"):
             return
@@ -379,10 +360,9 @@ class WindowMachine(RuleBasedStateMachine):
         assert self.window.rows == self.window.received_rows == 0
         for tp, log in self.logs.items():
             assert all(stored.acked or not stored.open_indices for stored in log)
-            delivered = {
-                e for done in self.committed for e in done.end.partitions.get(tp, NONE).batch
-            }
-            never = {stored.id for stored in log if not stored.marker} - delivered
+            never = {stored.id for stored in log if not stored.marker} - self.delivered_by_commits(
+                tp
+            )
             assert all(len(s.foreign) == s.size for s in log if s.id in never), "an entry is lost"
 
     def prove_all(self) -> None:
