@@ -14,7 +14,7 @@ from keyshard.core.entry import EntryId
 from keyshard.errors import CheckpointError
 
 INDEX_MAX = 1_000_000
-"""Highest batch index that is read from a text; a larger batch is no message that a broker takes."""
+"""Highest batch index that is read from a text; no broker takes a batch of more messages."""
 
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
