@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from helpers import block
 from keyshard.core.assembly import EntryAssembly
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.settling import LedgerEnd, Proofs
 
 
 @dataclass
@@ -56,3 +59,40 @@ class Lane:
         self.queue: list[tuple[Stored, int]] = []
         self.assembly = EntryAssembly()
         self.sent: list[Stored] = []
+
+    def ends_as_before(self) -> bool:
+        """Whether the open entry ended here before: now a reconnect is taken for a partial entry.
+
+        Two breaks of a connection at the same index of the same entry cannot be told apart from
+        somebody else's acknowledgement of the rest of it.
+        """
+        held = self.assembly.open
+        return held is not None and self.assembly.doubted.get(held.id) == tuple(held.indices)
+
+
+def shown_by_a_reader(stretch: list[Stored], *, from_the_beginning: bool) -> Proofs:
+    """What a Reader over a stretch of entries proves: it shows all but markers."""
+    shown = [stored for stored in stretch if not stored.marker]
+    proofs = Proofs()
+    if shown:
+        if from_the_beginning:
+            proofs.base = shown[0].id
+        passed = [stored.id for stored in stretch if stored.marker and stored.id < shown[-1].id]
+        proofs.settled = EntrySet.of(passed)
+        proofs.ledger_ends = _ledger_ends(shown)
+    return proofs
+
+
+def known_at_the_end(log: list[Stored]) -> Proofs:
+    """All that can be known of a topic partition: what nobody will ever be shown."""
+    settled = (one.id for one in log if one.marker or len(one.foreign) == one.size)
+    now_ms = log[-1].publish_ms if log else 0
+    return Proofs(EntryId(1, 0), EntrySet.of(settled), _ledger_ends(log), now_ms)
+
+
+def _ledger_ends(entries: list[Stored]) -> dict[int, LedgerEnd]:
+    return {
+        entry.id.ledger: LedgerEnd(entry.id.entry, later.id)
+        for entry, later in pairwise(entries)
+        if later.id.ledger > entry.id.ledger
+    }
