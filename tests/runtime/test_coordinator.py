@@ -258,6 +258,7 @@ def test_committed_entries_that_come_again_are_dropped_and_acknowledged(bench: B
     assert bench.backlog == 40, "the host committed, then the process was killed"
 
     with running(bench.cluster, bench.source, end) as second:
+        assert second.newest.partitions == end.partitions, "it continues what was delivered"
         wait_until(lambda: bench.backlog == 0)
         assert second.cut() is None
         assert second.status()["duplicatesDropped"] == 40
