@@ -8,6 +8,7 @@ follows before that, two things may have happened, and the client shows neither:
 
 They are told apart by asking again: the consumer is re-opened, which makes the broker deliver every
 unacknowledged entry once more. An entry that comes with the same indices twice is partial (case 2).
+A connection that breaks twice in a row at the same index of the same entry looks the same.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from keyshard.core.entry import EntryId
 from keyshard.errors import CheckpointError
 
+INDEX_MAX = 1_000_000
+"""Highest batch index that is read from a text; no broker takes a batch of more messages."""
+
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
 
@@ -247,9 +250,12 @@ def parse_indices(text: str) -> frozenset[int]:
     """Read the text form of a set of batch indices.
 
     Raises:
-        ValueError: It is not canonical.
+        ValueError: It is not canonical, or an index is above :data:`INDEX_MAX`.
     """
-    return frozenset(i for first, last in parse_runs(text) for i in range(first, last + 1))
+    runs = parse_runs(text)
+    if runs[-1][1] > INDEX_MAX:
+        raise ValueError(f"{runs[-1][1]} is no batch index")
+    return frozenset(i for first, last in runs for i in range(first, last + 1))
 
 
 def _bad(text: str) -> str:

@@ -87,7 +87,6 @@ class Window:
         self._budget = budget
         self._partitions: dict[TopicPartition, PartitionWindow] = {}
         self._active: dict[TopicPartition, None] = {}
-        self._left_out: set[TopicPartition] = set()
         self.batches: dict[str, Batch] = {}
         """Planned batches by batch id, oldest first."""
         self.counters = Counters()
@@ -164,7 +163,7 @@ class Window:
         rows_limit = min(rows_max or budget.rows_max, max(1, budget.rows_max // 2))
         rows = share_out(rows_limit, {tp: ready[tp].received_rows for tp in order})
         # Who was left out of the cut before has a part in this one, whatever the limit.
-        rows |= {tp: max(1, rows[tp]) for tp in self._left_out if tp in ready}
+        rows |= {tp: max(1, rows[tp]) for tp in order if ready[tp].left_out}
         held = share_out(
             max(1, budget.bytes_max // 2), {tp: ready[tp].received_bytes for tp in order}
         )
@@ -175,7 +174,8 @@ class Window:
             tp: ready[tp].take((rows[tp], held[tp], payload[tp]), room) for tp in order if rows[tp]
         }
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
-        self._left_out = {tp for tp in order if tp not in entries}
+        for tp in ready.keys() - entries:
+            ready[tp].left_out = {index for _, index in ready[tp].received}
         if not entries:
             return None
         checkpoint = self._advance(entries)

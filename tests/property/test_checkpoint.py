@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,13 +38,19 @@ def partition_checkpoints(draw: st.DrawFn) -> PartitionCheckpoint:
     )
 
 
-checkpoints = st.builds(
-    Checkpoint,
-    st.text(max_size=5),
-    st.text(min_size=1, max_size=5),
-    st.integers(1, 65_536),
-    st.dictionaries(topic_partitions, partition_checkpoints(), max_size=3),
-)
+@st.composite
+def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
+    ranges = draw(st.integers(1, 65_536))
+    return Checkpoint(
+        cluster=draw(st.text(max_size=5)),
+        subscription=draw(st.text(min_size=1, max_size=5)),
+        ranges=ranges,
+        partitions=draw(st.dictionaries(topic_partitions, partition_checkpoints(), max_size=3)),
+        merged=draw(st.none() | st.integers(1, ranges - 1)) if ranges > 1 else None,
+    )
+
+
+checkpoints = any_checkpoint()
 
 
 @BOUNDED
@@ -61,10 +68,28 @@ def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: obje
         checkpoint.subscription,
         checkpoint.ranges,
         dict(reversed(checkpoint.partitions.items())),
+        checkpoint.merged,
     )
     assert turned.to_json() == checkpoint.to_json()
     resaved = Checkpoint.from_json(json.dumps(json.loads(checkpoint.to_json()), indent=2))
     assert resaved.to_json() == checkpoint.to_json()
+
+
+@BOUNDED
+@given(checkpoints)
+def test_the_text_is_that_of_any_json_writer_with_sorted_keys_and_no_spaces(
+    checkpoint: Checkpoint,
+) -> None:
+    data = json.loads(checkpoint.to_json())
+    assert data == checkpoint.to_dict()
+    assert json.dumps(data, sort_keys=True, separators=(",", ":")) == checkpoint.to_json()
+
+
+@BOUNDED
+@given(st.text(max_size=20) | st.text(alphabet='{}[]":,01', max_size=20))
+def test_any_text_is_a_checkpoint_or_a_checkpoint_error(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"\.$"):
+        Checkpoint.from_json(text)
 
 
 @BOUNDED
@@ -87,7 +112,7 @@ json_values = st.recursive(
 )
 STATE_FIELDS = ("batch", "delivered", "floor", "partial", "published")
 PATHS = [
-    ("version",), ("ranges",), ("partitions",), ("partitions", "t"),
+    ("version",), ("ranges",), ("merged",), ("partitions",), ("partitions", "t"),
     *(("partitions", "t", name) for name in STATE_FIELDS),
 ]  # fmt: skip
 

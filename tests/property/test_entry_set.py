@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from keyshard.core.checkpoint import PartitionCheckpoint
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet, index_runs, parse_indices
+from keyshard.errors import CheckpointError
 
 BOUNDED = settings(max_examples=100, deadline=None)
 
@@ -65,9 +67,92 @@ def test_runs_are_as_long_as_possible(plain: frozenset[EntryId]) -> None:
 
 
 @BOUNDED
+@given(plain_sets, ids)
+def test_what_lies_above_a_position(plain: frozenset[EntryId], position: EntryId) -> None:
+    expected = {entry_id for entry_id in plain if entry_id > position}
+    above = EntrySet.of(plain).above(position)
+    assert above == EntrySet.of(expected)
+    assert str(above) == str(EntrySet.of(expected))
+
+
+@BOUNDED
+@given(plain_sets, ids)
+def test_pruning_below_a_floor_settles_the_same_entries_and_those_below_it(
+    plain: frozenset[EntryId], floor: EntryId
+) -> None:
+    pruned = PartitionCheckpoint(floor, EntrySet.of(plain).above(floor))
+    for entry_id in universe():
+        assert pruned.settled(entry_id) == (entry_id in plain or entry_id <= floor)
+
+
+@BOUNDED
+@given(plain_sets, ids)
+def test_the_end_of_a_run_is_where_its_neighbours_end(
+    plain: frozenset[EntryId], entry_id: EntryId
+) -> None:
+    end = None
+    ledger, entry = entry_id
+    while EntryId(ledger, entry) in plain:
+        end = EntryId(ledger, entry)
+        entry += 1
+    assert EntrySet.of(plain).run_end(entry_id) == end
+
+
+@BOUNDED
+@given(st.text(alphabet="0123456789:;,- +_\u0663", max_size=14) | st.text(max_size=6))
+@example("1:0-3,4")
+@example("1:5;1:6")
+@example("2:0;1:0")
+@example("1:3-1")
+@example("-1:0")
+@example("1:+1")
+@example("1:0_1")
+@example("1:\u0663")
+@example("1:00")
+@example("1:")
+@example(";")
+@example(f"1:{'9' * 5_000}")
+def test_any_text_is_the_one_text_of_a_set_or_is_refused(text: str) -> None:
+    try:
+        found = EntrySet.parse(text)
+    except CheckpointError as exc:
+        assert exc.message.endswith(".")  # noqa: PT017 - other texts are those of sets
+    else:
+        assert str(found) == text
+
+
+@BOUNDED
+@given(plain_sets, st.data())
+def test_no_other_text_than_its_own_stands_for_a_set(
+    plain: frozenset[EntryId], data: st.DataObject
+) -> None:
+    text = str(EntrySet.of(plain))
+    at = data.draw(st.integers(0, len(text)))
+    changed = data.draw(st.sampled_from(["0", "1", "-", ",", ":", ";", " ", ""]))
+    other = text[:at] + changed + text[at + data.draw(st.integers(0, 1)) :]
+    try:
+        found = EntrySet.parse(other)
+    except CheckpointError:
+        return
+    assert (found == EntrySet.of(plain)) == (other == text)
+
+
+@BOUNDED
 @given(st.frozensets(st.integers(0, 200), min_size=1))
 def test_index_sets_round_trip(indices: frozenset[int]) -> None:
     assert parse_indices(index_runs(indices)) == indices
+
+
+@BOUNDED
+@given(st.text(alphabet="0123456789,- +", max_size=12))
+@example("0-99999999999")
+@example("99999999999")
+def test_any_text_is_the_one_text_of_an_index_set_or_is_refused(text: str) -> None:
+    try:
+        indices = parse_indices(text)
+    except ValueError:
+        return
+    assert index_runs(indices) == text
 
 
 def universe() -> list[EntryId]:

@@ -9,73 +9,27 @@ or whole entries; markers take ids. Evidence of that comes at any time, of any s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers import P0, P1, block
+from helpers import P0, P1
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import range_index
 from keyshard.core.layout import lay_out
-from keyshard.core.settling import LedgerEnd, Proofs
+from keyshard.core.settling import Proofs
 from keyshard.core.window import Budget, Receipt, Window
+from window_world import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
 ENTRIES_PER_LEDGER = 5
+ENTRIES = st.lists(st.tuples(st.sampled_from(KEYS), st.integers(1, 4)), min_size=1, max_size=6)
+"""Keys and numbers of messages of entries."""
 BUDGET = Budget(rows_max=24, bytes_max=10**6)
-
-
-@dataclass
-class Stored:
-    """An entry at the broker."""
-
-    id: EntryId
-    key: str
-    size: int
-    foreign: set[int] = field(default_factory=set)
-    """Indices that somebody else acknowledged."""
-    acked: bool = False
-    marker: bool = False
-    """It takes an id and is shown to nobody."""
-
-    def part(self, indices: list[int]) -> EntryBlock:
-        keys = [self.key] * len(indices)
-        return block(*self.id, *keys, of=self.size, indices=indices, publish_ms=self.publish_ms)
-
-    @property
-    def publish_ms(self) -> int:
-        return self.id.ledger * 100 + self.id.entry
-
-    @property
-    def open_indices(self) -> list[int]:
-        return (
-            []
-            if self.acked or self.marker
-            else [i for i in range(self.size) if i not in self.foreign]
-        )
-
-
-@dataclass
-class Planned:
-    """A batch as the host saw it."""
-
-    end: Checkpoint
-    layout: dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]
-
-
-class Lane:
-    """One consumer: what the broker is going to send it, and its assembly."""
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[Stored, int]] = []
-        self.assembly = EntryAssembly()
-        self.sent: list[Stored] = []
 
 
 class WindowMachine(RuleBasedStateMachine):
@@ -96,6 +50,8 @@ class WindowMachine(RuleBasedStateMachine):
 
     def restart_with(self, base: Checkpoint, ranges: int) -> None:
         self.ranges = ranges
+        self.left_out: set[tuple[TopicPartition, int]] = set()
+        """Topic partitions and ranges that had data and no part in the newest cut."""
         self.window = Window(base, ranges, self.budget)
         for topic_partition in self.logs:
             self.window.add_partition(topic_partition)
@@ -122,41 +78,31 @@ class WindowMachine(RuleBasedStateMachine):
             if not by_slot[slot]:
                 del by_slot[slot]
 
-    @rule(tp=st.sampled_from([P0, P1]), key=st.sampled_from(KEYS), size=st.integers(1, 4))
-    def publish(self, tp: TopicPartition, key: str, size: int) -> None:
+    @rule(tp=st.sampled_from([P0, P1]), entries=ENTRIES)
+    def publish(self, tp: TopicPartition, entries: list[tuple[str, int]]) -> None:
+        for key, size in entries:
+            stored = Stored(self.next_id(tp), key, size)
+            self.logs[tp].append(stored)
+            slot = stored.part([0]).slot
+            assert slot is not None
+            lane = self.lanes[tp, range_index(slot, self.ranges)]
+            lane.queue.extend((stored, i) for i in range(size))
+
+    def next_id(self, tp: TopicPartition) -> EntryId:
         number = len(self.logs[tp])
-        entry_id = EntryId(1 + number // ENTRIES_PER_LEDGER, number % ENTRIES_PER_LEDGER)
-        stored = Stored(entry_id, key, size)
-        self.logs[tp].append(stored)
-        slot = stored.part([0]).slot
-        assert slot is not None
-        lane = self.lanes[tp, range_index(slot, self.ranges)]
-        lane.queue.extend((stored, i) for i in range(size))
+        return EntryId(1 + number // ENTRIES_PER_LEDGER, number % ENTRIES_PER_LEDGER)
 
     @rule(tp=st.sampled_from([P0, P1]), count=st.integers(1, 3))
     def mark(self, tp: TopicPartition, count: int) -> None:
         """A transaction leaves markers, which nobody is shown."""
         for _ in range(count):
-            number = len(self.logs[tp])
-            entry_id = EntryId(1 + number // ENTRIES_PER_LEDGER, number % ENTRIES_PER_LEDGER)
-            self.logs[tp].append(Stored(entry_id, "marker", 1, marker=True))
+            self.logs[tp].append(Stored(self.next_id(tp), "marker", 1, marker=True))
 
     @rule(tp=st.sampled_from([P0, P1]), start=st.integers(0, 40), count=st.integers(1, 12))
     def read_over_holes(self, tp: TopicPartition, start: int, count: int) -> None:
         """A Reader over a stretch: it shows all but markers, and where ledgers end."""
         log = self.logs[tp]
-        stretch = log[start : start + count]
-        shown = [stored for stored in stretch if not stored.marker]
-        if not shown:
-            return
-        proofs = Proofs()
-        if start == 0:
-            proofs.base = shown[0].id
-        passed = [stored for stored in stretch if stored.id < shown[-1].id]
-        proofs.settled = EntrySet.of(stored.id for stored in passed if stored.marker)
-        for entry, later in pairwise(shown):
-            if later.id.ledger > entry.id.ledger:
-                proofs.ledger_ends[entry.id.ledger] = LedgerEnd(entry.id.entry, later.id)
+        proofs = shown_by_a_reader(log[start : start + count], from_the_beginning=start == 0)
         self.window.prove(tp, proofs)
 
     @rule(tp=st.sampled_from([P0, P1]))
@@ -186,6 +132,11 @@ class WindowMachine(RuleBasedStateMachine):
             if not self.feed(tp, index, stored.part(indices)):
                 return
             lane.sent.append(stored)
+
+    @rule(messages=st.integers(1, 8))
+    def receive_everywhere(self, messages: int) -> None:
+        for at in range(len(self.lanes)):
+            self.receive(at, messages)
 
     def feed(self, tp: TopicPartition, index: int, part: EntryBlock | None) -> bool:
         """Give a part, or silence, to the assembly; False when the consumer was re-opened."""
@@ -220,17 +171,36 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 99))
     def reconnect(self, at: int) -> None:
         """Clears the client's queue, maybe inside an entry; the assembly does not notice."""
-        self.deliver_again(*list(self.lanes)[at % len(self.lanes)])
+        where = list(self.lanes)[at % len(self.lanes)]
+        if not self.lanes[where].ends_as_before():
+            self.deliver_again(*where)
+
+    @precondition(lambda self: self.half_received())
+    @rule(at=st.integers(0, 99), messages=st.integers(1, 4))
+    def reconnect_inside_an_entry(self, at: int, messages: int) -> None:
+        """The entry starts again, and comes in other parts than before."""
+        inside = self.half_received()
+        where = inside[at % len(inside)]
+        self.deliver_again(*where)
+        self.receive(list(self.lanes).index(where), messages)
+
+    def half_received(self) -> list[tuple[TopicPartition, int]]:
+        return [
+            where
+            for where, lane in self.lanes.items()
+            if lane.assembly.open is not None and not lane.ends_as_before()
+        ]
 
     @rule(tp=st.sampled_from([P0, P1]), gone=st.booleans())
     def let_go_and_own_anew(self, tp: TopicPartition, gone: bool) -> None:
         """What discovery does with a topic partition that it took for another one."""
         self.window.drop_partition(tp, gone=gone)
+        self.left_out = {where for where in self.left_out if where[0] != tp}
         self.window.validate()
         self.window.add_partition(tp)
-        for where, index in self.lanes:
-            if where == tp:
-                self.deliver_again(tp, index)
+        for index in range(self.ranges):
+            self.lanes[tp, index] = Lane()
+            self.deliver_again(tp, index)
 
     @rule(at=st.integers(0, 99))
     def quiet(self, at: int) -> None:
@@ -252,7 +222,7 @@ class WindowMachine(RuleBasedStateMachine):
         for stored in [stored for stored in self.logs[tp] if stored.acked][-count:]:
             stored.acked = False
         for where, index in self.lanes:
-            if where == tp:
+            if where == tp and not self.lanes[where, index].ends_as_before():
                 self.deliver_again(tp, index)
 
     def acknowledge(self, tp: TopicPartition, entries: list[EntryId]) -> None:
@@ -265,7 +235,8 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(rows_max=st.integers(1, 12))
     def cut(self, rows_max: int) -> None:
-        before = self.window.received_rows
+        before, start = self.window.received_rows, self.window.newest
+        had_data = self.with_data()
         end = self.window.cut(rows_max)
         if self.budget.checkpoint_bytes_max == 10**6:
             assert (end is None) == (before == 0)
@@ -277,7 +248,40 @@ class WindowMachine(RuleBasedStateMachine):
             largest = max(entry.rows for entry in entries)
             extra = len(self.lanes) * 4
             assert batch.rows <= max(min(rows_max, BUDGET.rows_max // 2), largest) + extra
-            self.planned.append(Planned(end, self.layout(end)))
+            named = {tp: set(state.batch) for tp, state in end.partitions.items() if state.batch}
+            held = {tp: {entry.id for entry in blocks} for tp, blocks in batch.entries.items()}
+            assert named == held, "the checkpoint names other entries than its batch has"
+            served = {
+                (tp, self.range_of(entry))
+                for tp, blocks in batch.entries.items()
+                for entry in blocks
+            }
+            if self.budget.checkpoint_bytes_max == 10**6:
+                again = self.left_out & had_data - served
+                assert not again, "a range with data is left out of two cuts in a row"
+            self.left_out = had_data - served
+            self.planned.append(Planned(start, end, self.layout(end)))
+
+    @rule(entries=ENTRIES, rows_max=st.integers(1, 3))
+    def burst(self, entries: list[tuple[str, int]], rows_max: int) -> None:
+        """More comes everywhere than two cuts take: some ranges have a part in one of them only."""
+        for tp in self.logs:
+            self.publish(tp, entries)
+        self.receive_everywhere(8)
+        self.cut(rows_max)
+        self.cut(rows_max)
+
+    def with_data(self) -> set[tuple[TopicPartition, int]]:
+        """Topic partitions and ranges of which something is received and not cut."""
+        return {
+            (tp, index)
+            for tp, window in self.window._partitions.items()
+            for _, index in window.received
+        }
+
+    def range_of(self, entry: EntryBlock) -> int:
+        assert entry.slot is not None
+        return range_index(entry.slot, self.ranges)
 
     def layout(
         self, end: Checkpoint
@@ -340,6 +344,34 @@ class WindowMachine(RuleBasedStateMachine):
             self.window.validate()
 
     @invariant()
+    def what_a_batch_starts_from_and_what_it_holds_is_settled_at_its_end(self) -> None:
+        """Pruning and settling forget nothing: the next start drops every redelivery of it."""
+        if not hasattr(self, "window"):
+            return
+        for batch in self.committed[-3:] + self.planned:
+            for tp, log in self.logs.items():
+                start = batch.start.partitions.get(tp, NONE)
+                end = batch.end.partitions.get(tp, NONE)
+                before = {stored.id for stored in log if start.settled(stored.id)}
+                after = {stored.id for stored in log if end.settled(stored.id)}
+                assert before >= set(start.delivered)
+                assert after >= before | set(end.batch), "a checkpoint forgets what is delivered"
+                assert not before & set(end.batch), "a batch holds what was delivered before"
+
+    @invariant()
+    def nothing_is_acknowledged_before_its_batch_is_committed(self) -> None:
+        if not hasattr(self, "window"):
+            return
+        for tp, log in self.logs.items():
+            committed = self.delivered_by_commits(tp)
+            for stored in log:
+                ours = stored.acked and len(stored.foreign) < stored.size
+                assert not ours or stored.id in committed, "acknowledged before its commit"
+
+    def delivered_by_commits(self, tp: TopicPartition) -> set[EntryId]:
+        return {e for done in self.committed for e in done.end.partitions.get(tp, NONE).batch}
+
+    @invariant()
     def each_entry_is_in_one_batch_and_in_order_of_its_slot(self) -> None:
         if not hasattr(self, "window"):
             return
@@ -379,22 +411,14 @@ class WindowMachine(RuleBasedStateMachine):
         assert self.window.rows == self.window.received_rows == 0
         for tp, log in self.logs.items():
             assert all(stored.acked or not stored.open_indices for stored in log)
-            delivered = {
-                e for done in self.committed for e in done.end.partitions.get(tp, NONE).batch
-            }
-            never = {stored.id for stored in log if not stored.marker} - delivered
+            never = {stored.id for stored in log if not stored.marker} - self.delivered_by_commits(
+                tp
+            )
             assert all(len(s.foreign) == s.size for s in log if s.id in never), "an entry is lost"
 
     def prove_all(self) -> None:
         for tp, log in self.logs.items():
-            settled = (s.id for s in log if s.marker or len(s.foreign) == s.size)
-            ends = {
-                entry.id.ledger: LedgerEnd(entry.id.entry, later.id)
-                for entry, later in pairwise(log)
-                if later.id.ledger > entry.id.ledger
-            }
-            now_ms = log[-1].publish_ms if log else 0
-            self.window.prove(tp, Proofs(EntryId(1, 0), EntrySet.of(settled), ends, now_ms))
+            self.window.prove(tp, known_at_the_end(log))
 
     def unfinished(self) -> bool:
         return bool(self.window.received_rows) or any(

@@ -153,6 +153,15 @@ def test_a_range_left_out_of_one_cut_has_a_part_in_the_next() -> None:
     assert taken(window, cut(window, 3)) == {P0: [(1, 9), (1, 51)]}
 
 
+def test_no_range_of_a_partition_that_was_left_out_is_left_out_again() -> None:
+    window = window_of(P0, P1)
+    for topic_partition in (P0, P1):
+        give(window, *range(4), where=topic_partition, index=0)
+        give(window, 10, 11, where=topic_partition, index=1)
+    assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
+    assert taken(window, cut(window, 1)) == {P0: [(1, 1), (1, 10)], P1: [(1, 0), (1, 10)]}
+
+
 def test_a_delivery_of_what_is_held_is_dropped_and_not_acknowledged() -> None:
     window = window_of()
     give(window, 0)

@@ -1,0 +1,40 @@
+"""A pytest plugin for the runs on mutants: which tests failed, and which code they ran on.
+
+It writes one JSON object into the file that ``KEYSHARD_KILL_RECORD`` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+FAILED: list[str] = []
+
+
+def pytest_configure() -> None:
+    """The same examples in every run; the smallest that fails is of no interest."""
+    settings.register_profile(
+        "mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+    )
+    settings.load_profile("mutants")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and report.when == "call":
+        FAILED.append(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    packages = ("keyshard", "spark_adapter")
+    modules = {
+        name: module.__file__
+        for name, module in sys.modules.items()
+        if name.split(".")[0] in packages and getattr(module, "__file__", None)
+    }
+    record = {"failed": FAILED, "modules": modules}
+    Path(os.environ["KEYSHARD_KILL_RECORD"]).write_text(json.dumps(record))

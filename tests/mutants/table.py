@@ -1,0 +1,267 @@
+"""The mutants: keyshard with one promise broken, and the tests that must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change of the source text."""
+
+    file: str
+    old: str
+    """Stands exactly once in the file."""
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One way to break a promise."""
+
+    name: str
+    promise: str
+    """What it breaks."""
+    edits: tuple[Edit, ...]
+    killers: tuple[str, ...]
+    """Tests, each of which must fail; they pass on the code as it is."""
+
+
+def killer(file: str, *names: str) -> str:
+    """A file of tests, or one test in it, as pytest names them."""
+    return "::".join([f"tests/{file}.py", *names])
+
+
+COORDINATOR = "keyshard/runtime/coordinator.py"
+WINDOW = "keyshard/core/window.py"
+STREAM_READER = "spark_adapter/stream_reader.py"
+ANY_ORDER = killer("property/test_window")
+ASYNC_PROGRESS = killer(
+    "unit/test_stream_reader", "test_async_progress_is_refused_with_nothing_acknowledged"
+)
+
+MUTANTS = (
+    Mutant(
+        name="acknowledge at the cut, before the commit log",
+        promise="No loss: a message is acknowledged only after the checkpoint with it is durable.",
+        edits=(
+            Edit(
+                COORDINATOR,
+                "                self._watch.cut(full=bool(self._full))\n",
+                "                self._watch.cut(full=bool(self._full))\n"
+                "                batch = self._window.batch(checkpoint.batch_id)\n"
+                "                for where, blocks in batch.entries.items():\n"
+                "                    self._acknowledger.submit(where, [b.id for b in blocks])\n",
+            ),
+        ),
+        killers=(ASYNC_PROGRESS,),
+    ),
+    Mutant(
+        name="acknowledge a planned batch before the host showed that it commits in time",
+        promise="No loss: under async progress tracking nothing says what is durable.",
+        edits=(
+            Edit(
+                STREAM_READER,
+                "        self._commits_in_time = available_now\n",
+                "        self._commits_in_time = True\n",
+            ),
+        ),
+        killers=(ASYNC_PROGRESS,),
+    ),
+    Mutant(
+        name="forget the delivered set at a restart",
+        promise="Exactly once: what the broker delivers again is recognised and dropped.",
+        edits=(Edit(COORDINATOR, "checkpoint.partitions if checkpoint else {},", "{},"),),
+        killers=(
+            killer(
+                "runtime/test_coordinator",
+                "test_committed_entries_that_come_again_are_dropped_and_acknowledged",
+            ),
+        ),
+    ),
+    Mutant(
+        name="treat positions in a range as monotonic",
+        promise="No loss: an entry below the newest delivered one may still have to be delivered.",
+        edits=(
+            Edit(
+                "keyshard/core/checkpoint.py",
+                "        return entry_id in self.delivered\n",
+                "        last = self.delivered.last\n"
+                "        return last is not None and entry_id <= last\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_checkpoint",
+                "test_settled_is_what_lies_at_or_below_the_floor_or_is_delivered",
+            ),
+            killer(
+                "property/test_entry_set",
+                "test_pruning_below_a_floor_settles_the_same_entries_and_those_below_it",
+            ),
+            ANY_ORDER,
+        ),
+    ),
+    Mutant(
+        name="nack in ordered mode",
+        promise="Order: a message that is queued anew is overtaken by later ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/broker/pulsar.py",
+                "            messages += self._raw.batch_receive()\n",
+                "            messages += self._raw.batch_receive()\n"
+                "            for message in messages:\n"
+                "                if message.redelivery_count() > 0:\n"
+                "                    self._raw.negative_acknowledge(message)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_pulsar_client_calls",
+                "test_a_message_that_comes_again_is_received_and_acknowledged_and_nothing_else",
+            ),
+        ),
+    ),
+    Mutant(
+        name="default batching without the misroute alarm",
+        promise="Order: what cannot be kept in order is counted and named.",
+        edits=(
+            Edit(
+                COORDINATOR,
+                "        if misrouted:\n            self._watch.misrouted(seat, misrouted)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_coordinator", "test_a_misrouted_message_is_counted_and_warned_of"),
+        ),
+    ),
+    Mutant(
+        name="drop the tail of a chunk that ends inside an entry",
+        promise="No loss: an entry is joined from all receives that bring parts of it.",
+        edits=(
+            Edit(
+                "keyshard/runtime/receiver.py",
+                "                entries.extend(lane.assembly.add(block))\n",
+                "                entries.extend(lane.assembly.add(block))\n"
+                "            lane.assembly.open = None\n",
+            ),
+        ),
+        killers=(killer("unit/test_receiver", "test_only_whole_entries_are_delivered"),),
+    ),
+    Mutant(
+        name="let two owners of a range overlap",
+        promise="Order: each slot has one owner.",
+        edits=(
+            Edit(
+                "keyshard/core/hash_range.py",
+                "-(-(i + 1) * RING_SIZE // count) - 1)",
+                "min(RING_SIZE - 1, -(-(i + 1) * RING_SIZE // count)))",
+            ),
+        ),
+        killers=(
+            killer("unit/test_hash_range"),
+            killer("property/test_hash_range", "test_ranges_follow_each_other_and_cover_the_ring"),
+        ),
+    ),
+    Mutant(
+        name="subscribe a range again before its old owner gave it back",
+        promise="Order: each slot has one owner at any time.",
+        edits=(
+            Edit(
+                "keyshard/runtime/subscribe.py",
+                "    lane.consumer.close()\n    lane.consumer = _subscribe(",
+                "    lane.consumer = _subscribe(",
+            ),
+        ),
+        killers=(killer("unit/test_reopen_lane"),),
+    ),
+    Mutant(
+        name="skip a range in the cut for ever",
+        promise="No idle range: whatever is received gets into a batch.",
+        edits=(
+            Edit(
+                WINDOW,
+                "        taken, rest = take_aligned(window.received[:count], limits, _sizes, "
+                "window.left_out)\n",
+                "        fitting = window.received[:count]\n"
+                "        others = [item for item in fitting if item[1] != 1]\n"
+                "        taken, rest = take_aligned(others, limits, _sizes, window.left_out)\n"
+                "        rest = sorted(rest + [item for item in fitting if item[1] == 1],\n"
+                "                      key=lambda item: item[0].id)\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_window", "test_a_range_left_out_of_one_cut_has_a_part_in_the_next"),
+            ANY_ORDER,
+        ),
+    ),
+    Mutant(
+        name="give no turn to a range that the cut before left out",
+        promise="No idle range: nothing with data is left out of two cuts in a row.",
+        edits=(
+            Edit(
+                "keyshard/core/admission.py",
+                "    waiting = left_out - {index for _, index in taken}\n",
+                "    waiting: set[int] = set()\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_window", "test_a_range_left_out_of_one_cut_has_a_part_in_the_next"),
+        ),
+    ),
+    Mutant(
+        name="compute a batch as a difference after pruning",
+        promise="Exactly once: a batch that runs again has the entries it was cut with.",
+        edits=(
+            Edit(
+                WINDOW,
+                "                batch=batch,\n",
+                "                batch=(settled.delivered | batch) - old.delivered,\n",
+            ),
+        ),
+        killers=(killer("unit/test_window_settling"), ANY_ORDER),
+    ),
+    Mutant(
+        name="lay a re-run batch out by the running N",
+        promise="Exactly once: a batch that runs again has the same rows in the same partitions.",
+        edits=(
+            Edit(
+                COORDINATOR,
+                "            partitions = self._layouts.add(self._window.batch(batch_id))\n",
+                "            partitions = self._layouts.add(\n"
+                "                self._window.batch(batch_id), config.parallelism\n"
+                "            )\n",
+            ),
+            Edit(
+                "keyshard/runtime/layouts.py",
+                "    def add(self, batch: Batch) -> list[int]:\n",
+                "    def add(self, batch: Batch, ranges: int | None = None) -> list[int]:\n",
+            ),
+            Edit(
+                "keyshard/runtime/layouts.py",
+                "lay_out(batch.entries, end.ranges, end.merged)",
+                "lay_out(batch.entries, ranges or end.ranges, end.merged)",
+            ),
+        ),
+        killers=(killer("runtime/test_run_again"),),
+    ),
+    Mutant(
+        name="deduplicate a half-received entry by its id",
+        promise="No loss: an entry that a reconnect starts again replaces what was held of it.",
+        edits=(
+            Edit(
+                "keyshard/core/assembly.py",
+                "        if held is None or block.indices[0] <= held.indices[-1]:\n"
+                "            self.open = held = block\n",
+                "        if held is not None and block.indices[0] <= held.indices[-1]:\n"
+                "            return done\n"
+                "        if held is None:\n"
+                "            self.open = held = block\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_assembly", "test_an_entry_that_starts_again_replaces_what_was_held"),
+        ),
+    ),
+)

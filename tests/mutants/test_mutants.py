@@ -1,0 +1,118 @@
+"""Each broken promise is noticed: the suite fails on keyshard with one change to the worse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from table import MUTANTS, Edit, Mutant
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("keyshard", "spark_adapter", "tests")
+TIMEOUT_S = 120
+"""Longest time that the tests of one mutant may take, seconds."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How tests ended on a copy of the code."""
+
+    exit_code: int
+    output: str
+    failed: list[str]
+    """Tests that failed themselves, not in a fixture."""
+    modules: dict[str, str]
+    """Modules of keyshard that were imported, and from where."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the code and its tests, which mutants change one after the other."""
+
+    root: Path
+
+    def run(self, tests: tuple[str, ...]) -> Outcome:
+        record = self.root / "record.json"
+        record.unlink(missing_ok=True)
+        environment = {name: v for name, v in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
+            "PYTHONPATH": os.pathsep.join([str(self.root), str(self.root / "tests/mutants")]),
+            "KEYSHARD_KILL_RECORD": str(record),
+        }
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+            "-p", "kill_record", f"--timeout={TIMEOUT_S // 2}", *tests,
+        ]  # fmt: skip
+        ended = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True,
+            timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+        output = ended.stdout + ended.stderr
+        assert record.exists(), f"the tests did not run to their end:\n{output}"
+        found: dict[str, Any] = json.loads(record.read_text())
+        return Outcome(ended.returncode, output, found["failed"], found["modules"])
+
+    def imported(self, outcome: Outcome, file: str) -> bool:
+        """Whether a file of this copy was what the tests ran on."""
+        name = file.removesuffix(".py").replace("/", ".")
+        return outcome.modules.get(name) == str(self.root / file)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    root = tmp_path_factory.mktemp("mutants").resolve()
+    for name in COPIED:
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    yield Copy(root)
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def unchanged(copy: Copy) -> Outcome:
+    """All killers on the code as it is."""
+    return copy.run(tuple(dict.fromkeys(test for mutant in MUTANTS for test in mutant.killers)))
+
+
+def changed(text: str, edit: Edit) -> str:
+    times = text.count(edit.old)
+    assert times == 1, (
+        f"{edit.file} has {times} times, not once:\n{edit.old}\n"
+        "The code has changed: bring the mutant in tests/mutants/table.py up to date."
+    )
+    return text.replace(edit.old, edit.new)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_suite_notices(
+    mutant: Mutant, copy: Copy, unchanged: Outcome, record_property: Any
+) -> None:
+    assert unchanged.exit_code == 0, unchanged.output
+    originals = {edit.file: (copy.root / edit.file).read_text() for edit in mutant.edits}
+    texts = dict(originals)
+    for edit in mutant.edits:
+        assert copy.imported(unchanged, edit.file), f"no killer runs {edit.file}"
+        texts[edit.file] = changed(texts[edit.file], edit)
+    try:
+        for file, text in texts.items():
+            (copy.root / file).write_text(text)
+        outcome = copy.run(mutant.killers)
+    finally:
+        for file, text in originals.items():
+            (copy.root / file).write_text(text)
+    assert all(copy.imported(outcome, file) for file in texts), outcome.modules
+    assert outcome.exit_code == pytest.ExitCode.TESTS_FAILED, (
+        f"keyshard may {mutant.name} and nobody notices. {mutant.promise}\n{outcome.output}"
+    )
+    for killer in mutant.killers:
+        killed_by = [test for test in outcome.failed if test.startswith(killer)]
+        assert killed_by, f"{killer} does not notice.\n{outcome.output}"
+        record_property("killed_by", killed_by[0])
+        print(f"{mutant.name}: killed by {killed_by[0]}")

@@ -1,0 +1,115 @@
+"""Any number of owners becomes any other: the ring stays covered, and few slots change hands."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyshard.core.assignment import Assignment, assign, moved_slots, reassign
+from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
+from keyshard.errors import ConfigError
+
+BOUNDED = settings(max_examples=60, deadline=None)
+
+counts = st.integers(1, 40)
+
+
+def sizes(assignment: Assignment) -> list[int]:
+    return [sum(map(len, ranges)) for ranges in assignment]
+
+
+def fewest_moved(old: Assignment, count: int) -> int:
+    """The optimum, from what each owner has and no more.
+
+    Who stays keeps at most the smaller size, and one slot more if it has that and is among those
+    who may have the larger size.
+    """
+    small, larger = divmod(RING_SIZE, count)
+    stay = sizes(old)[:count]
+    one_more = min(larger, sum(size > small for size in stay))
+    return RING_SIZE - sum(min(size, small) for size in stay) - one_more
+
+
+@BOUNDED
+@given(st.lists(counts, min_size=2, max_size=6))
+def test_every_change_of_many_covers_the_ring_once_and_moves_the_fewest_slots(
+    changes: list[int],
+) -> None:
+    now = assign(changes[0])
+    for count in changes[1:]:
+        before, now = now, reassign(now, count)
+        everything = sorted(hash_range for ranges in now for hash_range in ranges)
+        assert (everything[0].start, everything[-1].end) == (0, RING_SIZE - 1)
+        assert all(left.end + 1 == right.start for left, right in pairwise(everything))
+        assert len(now) == count
+        assert max(sizes(now)) - min(sizes(now)) <= 1
+        assert moved_slots(before, now) == fewest_moved(before, count)
+        for ranges in now:
+            assert all(left.end + 1 < right.start for left, right in pairwise(ranges))
+
+
+@BOUNDED
+@given(counts, counts)
+def test_moved_slots_are_those_whose_owner_differs(before: int, after: int) -> None:
+    old, new = assign(before), reassign(assign(before), after)
+    owners = [
+        {
+            slot: owner
+            for owner, ranges in enumerate(at)
+            for part in ranges
+            for slot in slots_of(part)
+        }
+        for at in (old, new)
+    ]
+    assert moved_slots(old, new) == sum(owners[0][slot] != owners[1][slot] for slot in owners[0])
+    assert moved_slots(old, old) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [(10, 11, 1 / 11), (4, 8, 1 / 2), (8, 3, 5 / 8), (1, 2, 1 / 2), (11, 10, 1 / 11)],
+)
+def test_growing_moves_what_the_new_owners_get_and_shrinking_what_the_old_ones_had(
+    before: int, after: int, share: float
+) -> None:
+    old = assign(before)
+    assert moved_slots(old, reassign(old, after)) / RING_SIZE == pytest.approx(share, abs=2e-4)
+
+
+@BOUNDED
+@given(counts, st.integers(0, 30))
+def test_one_range_each_never_moves_less(before: int, more: int) -> None:
+    old, after = assign(before), before + more
+    assert moved_slots(old, reassign(old, after)) <= contiguous_fewest_moved(before, after)
+
+
+def test_one_range_each_moves_three_times_as_much_from_ten_to_eleven() -> None:
+    assert contiguous_fewest_moved(10, 11) / RING_SIZE == pytest.approx(3 / 11, abs=2e-4)
+
+
+def contiguous_fewest_moved(before: int, after: int) -> int:
+    """Fewest slots that change hands between two splits of the ring, over all numberings.
+
+    If a lower old range meets a higher new one, then no higher old range meets a lower new one. So
+    the best numbering never crosses, and is found as a longest common subsequence is.
+    """
+    old, new = split_ring(before), split_ring(after)
+    best = [[0] * (after + 1) for _ in range(before + 1)]
+    for i, had in enumerate(old):
+        for j, has in enumerate(new):
+            both = max(0, min(had.end, has.end) - max(had.start, has.start) + 1)
+            best[i + 1][j + 1] = max(best[i][j] + both, best[i][j + 1], best[i + 1][j])
+    return RING_SIZE - best[before][after]
+
+
+def slots_of(part: HashRange) -> range:
+    return range(part.start, part.end + 1)
+
+
+@pytest.mark.parametrize("count", [0, -1, RING_SIZE + 1])
+def test_a_number_of_owners_outside_its_limits_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match="1 to 65536"):
+        reassign(assign(3), count)

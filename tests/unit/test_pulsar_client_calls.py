@@ -1,0 +1,133 @@
+"""What the Pulsar adapter asks of its client: in ordered mode, nothing that queues a message anew.
+
+A negative acknowledgement, an acknowledgement timeout and the client's own dead letters give a
+message back to the broker without its hash; a later one of its key then overtakes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import _pulsar
+import pulsar
+import pytest
+
+from helpers import P0, ids
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
+from keyshard.core.entry import EntryId
+from keyshard.core.hash_range import split_ring
+
+REQUEUE_OPTIONS = {
+    "unacked_messages_timeout_ms",
+    "negative_ack_redelivery_delay_ms",
+    "dead_letter_policy",
+}
+REQUEUE_CALLS = {
+    "negative_acknowledge",
+    "redeliver_unacknowledged_messages",
+    "acknowledge_cumulative",
+}
+
+
+class RawMessage:
+    """A message as the extension hands it out; this one was delivered before."""
+
+    def __init__(self, entry: int) -> None:
+        self._id = _pulsar.MessageId(0, 7, entry, -1)
+
+    def message_id(self) -> Any:
+        return self._id
+
+    def data(self) -> bytes:
+        return b"v"
+
+    def partition_key(self) -> str:
+        return "k"
+
+    def ordering_key(self) -> str:
+        return ""
+
+    def publish_timestamp(self) -> int:
+        return 1_000
+
+    def event_timestamp(self) -> int:
+        return 0
+
+    def properties(self) -> dict[str, str]:
+        return {}
+
+    def redelivery_count(self) -> int:
+        return 3
+
+
+class RawConsumer:
+    """Remembers by name what it is asked; hands out two messages once."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._messages = [RawMessage(1), RawMessage(2)]
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return lambda *_: None
+
+    def batch_receive(self) -> list[RawMessage]:
+        self.asked.append("batch_receive")
+        messages, self._messages = self._messages, []
+        return messages
+
+
+class RecordedClient:
+    """In the place of ``pulsar.Client``."""
+
+    def __init__(self) -> None:
+        self.raw = RawConsumer()
+        self.options: dict[str, Any] = {}
+
+    def subscribe(self, *_: str, **options: Any) -> Any:
+        self.options = options
+        self._consumer = self.raw
+        return self
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
+    client = RecordedClient()
+    monkeypatch.setattr(pulsar, "Client", lambda *_, **__: client)
+    return client
+
+
+def subscribed(client: RecordedClient) -> PulsarConsumer:
+    return PulsarBroker("pulsar://nowhere").subscribe(
+        P0,
+        "unit",
+        split_ring(1)[0],
+        start=StartPosition.EARLIEST,
+        consumer_name="c",
+        receiver_queue_size=10,
+    )
+
+
+def test_a_subscription_switches_on_nothing_that_queues_messages_anew(
+    client: RecordedClient,
+) -> None:
+    subscribed(client)
+    assert client.options["consumer_type"] == pulsar.ConsumerType.KeyShared
+    assert not REQUEUE_OPTIONS & client.options.keys()
+
+
+def test_a_message_that_comes_again_is_received_and_acknowledged_and_nothing_else(
+    client: RecordedClient,
+) -> None:
+    consumer = subscribed(client)
+    entries = consumer.receive(0)
+    assert ids(entries) == [(7, 1), (7, 2)]
+    consumer.acknowledge([EntryId(7, 1)])
+    assert client.raw.asked == ["batch_receive", "acknowledge"]
+
+
+def test_the_names_of_what_must_not_be_used_are_those_of_this_client() -> None:
+    known = pulsar.Client.subscribe.__code__.co_varnames
+    assert set(known) >= REQUEUE_OPTIONS
+    assert all(hasattr(_pulsar.Consumer, name) for name in REQUEUE_CALLS)

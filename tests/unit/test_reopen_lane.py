@@ -1,0 +1,37 @@
+"""A lane that asks for a redelivery never leaves two owners of its range."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from helpers import P0, FakeConsumer, config
+from keyshard.core.assembly import EntryAssembly
+from keyshard.core.entry import EntryId
+from keyshard.core.hash_range import split_ring
+from keyshard.runtime.receiver import Lane, Seat
+from keyshard.runtime.subscribe import reopen_lane
+
+
+class OneOwner:
+    """A broker with one consumer of the range; the next may have it when that is closed."""
+
+    def __init__(self, held: FakeConsumer) -> None:
+        self.held = held
+        self.overlaps = 0
+
+    def subscribe(self, *_: object, **__: object) -> FakeConsumer:
+        self.overlaps += not self.held.closed
+        self.held = FakeConsumer()
+        return self.held
+
+
+def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> None:
+    old = FakeConsumer()
+    broker: Any = OneOwner(old)
+    lane = Lane(Seat(P0, 0, split_ring(1)[0]), old, EntryAssembly(doubted={EntryId(1, 0): (0,)}))
+    reopen_lane(broker, config("t"), lane, threading.Event())
+    assert broker.overlaps == 0
+    assert lane.consumer is broker.held
+    assert lane.assembly.open is None
+    assert lane.assembly.doubted == {EntryId(1, 0): (0,)}, "what ended early is remembered"

@@ -1,0 +1,34 @@
+"""The window applies evidence with the next cut, and a batch stays what was cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import P0, block
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryId
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.settling import Proofs
+from keyshard.core.window import Budget, Window
+
+
+@pytest.mark.parametrize(
+    ("base", "floor", "delivered"),
+    [(None, None, "1:0-3"), (EntryId(1, 0), EntryId(1, 2), "1:3")],
+)
+def test_a_batch_names_its_own_entries_and_no_hole_that_is_settled_with_it(
+    base: EntryId | None, floor: EntryId | None, delivered: str
+) -> None:
+    window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
+    window.add_partition(P0)
+    for entry in (0, 2):
+        window.receive(P0, 0, block(1, entry))
+    assert window.cut() is not None
+    window.receive(P0, 0, block(1, 3))
+    window.prove(P0, Proofs(base=base, settled=EntrySet.parse("1:1")))
+    end = window.cut()
+    window.validate()
+    assert end is not None
+    state = end.partitions[P0]
+    assert (state.floor, str(state.delivered)) == (floor, delivered)
+    assert str(state.batch) == "1:3"
