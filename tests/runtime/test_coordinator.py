@@ -343,7 +343,9 @@ def test_entries_that_stay_partial_are_delivered_in_part_and_run_again_so(bench:
         bench.cluster.publish(where, *batch, batching=Batching.BY_KEY)
     bench.cluster.publish(where, Message(b"end", key="k"))
     broker = AckedElsewhere(bench.cluster)
-    first = Coordinator(bench.source, lambda: broker)
+    # So few messages ahead that no consumer subscribes anew to have more of them.
+    source = config(bench.topic, receiver_queue_size=100)
+    first = Coordinator(source, lambda: broker)
     first.start()
     try:
         received(first, 7)

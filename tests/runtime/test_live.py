@@ -90,7 +90,7 @@ def test_what_passes_at_the_broker_is_recorded(bench: Bench) -> None:
     events = bench.events()
     count = Counter(event.kind for event in events)
     assert count["sent"] == 600
-    assert count["range_gained"] == count["range_lost"] == 3 * (4 + 5 + 6)
+    assert count["range_gained"] == count["range_lost"] >= 3 * (4 + 5 + 6)
     acked = {event.entry_name for event in events if event.kind == "acked"}
     rows = {event.entry_name for event in events if event.batch and event.kind == "delivered"}
     assert acked == rows

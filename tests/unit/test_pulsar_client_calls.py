@@ -95,6 +95,7 @@ class RecordedClient:
 def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     client = RecordedClient()
     monkeypatch.setattr(pulsar, "Client", lambda *_, **__: client)
+    monkeypatch.setattr("keyshard.broker.pulsar._Message", RawMessage)
     return client
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from helpers import P0, FakeConsumer, config
 from keyshard.core.assembly import EntryAssembly
+from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
 from keyshard.runtime.receiver import Lane, Seat
@@ -29,7 +30,8 @@ class OneOwner:
 def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> None:
     old = FakeConsumer()
     broker: Any = OneOwner(old)
-    lane = Lane(Seat(P0, 0, split_ring(1)[0]), old, EntryAssembly(doubted={EntryId(1, 0): (0,)}))
+    assembly = EntryAssembly(doubted={EntryId(1, 0): (0,)})
+    lane = Lane(Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly)
     reopen_lane(broker, config("t"), lane, threading.Event())
     assert broker.overlaps == 0
     assert lane.consumer is broker.held
