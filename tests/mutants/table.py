@@ -33,7 +33,7 @@ def killer(file: str, *names: str) -> str:
 
 
 COORDINATOR = "keyshard/runtime/coordinator.py"
-WINDOW = "keyshard/core/window.py"
+PARTITION_WINDOW = "keyshard/core/partition_window.py"
 STREAM_READER = "spark_adapter/stream_reader.py"
 ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
@@ -47,8 +47,8 @@ MUTANTS = (
         edits=(
             Edit(
                 COORDINATOR,
-                "                self._watch.cut(full=bool(self._full))\n",
-                "                self._watch.cut(full=bool(self._full))\n"
+                "                self._watch.cut(full=self._pauses.any_full)\n",
+                "                self._watch.cut(full=self._pauses.any_full)\n"
                 "                batch = self._window.batch(checkpoint.batch_id)\n"
                 "                for where, blocks in batch.entries.items():\n"
                 "                    self._acknowledger.submit(where, [b.id for b in blocks])\n",
@@ -71,7 +71,11 @@ MUTANTS = (
     Mutant(
         name="forget the delivered set at a restart",
         promise="Exactly once: what the broker delivers again is recognised and dropped.",
-        edits=(Edit(COORDINATOR, "checkpoint.partitions if checkpoint else {},", "{},"),),
+        edits=(
+            Edit(
+                "keyshard/runtime/opening.py", "checkpoint.partitions if checkpoint else {},", "{},"
+            ),
+        ),
         killers=(
             killer(
                 "runtime/test_coordinator",
@@ -170,8 +174,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/subscribe.py",
-                "    lane.consumer.close()\n    lane.consumer = _subscribe(",
-                "    lane.consumer = _subscribe(",
+                "    lane.consumer.close()\n    earliest = ",
+                "    earliest = ",
             ),
         ),
         killers=(killer("unit/test_reopen_lane"),),
@@ -181,12 +185,12 @@ MUTANTS = (
         promise="No idle range: whatever is received gets into a batch.",
         edits=(
             Edit(
-                WINDOW,
-                "        taken, rest = take_aligned(window.received[:count], limits, _sizes, "
-                "window.left_out)\n",
-                "        fitting = window.received[:count]\n"
+                PARTITION_WINDOW,
+                "        taken, rest = take_aligned(self.received[:count], limits, _sizes, "
+                "self.left_out)\n",
+                "        fitting = self.received[:count]\n"
                 "        others = [item for item in fitting if item[1] != 1]\n"
-                "        taken, rest = take_aligned(others, limits, _sizes, window.left_out)\n"
+                "        taken, rest = take_aligned(others, limits, _sizes, self.left_out)\n"
                 "        rest = sorted(rest + [item for item in fitting if item[1] == 1],\n"
                 "                      key=lambda item: item[0].id)\n",
             ),
@@ -215,9 +219,9 @@ MUTANTS = (
         promise="Exactly once: a batch that runs again has the entries it was cut with.",
         edits=(
             Edit(
-                WINDOW,
-                "                batch=batch,\n",
-                "                batch=(settled.delivered | batch) - old.delivered,\n",
+                PARTITION_WINDOW,
+                "            batch=batch,\n",
+                "            batch=(settled.delivered | batch) - self.state.delivered,\n",
             ),
         ),
         killers=(killer("unit/test_window_settling"), ANY_ORDER),
