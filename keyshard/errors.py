@@ -28,6 +28,7 @@
     ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
     ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
+    ├── HistoryError                   KEYSHARD_HISTORY_INVALID
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
 Each message starts with its code in brackets, says what happened and where, and what to do.
@@ -213,6 +214,12 @@ class WorkerEnvironmentError(KeyShardError):
     """The interpreter of Spark's Python workers lacks something keyshard needs."""
 
     code = "KEYSHARD_WORKER_ENVIRONMENT"
+
+
+class HistoryError(KeyShardError, ValueError):
+    """A history of events cannot be read or written, or holds nothing that can be checked."""
+
+    code = "KEYSHARD_HISTORY_INVALID"
 
 
 class DevBrokerError(KeyShardError):

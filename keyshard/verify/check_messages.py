@@ -1,0 +1,259 @@
+"""Checkers of what becomes of messages: loss, order, duplicates, batches that run again."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from keyshard.verify.history import Event, Name
+from keyshard.verify.history_view import HistoryView, Host, Run
+from keyshard.verify.verdict import Findings, Verdict
+
+LIVENESS_S = 60.0
+"""Default time in which everything must be done once the faults have stopped, seconds."""
+
+
+def no_loss(events: Sequence[Event]) -> Verdict:
+    """Every message that was sent is done at the end: see :class:`.history_view.Host`."""
+    view = HistoryView.of(events)
+    found = Findings("no loss", "messages sent", "no message was sent")
+    done = view.done
+    for event in view.sent:
+        found.checked += 1
+        if event.message not in done:
+            found.violation(f"{_text(event)} was sent and never done", event)
+    return found.verdict()
+
+
+def key_order(events: Sequence[Event]) -> Verdict:
+    """The messages of a key in a topic partition reach user code in the order of ``seq``.
+
+    Without ``seq``, in the order of their positions. In batches: over all committed batches, in the
+    order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
+    from an earlier message after a fault, but a message that comes for the first time never comes
+    after a later one.
+    """
+    view = HistoryView.of(events)
+    found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
+    if view.host is Host.BATCHES:
+        _order_of_commits(view, found)
+    else:
+        _order_of_deliveries(view, found)
+    return found.verdict()
+
+
+def _order_of_commits(view: HistoryView, found: Findings) -> None:
+    last: dict[Name, Event] = {}
+    stored_twice = _StoredTwice(view)
+    for commit in view.commits:
+        first_of_key: dict[Name, Event] = {}
+        for row in commit.rows:
+            if row.key is None:
+                continue
+            found.checked += 1
+            lane = row.lane
+            first = first_of_key.setdefault(lane, row)
+            if first.part != row.part:
+                found.violation(
+                    f"key {row.key!r} lies in the parts {first.part} and {row.part} of batch "
+                    f"{row.batch}",
+                    *(first, row),
+                )
+            before = last.get(lane)
+            if before is None or _order(row) >= _order(before):
+                last[lane] = row
+            elif row not in stored_twice:
+                found.violation(f"{_text(row)} came after {_text(before)}", before, row)
+
+
+def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
+    last: dict[Name, tuple[Event, int]] = {}
+    highest: dict[Name, Event] = {}
+    known: set[Name] = set()
+    stored_twice = _StoredTwice(view)
+    for event, faults in view.seen_between_faults():
+        if event.key is None:
+            continue
+        found.checked += 1
+        lane, order, new = event.lane, _order(event), event.stored not in known
+        known.add(event.stored)
+        before, faults_then = last.get(lane, (event, faults))
+        top = highest.get(lane, event)
+        last[lane] = event, faults
+        if order >= _order(top):
+            highest[lane] = event
+        elif new and event not in stored_twice:
+            found.violation(
+                f"{_text(event)} came for the first time after {_text(top)}", top, event
+            )
+            continue
+        if not new and order < _order(before) and faults == faults_then:
+            found.violation(f"{_text(event)} came after {_text(before)}", before, event)
+
+
+def exactly_once(events: Sequence[Event]) -> Verdict:
+    """Every message that was sent is in exactly one committed batch, as one row."""
+    view = HistoryView.of(events)
+    found = Findings(
+        "exactly once into the checkpoint",
+        "rows of committed batches and messages sent",
+        "the history names no batches",
+    )
+    if view.host is not Host.BATCHES:
+        return found.verdict()
+    rows: dict[Name, Event] = {}
+    for commit in view.commits:
+        for row in commit.rows:
+            found.checked += 1
+            first = rows.setdefault(row.stored, row)
+            if first is not row:
+                found.violation(
+                    f"{_text(row)} is in batch {first.batch} and in batch {row.batch}", first, row
+                )
+    for event in view.sent:
+        found.checked += 1
+        if event.message not in view.done:
+            found.violation(f"{_text(event)} is in no committed batch", event)
+    return found.verdict()
+
+
+def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = None) -> Verdict:
+    """User code gets a message at most once, and once more per fault before.
+
+    Args:
+        events: The history.
+        deliveries_max: Most times instead; ``None``: 1, and 1 for each ``crashed`` or
+            ``disconnected`` before, and for each ``failed`` of the message.
+    """
+    view = HistoryView.of(events)
+    found = Findings("bounded duplicates", "deliveries to user code", "nothing was consumed")
+    failures = Counter(event.stored for event in view if event.kind == "failed")
+    times: Counter[Name] = Counter()
+    for event, faults in view.seen_between_faults():
+        found.checked += 1
+        name = event.stored
+        times[name] += 1
+        allowed = 1 + faults + failures[name] if deliveries_max is None else deliveries_max
+        if times[name] > allowed:
+            found.violation(
+                f"{_text(event)} came {times[name]} times where {allowed} were allowed", event
+            )
+    return found.verdict()
+
+
+def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict:
+    """Once the faults have stopped, everything that was sent is done in time.
+
+    Args:
+        events: The history.
+        liveness_s: Longest time, from the last fault or ``faults_stopped``, or from the sending
+            where that is later, seconds.
+    """
+    view = HistoryView.of(events)
+    found = Findings(
+        f"done within {liveness_s:g} s after the faults",
+        "messages sent",
+        "there was no fault and no faults_stopped, or no message was sent",
+    )
+    times = [event.t for event in view.faults]
+    times += [event.t for event in view if event.kind == "faults_stopped"]
+    if not times:
+        return found.verdict()
+    quiet = max(times)
+    done = view.done
+    for event in view.sent:
+        found.checked += 1
+        end = done.get(event.message)
+        since = max(quiet, event.t)
+        if end is None:
+            found.violation(f"{_text(event)} was never done", event)
+        elif end.t > since + liveness_s:
+            found.violation(f"{_text(event)} was done {end.t - since:.1f} s later", event, end)
+    return found.verdict()
+
+
+def rerun_equality(events: Sequence[Event]) -> Verdict:
+    """A batch that runs again has the same rows in the same parts in the same order.
+
+    A run that is not known to be complete must be the beginning of the others, part by part.
+    """
+    view = HistoryView.of(events)
+    found = Findings("re-runs are equal", "runs of batches compared", "no batch ran twice")
+    for batch, runs in view.runs.items():
+        if len(runs) < 2:
+            continue
+        ordered = sorted(runs, key=lambda run: (run.complete, len(run.rows)))
+        for shorter, longer in pairwise(ordered):
+            found.checked += 1
+            _compare(found, batch, shorter, longer)
+    return found.verdict()
+
+
+def _compare(found: Findings, batch: str, shorter: Run, longer: Run) -> None:
+    one, other = _parts(shorter), _parts(longer)
+    for part in sorted(one.keys() | other.keys(), key=str):
+        left, right = one.get(part, []), other.get(part, [])
+        for a, b in zip(left, right, strict=False):
+            if (a.stored, a.message) != (b.stored, b.message):
+                found.violation(
+                    f"batch {batch} has {_text(a)} in part {part} in one run and {_text(b)} in its "
+                    "place in another",
+                    *(a, b),
+                )
+                return
+        if len(left) > len(right) or (shorter.complete and len(left) < len(right)):
+            more = left[len(right) :] or right[len(left) :]
+            found.violation(
+                f"batch {batch} has {_text(more[0])} in part {part} in one run and not in another",
+                more[0],
+            )
+            return
+
+
+def _parts(run: Run) -> dict[int | None, list[Event]]:
+    result: defaultdict[int | None, list[Event]] = defaultdict(list)
+    for row in run.rows:
+        result[row.part].append(row)
+    return result
+
+
+class _StoredTwice:
+    """Messages that a producer sent again, and that the broker stored twice.
+
+    The second one brings an old ``seq`` at a later position, which is no fault of the consumer.
+    Looked up rarely, so it is worked out when it is first asked.
+    """
+
+    def __init__(self, view: HistoryView) -> None:
+        self._view = view
+        self._first: dict[Name, Event] | None = None
+
+    def __contains__(self, event: Event) -> bool:
+        if event.seq is None or event.ledger is None:
+            return False
+        if self._first is None:
+            self._first = {}
+            for other in self._view.seen:
+                first = self._first.setdefault(other.message, other)
+                if _position(other) < _position(first):
+                    self._first[other.message] = other
+        first = self._first.get(event.message, event)
+        return first.lane == event.lane and _position(first) < _position(event)
+
+
+def _order(event: Event) -> tuple[int, int, int]:
+    """What ascends along a key: ``seq``, else the position."""
+    return _position(event) if event.seq is None else (event.seq, 0, 0)
+
+
+def _position(event: Event) -> tuple[int, int, int]:
+    return (event.ledger or 0, event.entry or 0, event.index or 0)
+
+
+def _text(event: Event) -> str:
+    name = [] if event.key is None else [f"key {event.key!r}"]
+    name += [] if event.seq is None else [f"seq {event.seq}"]
+    if event.ledger is not None:
+        name.append(f"at {event.partition}/{event.ledger}:{event.entry}:{event.index}")
+    return f"{event.topic} " + " ".join(name)
