@@ -88,8 +88,9 @@ class MemoryAdmin:
             )
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
-        """The in-memory broker has no such limits."""
-        return 0, 0
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        limits = self._cluster.unacked_limits
+        return limits.per_consumer, limits.per_subscription
 
     def close(self) -> None:
         """Nothing to close."""

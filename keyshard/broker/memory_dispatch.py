@@ -10,12 +10,14 @@ kept per slot, and an entry that cannot go to its owner now waits in the replay 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
+from keyshard.broker.memory_cursor import Cursor
+from keyshard.broker.memory_limits import LookAhead, UnackedLimits
 from keyshard.broker.memory_log import EntryLog, StoredEntry
+from keyshard.broker.memory_replay import ReplayQueue
 from keyshard.core.hash_range import HashRange
 from keyshard.errors import RangeConflictError
 
@@ -25,18 +27,18 @@ READ_UNDER_WAY_ENTRIES = 3
 """How many of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LookAhead:
-    """How many entries of one topic partition may wait for their owner before all ranges stop."""
+class Delivery(NamedTuple):
+    """An entry on its way to a client, without the messages that are acknowledged already."""
 
-    per_consumer: int = 2_000
-    """Entries for each connected consumer."""
-    per_subscription: int = 20_000
-    """Entries at most, whatever the number of consumers."""
+    entry: StoredEntry
+    indices: Sequence[int]
 
-    def limit(self, consumers: int) -> int:
-        """Entries allowed with this many consumers."""
-        return min(self.per_consumer * consumers, self.per_subscription)
+
+class Pending(NamedTuple):
+    """An entry that was sent and is not acknowledged."""
+
+    slot: int
+    messages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -47,111 +49,45 @@ class Member:
     name: str
     permits: int
     """Messages the broker may still send; a batch may take it below zero."""
-    notify: Callable[[], None]
-    """Called after something came into the inbox."""
-    inbox: deque[StoredEntry] = field(default_factory=deque)
-    """The client's queue."""
-    pending: dict[int, int] = field(default_factory=dict)
-    """Ordinals that were sent and are not acknowledged, with their slots."""
+    deliver: Callable[[Delivery], None]
+    """Puts something into the client's queue; it calls back nothing but :meth:`return_permits`."""
+    answers: Callable[[], bool]
+    """Asks whether its client is there; closes the connection, and so this member, if not."""
+    pending: dict[int, Pending] = field(default_factory=dict)
+    """What was sent and is not acknowledged, by ordinal."""
+    unacked: int = 0
+    """Messages of them."""
+    blocked: bool = False
+    """Whether it has as many as it may have; then permits count only from half of it on."""
+    withheld: int = 0
+    """Permits that came meanwhile."""
 
+    def return_permits(self, messages: int) -> None:
+        """Allow the broker to send more."""
+        if self.blocked:
+            self.withheld += messages
+        else:
+            self.permits += messages
 
-class Cursor:
-    """What is acknowledged: everything up to ``mark_delete``, and holes above it."""
+    def sent(self, ordinal: int, pending: Pending, limit: int) -> None:
+        """Count what was sent."""
+        known = self.pending.get(ordinal)
+        self.pending[ordinal] = pending
+        self.unacked += pending.messages - (known.messages if known else 0)
+        self.permits -= pending.messages
+        if limit and self.unacked >= limit:
+            self.blocked = True
 
-    def __init__(self, mark_delete: int) -> None:
-        self.mark_delete = mark_delete
-        """Highest ordinal with everything before it acknowledged, itself included."""
-        self.acked: set[int] = set()
-        """Acknowledged ordinals above it."""
-
-    def ack(self, ordinal: int) -> None:
-        """Acknowledge one entry. Idempotent."""
-        if ordinal > self.mark_delete:
-            self.acked.add(ordinal)
-            self.advance(self.mark_delete)
-
-    def advance(self, ordinal: int) -> None:
-        """Acknowledge everything up to ``ordinal``, and move over what is acknowledged behind."""
-        if ordinal > self.mark_delete:
-            self.mark_delete = ordinal
-            self.acked = {other for other in self.acked if other > ordinal}
-        while self.mark_delete + 1 in self.acked:
-            self.mark_delete += 1
-            self.acked.discard(self.mark_delete)
-
-    def is_acked(self, ordinal: int) -> bool:
-        """Whether an entry is acknowledged."""
-        return ordinal <= self.mark_delete or ordinal in self.acked
-
-
-class ReplayQueue:
-    """Entries that were read or sent and wait for their owner, in position order for each owner.
-
-    An entry that is acknowledged while it waits stays, and counts, until its owner asks or the
-    mark-delete passes it: a real broker does the same.
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._per_slot: Counter[int] = Counter()
-        self._heaps: dict[Member | None, list[int]] = {}
-        self._all: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def has_slot(self, slot: int) -> bool:
-        """Whether an entry of the slot waits; then no later one may overtake it."""
-        return slot in self._per_slot
-
-    def add(self, ordinal: int, slot: int, owner: Member | None) -> None:
-        """Put an entry in; ``owner`` is ``None`` while nobody covers its slot."""
-        assert ordinal not in self._slots
-        self._slots[ordinal] = slot
-        self._per_slot[slot] += 1
-        heappush(self._heaps.setdefault(owner, []), ordinal)
-        heappush(self._all, ordinal)
-
-    def discard_up_to(self, mark_delete: int) -> None:
-        """Take out what the mark-delete has passed. The owners' heaps drop it when it comes up."""
-        while self._all and self._all[0] <= mark_delete:
-            self._discard(heappop(self._all))
-
-    def pop(self, owner: Member) -> int | None:
-        """Take out the first entry that waits for ``owner``, or ``None``."""
-        heap = self._heaps.get(owner, [])
-        while heap:
-            ordinal = heappop(heap)
-            if ordinal in self._slots:
-                self._discard(ordinal)
-                return ordinal
-        return None
-
-    def regroup(self, owner_of: Callable[[int], Member | None]) -> None:
-        """Follow a change of owners."""
-        self._heaps = {}
-        for ordinal, slot in self._slots.items():
-            self._heaps.setdefault(owner_of(slot), []).append(ordinal)
-        for heap in self._heaps.values():
-            heapify(heap)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._slots.clear()
-        self._per_slot.clear()
-        self._heaps.clear()
-        self._all.clear()
-
-    def ordinals(self) -> set[int]:
-        """What waits, for checks."""
-        return set(self._slots)
-
-    def _discard(self, ordinal: int) -> None:
-        slot = self._slots.pop(ordinal, None)
-        if slot is not None:
-            self._per_slot[slot] -= 1
-            if not self._per_slot[slot]:
-                del self._per_slot[slot]
+    def acked(self, ordinal: int, limit: int) -> Pending | None:
+        """Count what was acknowledged; ``None`` when it was not sent here."""
+        found = self.pending.pop(ordinal, None)
+        if found is not None:
+            self.unacked -= found.messages
+            if self.blocked and self.unacked <= limit // 2:
+                self.blocked = False
+                self.permits += self.withheld
+                self.withheld = 0
+        return found
 
 
 class Subscription:
@@ -159,19 +95,32 @@ class Subscription:
 
     Args:
         log: The entries.
-        mark_delete: Ordinal up to which the new subscription regards everything as acknowledged.
+        cursor: What is acknowledged.
         look_ahead: When entries without a ready owner stop all ranges.
+        unacked_limits: When unacknowledged messages stop a range, or all.
+        now_ms: The clock, milliseconds.
     """
 
-    def __init__(self, log: EntryLog, mark_delete: int, look_ahead: LookAhead) -> None:
+    def __init__(
+        self,
+        log: EntryLog,
+        cursor: Cursor,
+        look_ahead: LookAhead,
+        unacked_limits: UnackedLimits,
+        now_ms: Callable[[], int],
+    ) -> None:
         self.log = log
         self._look_ahead = look_ahead
-        self.cursor = Cursor(mark_delete)
+        self._limits = unacked_limits
+        self._now_ms = now_ms
+        self.cursor = cursor
         self.replay = ReplayQueue()
         self._members: list[Member] = []
         self._starts: list[int] = []
-        self._read_next = mark_delete + 1
+        self._read_next = cursor.mark_delete + 1
         self._dispatches = 0
+        self._unacked = 0
+        self._blocked = False
 
     @property
     def backlog(self) -> int:
@@ -184,6 +133,11 @@ class Subscription:
         return len(self._members)
 
     @property
+    def unacked(self) -> int:
+        """Messages that were sent and are not acknowledged."""
+        return self._unacked
+
+    @property
     def stalled(self) -> bool:
         """Whether the replay queue is so long that no range gets anything new."""
         return len(self.replay) >= self._look_ahead.limit(len(self._members))
@@ -191,13 +145,16 @@ class Subscription:
     def join(self, member: Member) -> None:
         """Give a member its range and send it what waits for it.
 
+        A member in its way whose client does not answer loses its range.
+
         Raises:
-            RangeConflictError: Another member holds a part of the range.
+            RangeConflictError: Another member holds a part of the range, and its client answers.
         """
         wanted = member.hash_range
-        for other in self._members:
+        for other in list(self._members):
             held = other.hash_range
-            if held.start <= wanted.end and wanted.start <= held.end:
+            overlaps = held.start <= wanted.end and wanted.start <= held.end
+            if overlaps and other in self._members and other.answers():
                 raise RangeConflictError(
                     f"Range {wanted} overlaps range {held} of consumer {other.name!r}. "
                     "Wait until it is closed, or use another subscription name.",
@@ -213,23 +170,31 @@ class Subscription:
             return
         self._set_members([other for other in self._members if other is not member])
         if self._members:
-            for ordinal, slot in member.pending.items():
-                self.replay.add(ordinal, slot, self._owner(slot))
+            for ordinal, pending in member.pending.items():
+                self.replay.add(ordinal, pending.slot, self._owner(pending.slot))
         else:
             self.replay.clear()
             self._read_next = self.cursor.mark_delete + 1
         member.pending.clear()
+        self._count(-member.unacked)
+        member.unacked = 0
         self.dispatch()
 
     def acknowledge(self, ordinals: Iterable[int]) -> None:
         """Acknowledge entries, whoever received them, or nobody yet."""
+        self.cursor.write_if_due(self._now_ms())
         for ordinal in ordinals:
             self.cursor.ack(ordinal)
-            for member in self._members:
-                if member.pending.pop(ordinal, None) is not None:
-                    break
-        self.replay.discard_up_to(self.cursor.mark_delete)
-        self.dispatch()
+            self._forget_pending(ordinal)
+        self._acknowledged()
+
+    def acknowledge_indices(self, ordinal: int, indices: Collection[int]) -> None:
+        """Acknowledge some messages of a batch, as a client with batch index acks does."""
+        entry = self.log.get(ordinal)
+        self.cursor.write_if_due(self._now_ms())
+        if entry and self.cursor.ack_indices(ordinal, indices, len(entry.messages)):
+            self._forget_pending(ordinal)
+        self._acknowledged()
 
     def skip_trimmed(self) -> None:
         """Regard what the log forgot as acknowledged."""
@@ -237,10 +202,32 @@ class Subscription:
         self._read_next = max(self._read_next, end)
         self.cursor.advance(end - 1)
         for member in self._members:
-            member.pending = {
-                ordinal: slot for ordinal, slot in member.pending.items() if ordinal >= end
-            }
-        self.acknowledge(())
+            for ordinal in [ordinal for ordinal in member.pending if ordinal < end]:
+                self._forget_pending(ordinal)
+        self.replay.discard_up_to(self.cursor.mark_delete)
+        self.dispatch()
+
+    def restart(self, *, lossy: bool) -> None:
+        """Load the cursor again, without members; ``lossy``: only what was written of it."""
+        assert not self._members
+        self.cursor.write_if_due(self._now_ms())
+        if lossy:
+            self.cursor.forget()
+            self.cursor.advance(self.log.first - 1)
+        else:
+            self.cursor.write(self._now_ms())
+        self._read_next = self.cursor.mark_delete + 1
+        self._blocked = False
+
+    def deliver_again(self, ordinal: int) -> bool:
+        """Send an entry that was sent before once more; whether its slot has an owner."""
+        entry = self.log.get(ordinal)
+        owner = self._owner(entry.slot) if entry and not entry.hidden else None
+        if entry is None or owner is None or ordinal >= self._read_next:
+            return False
+        owner.permits -= len(entry.messages)
+        owner.deliver(Delivery(entry, range(len(entry.messages))))
+        return True
 
     def dispatch(self) -> None:
         """Send what can be sent: first what waits in the replay queue, then new entries.
@@ -252,7 +239,11 @@ class Subscription:
         if self._dispatches % READ_UNDER_WAY_EVERY == 0:
             self._read(self._read_next + READ_UNDER_WAY_ENTRIES)
         for member in self._members:
-            while member.permits > 0 and (ordinal := self.replay.pop(member)) is not None:
+            while (
+                self._anybody_ready()
+                and self._is_ready(member)
+                and (ordinal := self.replay.pop(member)) is not None
+            ):
                 if not self.cursor.is_acked(ordinal):
                     self._send(ordinal, member)
         self._read(len(self.log))
@@ -269,8 +260,10 @@ class Subscription:
         unread = range(cursor.mark_delete + 1, self._read_next)
         unacked = {ordinal for ordinal in unread if ordinal not in cursor.acked}
         assert everywhere - cursor.acked == unacked, "an entry is lost or invented"
+        assert self._unacked == sum(member.unacked for member in self._members)
         for member in self._members:
-            assert all(slot in member.hash_range for slot in member.pending.values())
+            assert all(one.slot in member.hash_range for one in member.pending.values())
+            assert member.unacked == sum(one.messages for one in member.pending.values())
 
     def _read(self, end: int) -> None:
         """Send or put into the replay queue new entries before an ordinal."""
@@ -280,25 +273,58 @@ class Subscription:
             entry = self.log.get(ordinal)
             if entry is None or self.cursor.is_acked(ordinal):
                 continue
-            if entry.is_marker:
-                self.cursor.ack(ordinal)
-                continue
             owner = self._owner(entry.slot)
-            if owner is None or owner.permits <= 0 or self.replay.has_slot(entry.slot):
+            if owner is None or not self._is_ready(owner) or self.replay.has_slot(entry.slot):
                 self.replay.add(ordinal, entry.slot, owner)
             else:
                 self._send(ordinal, owner)
 
     def _may_read(self) -> bool:
-        return not self.stalled and any(member.permits > 0 for member in self._members)
+        return not self.stalled and not self._blocked and self._anybody_ready()
+
+    def _anybody_ready(self) -> bool:
+        """A broker does not even look while every consumer is out of permits or blocked."""
+        return any(member.permits > 0 and not member.blocked for member in self._members)
+
+    def _is_ready(self, member: Member) -> bool:
+        limit = self._limits.per_consumer
+        return member.permits > 0 and not (limit and member.unacked >= limit)
 
     def _send(self, ordinal: int, member: Member) -> None:
+        """Send an entry to its owner; one that nobody receives is acknowledged instead."""
         entry = self.log.get(ordinal)
         assert entry is not None
-        member.permits -= len(entry.messages)
-        member.pending[ordinal] = entry.slot
-        member.inbox.append(entry)
-        member.notify()
+        if entry.hidden:
+            self.cursor.ack(ordinal)
+            self.replay.discard_up_to(self.cursor.mark_delete)
+            return
+        acked = self.cursor.acked_indices(ordinal)
+        count = len(entry.messages)
+        indices = [i for i in range(count) if i not in acked] if acked else range(count)
+        member.sent(ordinal, Pending(entry.slot, len(indices)), self._limits.per_consumer)
+        self._count(len(indices))
+        member.deliver(Delivery(entry, indices))
+
+    def _forget_pending(self, ordinal: int) -> None:
+        for member in self._members:
+            found = member.acked(ordinal, self._limits.per_consumer)
+            if found is not None:
+                self._count(-found.messages)
+                return
+
+    def _count(self, messages: int) -> None:
+        """Count unacknowledged messages; from the limit on, until half of it, nothing is read."""
+        self._unacked += messages
+        limit = self._limits.per_subscription
+        if limit and self._unacked >= limit:
+            self._blocked = True
+        elif self._unacked < max(1, limit // 2):
+            self._blocked = False
+
+    def _acknowledged(self) -> None:
+        self.cursor.write_if_due(self._now_ms())
+        self.replay.discard_up_to(self.cursor.mark_delete)
+        self.dispatch()
 
     def _owner(self, slot: int) -> Member | None:
         index = bisect_right(self._starts, slot) - 1

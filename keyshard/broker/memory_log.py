@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.key_slot import key_slot, routing_key
+
+_MARKER_SLOT = key_slot("pulsar.marker-0")
+"""A broker writes every marker under one name and with one sequence id."""
 
 
 class Batching(str, Enum):
@@ -44,6 +47,18 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """Which part of a chunked message an entry is."""
+
+    first: EntryId
+    """Entry of the first part."""
+    number: int
+    """Parts before it."""
+    count: int
+    """Parts in all."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredEntry:
     """One entry as the broker holds it."""
 
@@ -53,23 +68,21 @@ class StoredEntry:
     slot: int
     batched: bool
     messages: tuple[Message, ...]
-    """Empty for a marker, such as the commit of a transaction: nobody receives it."""
     publish_ms: int
+    hidden: bool = False
+    """Whether nobody receives or reads it: a marker, or data of an aborted transaction."""
+    chunk: Chunk | None = None
+    """What it is a part of; its only message is that part."""
 
-    @property
-    def is_marker(self) -> bool:
-        """Whether it is stored and counted, and never delivered or read."""
-        return not self.messages
-
-    def block(self, first: int = 0, count: int | None = None) -> EntryBlock:
-        """A fresh block of ``count`` messages (all, when not given) from index ``first`` on."""
-        end = len(self.messages) if count is None else min(first + count, len(self.messages))
-        messages = self.messages[first:end]
+    def block(self, indices: Sequence[int] | None = None) -> EntryBlock:
+        """A fresh block of the messages with these indices; of all, when not given."""
+        chosen = range(len(self.messages)) if indices is None else indices
+        messages = [self.messages[index] for index in chosen]
         return EntryBlock(
             id=self.id,
             batch_size=len(self.messages),
             batched=self.batched,
-            indices=list(range(first, end)),
+            indices=list(chosen),
             values=[message.value for message in messages],
             # A client cannot tell an empty key from none.
             partition_keys=[message.key or None for message in messages],
@@ -122,27 +135,66 @@ class EntryLog:
     def append(
         self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
     ) -> StoredEntry:
-        """Store one entry; its first message routes it, a keyless one by producer and sequence.
+        """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        slot = self._slot(messages[0], producer, len(messages))
+        return self._store(messages, slot, publish_ms, batched=batched)
 
-        One without messages is a marker: it takes an id, and nobody is ever shown it.
-        """
-        if self._next_id.entry >= self._entries_per_ledger:
-            self.roll_ledger()
+    def append_hidden(
+        self, messages: Sequence[Message], *, producer: str, publish_ms: int
+    ) -> StoredEntry:
+        """Store an entry that nobody receives; a marker when it has no messages."""
+        slot = self._slot(messages[0], producer, len(messages)) if messages else _MARKER_SLOT
+        return self._store(messages, slot, publish_ms, hidden=True)
+
+    def append_chunked(
+        self, message: Message, chunks: int, *, producer: str, publish_ms: int
+    ) -> list[StoredEntry]:
+        """Store one message as several entries, all with its slot."""
+        slot = self._slot(message, producer, 1)
+        size = -(-len(message.value) // chunks)
+        stored: list[StoredEntry] = []
+        for number in range(chunks):
+            part = replace(message, value=message.value[number * size : (number + 1) * size])
+            self._roll_if_full()
+            chunk = Chunk(stored[0].id if stored else self._next_id, number, chunks)
+            stored.append(self._store([part], slot, publish_ms, chunk=chunk))
+        return stored
+
+    def _slot(self, message: Message, producer: str, messages: int) -> int:
         sequence_id = self._sequence_ids.get(producer, 0)
-        self._sequence_ids[producer] = sequence_id + len(messages)
-        key = messages[0].routing_key if messages else None
+        self._sequence_ids[producer] = sequence_id + messages
+        key = message.routing_key
+        return key_slot(f"{producer}-{sequence_id}" if key is None else key)
+
+    def _store(
+        self,
+        messages: Sequence[Message],
+        slot: int,
+        publish_ms: int,
+        *,
+        batched: bool = False,
+        hidden: bool = False,
+        chunk: Chunk | None = None,
+    ) -> StoredEntry:
+        self._roll_if_full()
         entry = StoredEntry(
             ordinal=len(self._entries),
             id=self._next_id,
-            slot=key_slot(f"{producer}-{sequence_id}" if key is None else key),
+            slot=slot,
             batched=batched,
             messages=tuple(messages),
             publish_ms=publish_ms,
+            hidden=hidden,
+            chunk=chunk,
         )
         self._ids.append(entry.id)
         self._entries.append(entry)
         self._next_id = EntryId(entry.id.ledger, entry.id.entry + 1)
         return entry
+
+    def _roll_if_full(self) -> None:
+        if self._next_id.entry >= self._entries_per_ledger:
+            self.roll_ledger()
 
     def roll_ledger(self) -> None:
         """Close the ledger; the next entry opens another."""
@@ -170,10 +222,10 @@ class EntryLog:
         found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
         return ordinal if found else None
 
-    def only_markers_from(self, ordinal: int) -> bool:
+    def only_hidden_from(self, ordinal: int) -> bool:
         """Whether nothing from an ordinal on can be read."""
         rest = (self._entries[i] for i in range(max(ordinal, self._first), len(self._entries)))
-        return all(entry is None or entry.is_marker for entry in rest)
+        return all(entry is None or entry.hidden for entry in rest)
 
     def first_from(self, entry_id: EntryId) -> int:
         """Ordinal of the first stored entry at or after an id, or the length when none is."""
