@@ -70,7 +70,7 @@ class _Drop:
     """Topic partitions whose consumers a receiver closes between two rounds."""
 
     topic_partitions: Collection[TopicPartition]
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event
 
 
 def close_quietly(lane: Lane) -> None:
@@ -115,7 +115,7 @@ class Receiver:
         The thread does it itself, so that no consumer is closed while it is received from or
         re-opened.
         """
-        drop = _Drop(topic_partitions)
+        drop = _Drop(topic_partitions, threading.Event())
         with self._changed:
             self._drops.append(drop)
             self._changed.notify_all()

@@ -16,7 +16,7 @@ class MovingAdmin(FakeAdmin):
         super().__init__()
         self.errors = list(errors)
 
-    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         if self.errors:
             raise self.errors.pop(0)
         return 100, 300
