@@ -132,6 +132,7 @@ def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threadin
     lane.consumer.close()
     lane.consumer = _subscribe(broker, config, lane.seat, StartPosition.EARLIEST, stop)
     lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
+    lane.silent_from_s = 0.0
 
 
 def _subscribe(
