@@ -22,7 +22,7 @@ STANDSTILL_MAX = 200_000
 """Scheduling points without any progress of the clock; more mean a busy loop."""
 
 
-class Killed(BaseException):  # noqa: N818 - no error
+class Killed(BaseException):
     """Raised at the scheduling points of a process that is dead; nothing must catch it."""
 
 

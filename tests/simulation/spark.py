@@ -179,8 +179,9 @@ class Query:
         return json.loads(self._storage.offsets[batch]) if batch >= 0 else {}
 
     def _enter(self, step: Step) -> None:
+        if step is not Step.IDLE or self.step is not step:
+            self._record.note(f"step: {step.value}")
         self.step = step
-        self._record.note(f"step: {step.value}")
         self._at(self, step)
         self._scheduler.point()
 

@@ -140,6 +140,7 @@ class World:
         end = scheduler.now_s + SETTLE_S
         while self.storage.rows_committed < self.messages or self._backlog():
             if scheduler.now_s > end:
+                self._judge()
                 raise BrokenPromiseError(
                     f"{self.storage.rows_committed} of {self.messages} rows are committed and the "
                     f"backlog is {self._backlog()}, {SETTLE_S:.0f} s after the last fault"
