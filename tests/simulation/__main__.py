@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.simulation.faults import CELLS, Reached, events, missing, table
 from tests.simulation.world import Outcome, World
@@ -23,22 +24,41 @@ CHUNK = 8
 
 
 def run_seed(seed: int) -> Outcome:
-    """Run one seed; what keyshard logs is left out."""
+    """Run one seed."""
+    with silent():
+        return World(seed).run()
+
+
+def run_verbosely(seed: int) -> Outcome:
+    """Run one seed and print what happened, line by line, and a name of its course of events."""
+    with silent():
+        world = World(seed, trace_max=None)
+        outcome = world.run()
+    print("\n".join(outcome.trace))
+    print(f"seed {seed}: {outcome.rows} rows committed, course {world.course()}")
+    return outcome
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing of what keyshard logs."""
     logging.disable(logging.CRITICAL)
     try:
-        return World(seed).run()
+        yield
     finally:
         logging.disable(logging.NOTSET)
 
 
-def run_seeds(first: int, count: int, processes: int) -> Iterator[Outcome]:
+def run_seeds(
+    run: Callable[[int], Outcome], first: int, count: int, processes: int
+) -> Iterator[Outcome]:
     """Run seeds in their order, in several processes; ends them when it is closed."""
     seeds = range(first, first + count)
     if processes == 1 or count == 1:
-        yield from map(run_seed, seeds)
+        yield from map(run, seeds)
         return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield from pool.imap(run_seed, seeds, CHUNK)
+        yield from pool.imap(run, seeds, CHUNK)
 
 
 def describe(outcome: Outcome) -> str:
@@ -65,15 +85,13 @@ def main() -> int:
     done = rows = lives = 0
     virtual_s = 0.0
     processes = 1 if arguments.verbose else len(os.sched_getaffinity(0))
-    for outcome in run_seeds(arguments.seed_start, arguments.seeds, processes):
+    run = run_verbosely if arguments.verbose else run_seed
+    for outcome in run_seeds(run, arguments.seed_start, arguments.seeds, processes):
         done += 1
         rows += outcome.rows
         lives += outcome.lives
         virtual_s += outcome.now_s
         reached.update(outcome.reached)
-        if arguments.verbose:
-            print("\n".join(outcome.trace))
-            print(f"seed {outcome.seed}: {outcome.rows} rows, course {outcome.course}")
         if outcome.error:
             print(describe(outcome))
             return 1

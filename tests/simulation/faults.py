@@ -17,6 +17,8 @@ class Kind(str, Enum):
     """The process with coordinator and workers is killed."""
     OTHER_N = "other N"
     """The same, and it starts again with another number of ranges."""
+    STOP = "driver stopped"
+    """The process is told to end, gives its ranges back, and is killed if that takes long."""
     WORKER = "worker crash"
     """The consumers of one receive thread lose their connection."""
     BROKER = "broker crash"

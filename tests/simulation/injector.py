@@ -38,6 +38,8 @@ class Injector:
         """How often each fault hit each step."""
         self.changes = 0
         """How often the number of ranges changed."""
+        self.stopping: set[Process] = set()
+        """Processes that were told to end."""
         self.enabled = True
         """Whether faults may begin."""
         self._visits = dict.fromkeys(Step, 0)
@@ -93,7 +95,8 @@ class Injector:
         """A full window is no event: it is so in the step that ends, and in the one that begins."""
         coordinator = query.coordinator
         before, self._full_before = self._full_before, step
-        if coordinator is not None and coordinator.status()["windowFill"] >= 1:
+        small = any(fault.kind is Kind.MEMORY for fault in self.faults)
+        if small and coordinator is not None and coordinator.status()["windowFill"] >= 1:
             for one in (before, step) if before not in (None, step) else (step,):
                 self.reached[Kind.MEMORY, one] += 1
 
@@ -116,6 +119,23 @@ class Injector:
 
     def _crash(self, query: Query) -> bool:
         return not query.process.dead
+
+    def _stop(self, query: Query) -> bool:
+        world, process = self._world, query.process
+        if process.dead or process in self.stopping:
+            return False
+        self.stopping.add(process)
+        stopper = world.scheduler.spawn(process, "stopper", query.stop)
+
+        def end() -> None:
+            until = world.scheduler.now_s + TERMINATE_S
+            while not stopper.done and world.scheduler.now_s < until:
+                world.scheduler.sleep(0.01)
+            if not process.dead:
+                world.end(process)
+
+        self._spawn(end)
+        return True
 
     def _other_n(self, query: Query) -> bool:
         self.changes += 1
@@ -211,7 +231,7 @@ class Injector:
         return bool(query.rows)
 
     _ACTIONS: ClassVar = {
-        Kind.DRIVER: _crash, Kind.OTHER_N: _other_n, Kind.WORKER: _worker, Kind.BROKER: _broker,
+        Kind.DRIVER: _crash, Kind.STOP: _stop, Kind.OTHER_N: _other_n, Kind.WORKER: _worker, Kind.BROKER: _broker,
         Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload, Kind.GROWTH: _growth,
         Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow, Kind.POISON: _poison_row,
     }  # fmt: skip

@@ -12,9 +12,6 @@ from keyshard.core.hash_range import HashRange
 from keyshard.verify.history import Event
 from tests.simulation.scheduler import Scheduler
 
-TRACE_MAX = 400
-"""Lines of the trace that are kept."""
-
 
 class Seat(Protocol):
     """A consumer, as far as events name it."""
@@ -43,10 +40,10 @@ def parse_value(value: bytes) -> tuple[str | None, int]:
 class Record:
     """Collects events and trace lines, with the virtual time."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, trace_max: int | None) -> None:
         self._scheduler = scheduler
         self.events: list[Event] = []
-        self.trace: deque[str] = deque(maxlen=TRACE_MAX)
+        self.trace: deque[str] = deque(maxlen=trace_max)
 
     def note(self, text: str) -> None:
         """A line for people."""

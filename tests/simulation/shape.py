@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from keyshard.broker.memory import Batching, LookAhead
+from keyshard.broker.memory import Batching, LookAhead, UnackedLimits
 
 SUBSCRIPTION = "simulation"
 
@@ -25,7 +25,12 @@ class Shape:
     """Messages that are published at least."""
     batching: Batching
     entries_per_ledger: int
+    rows_per_partition_min: int
+    """Rows that are worth a partition of the host."""
+    bounded: bool
+    """Whether each life of the query ends with what was published before it."""
     look_ahead: LookAhead
+    unacked_limits: UnackedLimits
     cursor_write_ms: int
     admin: bool
     """Whether the query may ask the admin interface."""
@@ -33,12 +38,13 @@ class Shape:
     """Options of the source."""
 
     @classmethod
-    def of(cls, random: Random, *, small_window: bool) -> Shape:
+    def of(cls, random: Random, *, small_window: bool, may_end: bool) -> Shape:
         """Draw one.
 
         Args:
             random: Decides.
             small_window: Whether the window is to be full all the time.
+            may_end: Whether the query may be bounded.
         """
         options: dict[str, Any] = {
             "window_rows_max": random.choice((4, 8) if small_window else (60, 400)),
@@ -57,6 +63,9 @@ class Shape:
             messages_min=random.choice((40, 100)),
             batching=random.choice((Batching.NONE, Batching.BY_KEY)),
             entries_per_ledger=random.choice((7, 30, 1_000)),
+            rows_per_partition_min=random.choice((1, 3, 100)),
+            bounded=may_end and random.random() < 0.2,
+            unacked_limits=random.choice((UnackedLimits(), UnackedLimits(40, 60))),
             look_ahead=random.choice((LookAhead(), LookAhead(10, 40))),
             cursor_write_ms=random.choice((0, 1_000, 60_000)),
             admin=random.random() < 0.5,

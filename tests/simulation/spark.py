@@ -17,9 +17,9 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from keyshard import KeyShardSource
+from keyshard.core import layout
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.runtime.coordinator import Coordinator
 from spark_adapter import stream_reader
@@ -96,6 +96,7 @@ class Query:
         record: Where events go.
         at: Called when a step begins; may kill the process, or raise :class:`UserError`.
         poisoned: Called for every row that a task reads; may raise :class:`UserError`.
+        bounded: Whether it ends with what is published before it starts.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Query:
         record: Record,
         at: Callable[[Query, Step], None],
         poisoned: Callable[[bytes], None],
+        bounded: bool,
     ) -> None:
         self._scheduler = scheduler
         self._random = random
@@ -118,6 +120,9 @@ class Query:
         self._at = at
         self._poisoned = poisoned
         self.reader = stream_reader.KeyShardStreamReader(source, COLUMNS)
+        self._bounded = bounded
+        if bounded:
+            self.reader.prepareForTriggerAvailableNow()
         self.step = Step.STARTING
         self.rows: list[bytes] = []
         """Values of the rows of the batch that is read now."""
@@ -130,7 +135,7 @@ class Query:
         return None if runtime is None else runtime.coordinator
 
     def run(self) -> None:
-        """Live until :attr:`stopping` is set.
+        """Live until :attr:`stopping` is set, or to the end of a bounded run.
 
         Raises:
             KeyShardError: What the reader raised; Spark stops the query then.
@@ -152,11 +157,11 @@ class Query:
                 self._initial()
                 start = self._initial()
         while not self.stopping:
-            end = self.reader.latestOffset(
-                start, ReadMaxRows(self.reader.getDefaultReadLimit().max_rows)
-            )
+            end = self.reader.latestOffset(start, self.reader.getDefaultReadLimit())
             self._check()
             if _text(end) == _text(start):
+                if self._bounded:
+                    return
                 self._enter(Step.IDLE)
                 self._scheduler.sleep(TICK_S)
                 continue
@@ -267,15 +272,22 @@ def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
 
 
 @contextmanager
-def without_processes() -> Iterator[None]:
-    """The stream reader without Flight and without signal handlers."""
+def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
+    """The stream reader without Flight and without signal handlers.
+
+    Args:
+        rows_per_partition_min: Rows that are worth a partition; few, so that batches have several.
+    """
     stand_ins = {"BatchServer": _Server, "read_batch": _read, "end_with_host": lambda _stop: None}
     before = {name: getattr(stream_reader, name) for name in stand_ins}
+    rows_before = layout.ROWS_PER_PARTITION_MIN
     for name, value in stand_ins.items():
         setattr(stream_reader, name, value)
+    layout.ROWS_PER_PARTITION_MIN = rows_per_partition_min
     try:
         yield
     finally:
+        layout.ROWS_PER_PARTITION_MIN = rows_before
         for name, value in before.items():
             setattr(stream_reader, name, value)
 

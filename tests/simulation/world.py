@@ -9,6 +9,7 @@ from random import Random
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.errors import KeyShardError
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.verify.checkers import check
 from tests.simulation.faults import Fault, Kind, Reached
@@ -19,8 +20,10 @@ from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
-from tests.simulation.spark import Query, Storage, UserError, without_processes
+from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
 
+TRACE_MAX = 60
+"""Lines of the trace that are kept for people."""
 FAULTS_S = 30.0
 """Time after which no fault begins any more, seconds."""
 HEALING_S = 8.0
@@ -39,8 +42,6 @@ class Outcome:
     shape: Shape
     faults: list[Fault]
     reached: Reached
-    course: str
-    """Names the whole course of events: equal runs have the same."""
     trace: list[str]
     """The end of the trace."""
     now_s: float
@@ -60,18 +61,20 @@ class World:
 
     Args:
         seed: Decides everything.
+        trace_max: Lines of the trace that are kept; ``None``: all.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
         self.seed = seed
         self.scheduler = Scheduler(Random(f"{seed}:order"))
-        self.record = Record(self.scheduler)
+        self.record = Record(self.scheduler, trace_max)
         self.process = self.scheduler.process("world")
         self.storage = Storage()
         self.injector = Injector(self, Random(f"{seed}:faults"))
         self._random = Random(f"{seed}:world")
         small = any(fault.kind is Kind.MEMORY for fault in self.injector.faults)
-        self.shape = Shape.of(self._random, small_window=small)
+        may_end = all(fault.step is not Step.IDLE for fault in self.injector.faults)
+        self.shape = Shape.of(self._random, small_window=small, may_end=may_end)
         self.query: Query | None = None
         """The query while it lives."""
         self._next_seq: dict[str, int] = {}
@@ -81,7 +84,10 @@ class World:
     def run(self) -> Outcome:
         """Run it to its end, or to the first broken promise."""
         error = details = ""
-        with installed(self.scheduler, Random(f"{self.seed}:waits")), without_processes():
+        with (
+            installed(self.scheduler, Random(f"{self.seed}:waits")),
+            without_processes(rows_per_partition_min=self.shape.rows_per_partition_min),
+        ):
             try:
                 self.scheduler.run(self.process, self._main)
             except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
@@ -90,7 +96,7 @@ class World:
                 error = f"{what}{where} at {self.scheduler.now_s:.3f} s"
                 details = "".join(traceback.format_tb(exc.__traceback__))
         return Outcome(
-            self.seed, self.shape, self.injector.faults, self.injector.reached, self._course(),
+            self.seed, self.shape, self.injector.faults, self.injector.reached,
             list(self.record.trace), self.scheduler.now_s, self._lives,
             self.storage.rows_committed, error, details,
         )  # fmt: skip
@@ -100,7 +106,8 @@ class World:
         """Messages published."""
         return sum(self._next_seq.values())
 
-    def _course(self) -> str:
+    def course(self) -> str:
+        """Names the whole course of events: equal runs have the same."""
         digest = hashlib.sha256(self.record.history().encode())
         digest.update("\n".join([*self.record.trace, str(self.scheduler.points)]).encode())
         return digest.hexdigest()[:16]
@@ -123,6 +130,7 @@ class World:
         self.cluster = MemoryCluster(
             entries_per_ledger=shape.entries_per_ledger,
             look_ahead=shape.look_ahead,
+            unacked_limits=shape.unacked_limits,
             cursor_write_ms=shape.cursor_write_ms,
             ack_group_ms=100,
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
@@ -230,11 +238,17 @@ class World:
             record=self.record,
             at=self.injector.at,
             poisoned=self.injector.poisoned,
+            bounded=self.shape.bounded,
         )
         try:
             query.run()
         except UserError as exc:
             self.record.note(f"the query failed: {exc}")
+        except KeyShardError as exc:
+            if process not in self.injector.stopping:
+                raise
+            self.record.note(f"the query ends: {exc}")
+            self.scheduler.block()
         query.stop()
 
     def _source(self, process: Process, ranges: int) -> KeyShardSource:
