@@ -13,6 +13,7 @@ from keyshard.errors import ConfigError
 
 MIB = 1024 * 1024
 _SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
+_MEMORY_URL = re.compile(r"memory://[^/\s,]+")
 _ADMIN_URL = re.compile(r"https?://[^/\s]+/?")
 
 
@@ -27,9 +28,10 @@ class SourceConfig:
     subscription: str = field(kw_only=True)
     """Subscription that holds the backlog; one source at a time may use it."""
     service_url: str = field(default="pulsar://127.0.0.1:6650", kw_only=True)
-    """Where the broker is."""
+    """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""
     admin_url: str | None = field(default=None, kw_only=True)
-    """Admin REST interface, ``http://host:port``; enables checks that the client cannot make."""
+    """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
+    of an in-memory cluster has the same URL as the cluster."""
     parallelism: int = field(default=10, kw_only=True)
     """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)
@@ -89,13 +91,7 @@ class SourceConfig:
                 f"subscription is {self.subscription!r}. Name the Pulsar subscription that holds "
                 "the backlog of this source."
             )
-        if not _SERVICE_URL.fullmatch(self.service_url):
-            raise ConfigError(
-                f"service_url is {self.service_url!r}; write pulsar://host:port or "
-                "pulsar+ssl://host:port."
-            )
-        if self.admin_url is not None and not _ADMIN_URL.fullmatch(self.admin_url):
-            raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
+        self._check_urls()
         if self.starting_position not in ("earliest", "latest"):
             raise ConfigError(
                 f"starting_position is {self.starting_position!r}; write 'earliest' or 'latest'."
@@ -118,6 +114,27 @@ class SourceConfig:
                 f"batch_rows_min is {self.batch_rows_min}, above batch_rows_max, which is "
                 f"{self.batch_rows_max}."
             )
+
+    def _check_urls(self) -> None:
+        if self.in_memory:
+            if self.admin_url not in (None, self.service_url):
+                raise ConfigError(
+                    f"admin_url is {self.admin_url!r}; the in-memory cluster {self.service_url!r} "
+                    "has its admin interface at the same URL."
+                )
+            return
+        if not _SERVICE_URL.fullmatch(self.service_url):
+            raise ConfigError(
+                f"service_url is {self.service_url!r}; write pulsar://host:port or "
+                "pulsar+ssl://host:port."
+            )
+        if self.admin_url is not None and not _ADMIN_URL.fullmatch(self.admin_url):
+            raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the broker is an in-memory cluster of this process."""
+        return _MEMORY_URL.fullmatch(self.service_url) is not None
 
     def _check_pattern(self) -> None:
         """Exactly one of topics and topics_pattern; the pattern is completed."""

@@ -13,7 +13,6 @@ from keyshard.core.checkpoint import Checkpoint
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from keyshard.broker.port import Broker
     from keyshard.runtime.coordinator import Coordinator
 
 _log = logging.getLogger(__name__)
@@ -35,17 +34,12 @@ class KeyShardSource(SourceConfig):
 
     def coordinator(self) -> Coordinator:
         """An unstarted runtime for this source; connects in the process that starts it."""
-        from keyshard.broker.pulsar import PulsarBroker  # noqa: PLC0415
+        from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
         from keyshard.runtime.coordinator import Coordinator  # noqa: PLC0415
 
-        def connect() -> Broker:
-            return PulsarBroker(self.service_url, max(1, self.operation_timeout_ms // 1000))
-
-        if self.admin_url is None:
-            return Coordinator(self, connect)
-        from keyshard.broker.admin import PulsarAdmin  # noqa: PLC0415
-
-        return Coordinator(self, connect, PulsarAdmin(self.admin_url))
+        admin = None if self.admin_url is None else connect_admin(self.admin_url)
+        timeout_s = max(1, self.operation_timeout_ms // 1000)
+        return Coordinator(self, lambda: connect(self.service_url, timeout_s), admin)
 
     def open(self, checkpoint: str | None = None) -> SourceStream:
         """Start consuming in this process.

@@ -186,11 +186,17 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
             "backlog of this query."
         )
     try:
-        return KeyShardSource(**fields)
+        source = KeyShardSource(**fields)
     except ConfigError as exc:
         # Only the field's name at the start: what follows may be the user's own text.
         field, space, rest = exc.message.partition(" ")
         raise ConfigError(given.get(field, field) + space + rest) from exc
+    if source.in_memory:
+        raise ConfigError(
+            f"service.url is {source.service_url!r}, which lives in one process; Spark reads in "
+            "others. Give the URL of a broker: 'keyshard broker start' starts one."
+        )
+    return source
 
 
 def to_options(source: KeyShardSource) -> dict[str, str]:

@@ -9,6 +9,7 @@ from keyshard.broker.memory import MemoryCluster
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.target import CursorState
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
@@ -86,6 +87,13 @@ class MemoryAdmin:
                 log.id(marked) if marked >= 0 else EntryId(min(log.ledger_sizes), -1),
                 EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),
             )
+
+    def cursor(self, topic_partition: TopicPartition, subscription: str) -> CursorState | None:
+        """What a subscription has acknowledged; ``None`` when there is no such subscription."""
+        state = self.broker_state(topic_partition, subscription)
+        if state is None or state.mark_delete is None:
+            return None
+        return CursorState(state.mark_delete, state.individually)
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""

@@ -6,6 +6,7 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -62,6 +63,17 @@ class MemoryCluster:
         self._clients: list[MemoryBroker] = []
         self._grouped: dict[MemoryConsumer, None] = {}
 
+    @classmethod
+    def named(cls, name: str) -> MemoryCluster:
+        """The cluster of this process at ``memory://name``; made at the first call.
+
+        Its clock is the machine's.
+        """
+        with _NAMED_LOCK:
+            if name not in _NAMED:
+                _NAMED[name] = cls(now_ms=lambda: time.time_ns() // 1_000_000)
+            return _NAMED[name]
+
     def create_topic(self, name: str, partitions: int = 0) -> str:
         """Create a topic and return its full name.
 
@@ -114,6 +126,12 @@ class MemoryCluster:
         """Know a client, whose consumers are told when their topic is deleted."""
         with self.lock:
             self._clients.append(client)
+
+    def detach(self, client: MemoryBroker) -> None:
+        """Forget a client that was closed."""
+        with self.lock:
+            if client in self._clients:
+                self._clients.remove(client)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         """Topic partitions of a topic, or of one topic partition: itself.
@@ -374,3 +392,7 @@ class MemoryCluster:
         for (where, _), subscription in self._subscriptions.items():
             if where == topic_partition:
                 yield subscription
+
+
+_NAMED: dict[str, MemoryCluster] = {}
+_NAMED_LOCK = threading.Lock()

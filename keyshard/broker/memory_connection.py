@@ -146,6 +146,7 @@ class MemoryBroker:
                 consumer.abandon()
         for reader in self._readers:
             reader.close()
+        self._cluster.detach(self)
 
     def _answers(self) -> bool:
         if self._frozen:

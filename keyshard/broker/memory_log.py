@@ -13,8 +13,8 @@ from enum import Enum
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.key_slot import key_slot, routing_key
 
-_MARKER_SLOT = key_slot("pulsar.marker-0")
-"""A broker writes every marker under one name and with one sequence id."""
+MARKER_SLOT = key_slot("pulsar.txn.marker--1")
+"""A broker writes every marker under one producer name and with one sequence id."""
 
 
 class Batching(str, Enum):
@@ -124,8 +124,11 @@ class EntryLog:
 
     @property
     def last_id(self) -> EntryId | None:
-        """Id of the last entry published; ``None`` when there never was one."""
-        return self._ids[-1] if self._ids else None
+        """Id of the last entry published that somebody may receive; ``None`` without one."""
+        for entry_id, entry in zip(reversed(self._ids), reversed(self._entries), strict=True):
+            if entry is None or not entry.hidden:
+                return entry_id
+        return None
 
     @property
     def first(self) -> int:
@@ -143,7 +146,7 @@ class EntryLog:
         self, messages: Sequence[Message], *, producer: str, publish_ms: int
     ) -> StoredEntry:
         """Store an entry that nobody receives; a marker when it has no messages."""
-        slot = self._slot(messages[0], producer, len(messages)) if messages else _MARKER_SLOT
+        slot = self._slot(messages[0], producer, len(messages)) if messages else MARKER_SLOT
         return self._store(messages, slot, publish_ms, hidden=True)
 
     def append_chunked(

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from contract_harness import Harness, MemoryHarness, PulsarHarness
+from contract_harness import BreakableHarness, Harness
+from memory_harness import MemoryHarness
+from pulsar_harness import BreakablePulsarHarness, PulsarHarness
+
+from keyshard.devbroker import DevBroker
+
+BOTH = ["memory", pytest.param("pulsar", marks=pytest.mark.broker)]
 
 
-@pytest.fixture(params=["memory", pytest.param("pulsar", marks=pytest.mark.broker)])
+@pytest.fixture(params=BOTH)
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     """A cluster with its topics; the real broker is started once for the session."""
     made: Harness
@@ -19,3 +25,28 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
         made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
     yield made
     made.close()
+
+
+@pytest.fixture(params=BOTH)
+def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
+    """A cluster that may be broken; the real broker is another one than that of ``harness``."""
+    made: BreakableHarness
+    if request.param == "memory":
+        made = MemoryHarness()
+    else:
+        made = BreakablePulsarHarness(request.getfixturevalue("breakable_broker"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def breakable_broker() -> Iterator[DevBroker]:
+    """A real broker with what is off by default: batch index acks, and transactions."""
+    settings = {
+        "acknowledgmentAtBatchIndexLevelEnabled": "true",
+        "transactionCoordinatorEnabled": "true",
+        # How long a holder of a range may take to show that it lives.
+        "connectionLivenessCheckTimeoutMillis": "1000",
+    }
+    with DevBroker(settings=settings) as broker:
+        yield broker

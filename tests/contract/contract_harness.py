@@ -1,21 +1,13 @@
-"""What a contract case needs of a broker beside the port, for the in-memory and the real one."""
+"""What a contract case needs of a broker beside the port."""
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import _pulsar
-import httpx
-import pulsar
-
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.memory import Batching, LookAhead, MemoryBroker, MemoryCluster, Message
-from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
-from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.runtime.subscribe import Admin
@@ -66,194 +58,55 @@ class Harness(Protocol):
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Make the next entry of a topic partition open another ledger."""
 
+    def unload(self, topic_partition: TopicPartition) -> None:
+        """Let another broker take the topic partition; here it is the same one."""
+
+    def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
+        """Set limits for topics created from now on; 0 for none."""
+
+    def publish_chunked(self, topic: str, key: str) -> list[EntryId]:
+        """Publish a message that is stored as several entries; their ids."""
+
+    def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
+        """Start another process with a consumer of the subscription."""
+
     def close(self) -> None:
         """Close every connection."""
 
 
-class MemoryHarness:
-    """The in-memory broker, with a short look-ahead so that a stall needs few messages."""
+class OtherClient(Protocol):
+    """A process of its own, with one consumer of a range."""
 
-    look_ahead_per_consumer = 100
-    idle_s = 0.05
+    def receive(self, messages: int) -> list[EntryId]:
+        """Receive so many messages; their entries."""
 
-    def __init__(self) -> None:
-        self._cluster = MemoryCluster(
-            look_ahead=LookAhead(self.look_ahead_per_consumer), now_ms=_now_ms
-        )
-        self._brokers: list[MemoryBroker] = []
+    def acknowledge_and_die(self, entries: Sequence[EntryId]) -> None:
+        """Acknowledge and be killed at once."""
 
-    def broker(self) -> Broker:
-        self._brokers.append(MemoryBroker(self._cluster))
-        return self._brokers[-1]
+    def acknowledge_indices(self, entry_id: EntryId, indices: Sequence[int]) -> None:
+        """Acknowledge some messages of a batch it received, and no more, and end."""
 
-    def create_topic(self, partitions: int = 0) -> str:
-        return self._cluster.create_topic(_unique_name(), partitions)
+    def is_connected(self) -> bool:
+        """Whether it thinks so."""
 
-    def publish(
-        self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
-    ) -> None:
-        self._cluster.publish(topic, *messages, batching=batching)
+    def freeze(self) -> None:
+        """Stop the process; the system keeps its connection open."""
 
-    def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
-        return self._cluster.backlog(topic_partition, subscription)
-
-    def drop_connections(
-        self,
-        topic_partition: TopicPartition,  # noqa: ARG002 - a connection carries all of them
-    ) -> None:
-        for broker in self._brokers:
-            broker.disconnect()
-
-    def grow_topic(self, topic: str, partitions: int) -> None:
-        self._cluster.grow_topic(topic, partitions)
-
-    def delete_topic(self, topic: str) -> None:
-        self._cluster.delete_topic(topic)
-
-    def admin(self) -> Admin:
-        return MemoryAdmin(self._cluster)
-
-    def close_producers(self) -> None:
-        pass
-
-    def roll_ledger(self, topic_partition: TopicPartition) -> None:
-        self._cluster.roll_ledger(topic_partition)
-
-    def close(self) -> None:
-        self._cluster.validate()
-        for broker in self._brokers:
-            broker.close()
+    def thaw(self) -> None:
+        """Let it go on."""
 
 
-class PulsarHarness:
-    """A real broker, reached with pulsar-client and the admin REST interface."""
+class BreakableHarness(Harness, Protocol):
+    """A cluster of its own, that may be broken."""
 
-    look_ahead_per_consumer = 2_000
-    idle_s = 0.8
+    def crash(self) -> None:
+        """Kill the broker and start it again."""
 
-    def __init__(self, service_url: str, admin_url: str) -> None:
-        self._service_url = service_url
-        self._admin = httpx.Client(base_url=admin_url, timeout=10)
-        self._own_admin = PulsarAdmin(admin_url)
-        self._client = pulsar.Client(
-            service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
-        )
-        self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
-        self._brokers: list[PulsarBroker] = []
+    def wipe(self) -> None:
+        """Kill the broker, delete all its data and start it again."""
 
-    def broker(self) -> Broker:
-        self._brokers.append(PulsarBroker(self._service_url))
-        return self._brokers[-1]
-
-    def create_topic(self, partitions: int = 0) -> str:
-        topic = f"persistent://public/default/{_unique_name()}"
-        if partitions:
-            self._put(f"{_path(topic)}/partitions", json=partitions)
-        else:
-            self._put(_path(topic))
-        return topic
-
-    def publish(
-        self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
-    ) -> None:
-        producer = self._producer(topic, batching)
-        failures: list[Any] = []
-
-        def sent(result: Any, _message_id: Any) -> None:
-            if result != pulsar.Result.Ok:
-                failures.append(result)
-
-        for message in messages:
-            # The wrapper drops an empty key, so the extension's own builder is used.
-            producer._producer.send_async(_to_pulsar(message), sent)
-        producer.flush()
-        assert not failures
-
-    def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
-        answer = self._admin.get(
-            f"{_path(topic_partition.name)}/stats", params={"getPreciseBacklog": "true"}
-        )
-        answer.raise_for_status()
-        backlog = answer.json()["subscriptions"][subscription]["msgBacklog"]
-        assert isinstance(backlog, int)
-        return backlog
-
-    def drop_connections(self, topic_partition: TopicPartition) -> None:
-        self._put(f"{_path(topic_partition.name)}/unload")
-
-    def roll_ledger(self, topic_partition: TopicPartition) -> None:
-        self._put(f"{_path(topic_partition.name)}/unload")
-
-    def grow_topic(self, topic: str, partitions: int) -> None:
-        self._admin.post(f"{_path(topic)}/partitions", json=partitions).raise_for_status()
-
-    def delete_topic(self, topic: str) -> None:
-        self.close_producers()
-        partitioned = self._admin.get(f"{_path(topic)}/partitions").json()["partitions"] > 0
-        path = f"{_path(topic)}/partitions" if partitioned else _path(topic)
-        self._admin.delete(path, params={"force": "true"}).raise_for_status()
-
-    def admin(self) -> Admin:
-        return self._own_admin
-
-    def close_producers(self) -> None:
-        for producer in self._producers.values():
-            producer.close()
-        self._producers.clear()
-
-    def close(self) -> None:
-        for broker in self._brokers:
-            broker.close()
-        self._own_admin.close()
-        self._client.close()
-        self._admin.close()
-
-    def _producer(self, topic: str, batching: Batching) -> pulsar.Producer:
-        if (topic, batching) not in self._producers:
-            by_key = batching is Batching.BY_KEY
-            self._producers[topic, batching] = self._client.create_producer(
-                topic,
-                block_if_queue_full=True,
-                max_pending_messages=10_000,
-                batching_enabled=batching is not Batching.NONE,
-                batching_type=pulsar.BatchingType.KeyBased if by_key else _MIXED,
-                batching_max_messages=10_000,
-                batching_max_allowed_size_in_bytes=1024 * 1024,
-                # Never reached: flush sends, so that a batch is one entry however slow the test is.
-                batching_max_publish_delay_ms=5_000,
-            )
-        return self._producers[topic, batching]
-
-    def _put(self, path: str, **body: Any) -> None:
-        self._admin.put(path, **body).raise_for_status()
-
-
-_MIXED = pulsar.BatchingType.Default
-
-
-def _to_pulsar(message: Message) -> Any:
-    builder = _pulsar.MessageBuilder().content(message.value)
-    if message.key is not None:
-        builder.partition_key(message.key)
-    if message.ordering_key is not None:
-        builder.ordering_key(message.ordering_key)
-    for name, value in message.properties.items():
-        builder.property(name, value)
-    if message.event_ms:
-        builder.event_timestamp(message.event_ms)
-    return builder.build()
-
-
-def _path(topic: str) -> str:
-    return f"/admin/v2/{topic.replace('://', '/')}"
-
-
-def _unique_name() -> str:
-    return f"contract-{uuid.uuid4().hex}"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
+        """Publish one message for each key in a transaction, and abort it."""
 
 
 def subscribe(

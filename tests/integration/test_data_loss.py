@@ -9,7 +9,7 @@ import httpx
 import pulsar
 import pytest
 
-from contract.contract_harness import PulsarHarness
+from contract.pulsar_harness import PulsarHarness
 from helpers import key_in, received, rows_of, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message

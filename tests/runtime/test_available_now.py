@@ -14,30 +14,12 @@ from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.target import CursorState
+from keyshard.core.entry import EntryBlock
 from keyshard.errors import AvailableNowTimeoutError
 from keyshard.runtime.coordinator import Coordinator
 
 KEYS = keys_of(4)
 QUIET_MS = 400
-
-
-class CursorAdmin(MemoryAdmin):
-    """The admin interface of an in-memory cluster, as far as cursors go."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.cluster_of_memory = cluster
-
-    def cursor(self, where: TopicPartition, subscription: str) -> CursorState | None:
-        cluster = self.cluster_of_memory
-        with cluster.lock:
-            cursor = cluster._subscriptions[where, subscription].cursor
-            ids = cluster.log(where)._ids
-            mark_delete = ids[cursor.mark_delete] if cursor.mark_delete >= 0 else EntryId(0, -1)
-            return CursorState(mark_delete, EntrySet.of(ids[i] for i in cursor.acked))
 
 
 class Bench:
@@ -73,7 +55,7 @@ def bounded(
     bench: Bench,
     source: SourceConfig | None = None,
     checkpoint: Checkpoint | None = None,
-    admin: CursorAdmin | None = None,
+    admin: MemoryAdmin | None = None,
 ) -> Iterator[Coordinator]:
     source = source or bench.source()
     coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster), admin)
@@ -101,8 +83,8 @@ def with_admin(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def admin_of(bench: Bench, wanted: bool) -> CursorAdmin | None:
-    return CursorAdmin(bench.cluster) if wanted else None
+def admin_of(bench: Bench, wanted: bool) -> MemoryAdmin | None:
+    return MemoryAdmin(bench.cluster) if wanted else None
 
 
 def test_a_run_ends_with_what_was_there_when_it_began(with_admin: bool) -> None:
@@ -220,7 +202,7 @@ def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
         return [block for block in blocks if block not in late or consumer not in waiting]
 
     monkeypatch.setattr(MemoryConsumer, "receive", without_one)
-    with bounded(bench, admin=CursorAdmin(bench.cluster)) as coordinator:
+    with bounded(bench, admin=MemoryAdmin(bench.cluster)) as coordinator:
         bench.publish(60, partitions=1)
         assert sorted(run(coordinator)) == sorted(before)
     assert waiting
@@ -230,7 +212,7 @@ def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
 def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:
     bench = Bench()
     before = bench.publish(20)
-    admin = CursorAdmin(bench.cluster)
+    admin = MemoryAdmin(bench.cluster)
     with bounded(bench, admin=admin) as coordinator:
         got: list[str] = []
         while not got:
@@ -248,7 +230,7 @@ def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
     bench = Bench()
     bench.publish(1)
     source = bench.source(available_now_timeout_ms=1_000)
-    admin = CursorAdmin(bench.cluster)
+    admin = MemoryAdmin(bench.cluster)
     with bounded(bench, source, admin=admin) as coordinator:
         end = coordinator.cut_available()
         assert end is not None
@@ -268,7 +250,7 @@ def test_an_entry_that_nobody_delivers_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(MemoryConsumer, "receive", receive)
     source = bench.source(available_now_timeout_ms=1_000)
     with (
-        bounded(bench, source, admin=CursorAdmin(bench.cluster)) as coordinator,
+        bounded(bench, source, admin=MemoryAdmin(bench.cluster)) as coordinator,
         pytest.raises(AvailableNowTimeoutError) as caught,
     ):
         coordinator.cut_available()

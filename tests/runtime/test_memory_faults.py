@@ -15,6 +15,7 @@ from keyshard.broker.memory import (
 from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.memory_client import MemoryConsumer
 from keyshard.broker.memory_cursor import Cursor
+from keyshard.broker.memory_log import MARKER_SLOT
 from keyshard.broker.port import StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, split_ring
@@ -326,7 +327,7 @@ def test_aborted_messages_and_markers_are_backlog_until_their_owner_is_there() -
     consumer = world.subscribe(HIGH)
     world.cluster.publish_aborted(world.where, Message(b"", LOW_KEY), Message(b"", HIGH_KEY))
     world.publish(HIGH_KEY)
-    marker_is_low = key_slot("pulsar.marker-0") in LOW
+    marker_is_low = MARKER_SLOT in LOW
     assert len(ids(consumer)) == 1
     assert world.backlog == 2 + marker_is_low
     world.subscribe(LOW)

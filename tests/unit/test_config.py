@@ -131,6 +131,8 @@ def test_service_urls(url: str) -> None:
         "pulsar://a b",
         "pulsar://a,,b",
         "pulsar://h:1\n",
+        "memory://",
+        "memory://a/b",
     ],
 )
 def test_a_wrong_service_url_is_refused(url: str) -> None:
@@ -143,6 +145,19 @@ def test_a_wrong_service_url_is_refused(url: str) -> None:
 def test_a_wrong_admin_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="admin_url is"):
         config(admin_url=url)
+
+
+def test_an_in_memory_cluster_has_its_admin_interface_at_its_own_url() -> None:
+    assert config(service_url="memory://a").in_memory
+    assert config(service_url="memory://a", admin_url="memory://a").in_memory
+    assert not config().in_memory
+    for service_url, admin_url in (
+        ("memory://a", "memory://b"),
+        ("memory://a", "http://a:8080"),
+        ("pulsar://a:6650", "memory://a"),
+    ):
+        with pytest.raises(ConfigError, match="admin_url is"):
+            config(service_url=service_url, admin_url=admin_url)
 
 
 @pytest.mark.parametrize("url", ["http://a:8080", "https://a:8443/"])

@@ -180,6 +180,7 @@ def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:
         ("windowMaxBytes", "-1", "windowMaxBytes is -1; it must be"),
         ("subscribeTimeoutMillis", "0", "subscribeTimeoutMillis is 0; it must be"),
         ("service.url", "broker:6650", "service.url is 'broker:6650'; write pulsar://host:port"),
+        ("service.url", "memory://a", "service.url is 'memory://a', which lives in one process;"),
         ("admin.url", "broker:8080", "admin.url is 'broker:8080'; write http://host:port."),
         ("startingOffsets", "first", "startingOffsets is 'first'; write"),
         ("workerHost", "", "workerHost is empty;"),

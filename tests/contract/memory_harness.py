@@ -1,0 +1,135 @@
+"""The in-memory broker under the contract."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
+
+from keyshard.broker.memory import (
+    Batching,
+    LookAhead,
+    MemoryBroker,
+    MemoryCluster,
+    Message,
+    UnackedLimits,
+)
+from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.port import Broker
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.runtime.subscribe import Admin
+
+
+class MemoryHarness:
+    """The in-memory broker, with a short look-ahead so that a stall needs few messages."""
+
+    look_ahead_per_consumer = 100
+    idle_s = 0.25
+
+    def __init__(self) -> None:
+        self._cluster = MemoryCluster(
+            look_ahead=LookAhead(self.look_ahead_per_consumer),
+            ack_group_ms=100,
+            now_ms=lambda: time.time_ns() // 1_000_000,
+        )
+        self._brokers: list[MemoryBroker] = []
+
+    def broker(self) -> Broker:
+        self._brokers.append(MemoryBroker(self._cluster))
+        return self._brokers[-1]
+
+    def create_topic(self, partitions: int = 0) -> str:
+        return self._cluster.create_topic(f"contract-{uuid.uuid4().hex}", partitions)
+
+    def publish(
+        self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
+    ) -> None:
+        self._cluster.publish(topic, *messages, batching=batching)
+
+    def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
+        return self._cluster.backlog(topic_partition, subscription)
+
+    def drop_connections(
+        self,
+        topic_partition: TopicPartition,  # noqa: ARG002 - a connection carries all of them
+    ) -> None:
+        for broker in self._brokers:
+            broker.disconnect()
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        self._cluster.grow_topic(topic, partitions)
+
+    def delete_topic(self, topic: str) -> None:
+        self._cluster.delete_topic(topic)
+
+    def admin(self) -> Admin:
+        return MemoryAdmin(self._cluster)
+
+    def close_producers(self) -> None:
+        pass
+
+    def roll_ledger(self, topic_partition: TopicPartition) -> None:
+        self._cluster.roll_ledger(topic_partition)
+
+    def unload(self, topic_partition: TopicPartition) -> None:
+        self._cluster.unload(topic_partition)
+
+    def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
+        self._cluster.unacked_limits = UnackedLimits(per_consumer, per_subscription)
+
+    def publish_chunked(self, topic: str, key: str) -> list[EntryId]:
+        where = TopicPartition.parse(topic)
+        return self._cluster.publish_chunked(where, Message(b"x" * 10, key), 2)
+
+    def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
+        return MemoryOtherClient(self._cluster, topic_partition, hash_range)
+
+    def crash(self) -> None:
+        self._cluster.crash()
+
+    def wipe(self) -> None:
+        self._cluster.wipe()
+
+    def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
+        self._cluster.publish_aborted(topic_partition, *(Message(b"", key) for key in keys))
+
+    def close(self) -> None:
+        self._cluster.validate()
+        for broker in self._brokers:
+            broker.close()
+
+
+class MemoryOtherClient:
+    """One more client of the cluster."""
+
+    def __init__(
+        self, cluster: MemoryCluster, topic_partition: TopicPartition, hash_range: HashRange
+    ) -> None:
+        self._cluster = cluster
+        self._where = topic_partition
+        self._broker = MemoryBroker(cluster)
+        self._consumer = subscribe(self._broker, topic_partition, hash_range)
+
+    def receive(self, messages: int) -> list[EntryId]:
+        return list(dict.fromkeys(receive([self._consumer], messages).ids))
+
+    def acknowledge_and_die(self, entries: Sequence[EntryId]) -> None:
+        self._consumer.acknowledge(entries)
+        self._broker.kill()
+
+    def acknowledge_indices(self, entry_id: EntryId, indices: Sequence[int]) -> None:
+        self._cluster.acknowledge_indices(self._where, SUBSCRIPTION, entry_id, indices)
+        self._broker.close()
+
+    def is_connected(self) -> bool:
+        self._broker.reconnect()  # as a client tries by itself
+        return self._consumer.is_connected()
+
+    def freeze(self) -> None:
+        self._broker.freeze()
+
+    def thaw(self) -> None:
+        self._broker.thaw()

@@ -1,0 +1,273 @@
+"""A real broker under the contract."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import _pulsar
+import httpx
+import pulsar
+from contract_harness import SUBSCRIPTION, OtherClient
+from raw_transaction import RawConnection
+
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import Broker
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.devbroker import DevBroker
+from keyshard.runtime.subscribe import Admin
+
+OTHER_CLIENT = Path(__file__).with_name("other_client.py")
+
+
+class PulsarHarness:
+    """A real broker, reached with pulsar-client and the admin REST interface."""
+
+    look_ahead_per_consumer = 2_000
+    idle_s = 0.8
+
+    def __init__(self, service_url: str, admin_url: str) -> None:
+        self._service_url = service_url
+        self._admin = httpx.Client(base_url=admin_url, timeout=10)
+        self._own_admin = PulsarAdmin(admin_url)
+        self._client = pulsar.Client(
+            service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+        )
+        self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
+        self._brokers: list[PulsarBroker] = []
+        self._others: list[PulsarOtherClient] = []
+        self._namespace = "public/default"
+
+    def broker(self) -> Broker:
+        self._brokers.append(PulsarBroker(self._service_url))
+        return self._brokers[-1]
+
+    def create_topic(self, partitions: int = 0) -> str:
+        topic = f"persistent://{self._namespace}/contract-{uuid.uuid4().hex}"
+        if partitions:
+            self._put(f"{_path(topic)}/partitions", json=partitions)
+        else:
+            self._put(_path(topic))
+        return topic
+
+    def publish(
+        self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
+    ) -> None:
+        producer = self._producer(topic, batching)
+        failures: list[Any] = []
+
+        def sent(result: Any, _message_id: Any) -> None:
+            if result != pulsar.Result.Ok:
+                failures.append(result)
+
+        for message in messages:
+            # The wrapper drops an empty key, so the extension's own builder is used.
+            producer._producer.send_async(_to_pulsar(message), sent)
+        producer.flush()
+        assert not failures
+
+    def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
+        answer = self._admin.get(
+            f"{_path(topic_partition.name)}/stats", params={"getPreciseBacklog": "true"}
+        )
+        answer.raise_for_status()
+        backlog = answer.json()["subscriptions"][subscription]["msgBacklog"]
+        assert isinstance(backlog, int)
+        return backlog
+
+    def drop_connections(self, topic_partition: TopicPartition) -> None:
+        self._put(f"{_path(topic_partition.name)}/unload")
+
+    def roll_ledger(self, topic_partition: TopicPartition) -> None:
+        self._put(f"{_path(topic_partition.name)}/unload")
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        self._admin.post(f"{_path(topic)}/partitions", json=partitions).raise_for_status()
+
+    def delete_topic(self, topic: str) -> None:
+        self.close_producers()
+        partitioned = self._admin.get(f"{_path(topic)}/partitions").json()["partitions"] > 0
+        path = f"{_path(topic)}/partitions" if partitioned else _path(topic)
+        self._admin.delete(path, params={"force": "true"}).raise_for_status()
+
+    def admin(self) -> Admin:
+        return self._own_admin
+
+    def close_producers(self) -> None:
+        for producer in self._producers.values():
+            producer.close()
+        self._producers.clear()
+
+    def unload(self, topic_partition: TopicPartition) -> None:
+        self._put(f"{_path(topic_partition.name)}/unload")
+
+    def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
+        self._namespace = f"public/{uuid.uuid4().hex}"
+        path = f"/admin/v2/namespaces/{self._namespace}"
+        self._put(path)
+        for name, limit in (
+            ("maxUnackedMessagesPerConsumer", per_consumer),
+            ("maxUnackedMessagesPerSubscription", per_subscription),
+        ):
+            self._admin.post(f"{path}/{name}", json=limit).raise_for_status()
+
+    def publish_chunked(self, topic: str, key: str) -> list[EntryId]:
+        producer = self._client.create_producer(
+            topic, batching_enabled=False, chunking_enabled=True, send_timeout_millis=30_000
+        )
+        sent = producer.send(b"x" * (6 * 1024 * 1024), partition_key=key)
+        producer.close()
+        return [EntryId(sent.ledger_id(), sent.entry_id() - 1 + part) for part in range(2)]
+
+    def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
+        self._others.append(PulsarOtherClient(self._service_url, topic_partition, hash_range))
+        return self._others[-1]
+
+    def close(self) -> None:
+        for other in self._others:
+            other.kill()
+        for broker in self._brokers:
+            broker.close()
+        self._own_admin.close()
+        self._client.close()
+        self._admin.close()
+
+    def _producer(self, topic: str, batching: Batching) -> pulsar.Producer:
+        if (topic, batching) not in self._producers:
+            by_key = batching is Batching.BY_KEY
+            self._producers[topic, batching] = self._client.create_producer(
+                topic,
+                block_if_queue_full=True,
+                max_pending_messages=10_000,
+                batching_enabled=batching is not Batching.NONE,
+                batching_type=pulsar.BatchingType.KeyBased if by_key else _MIXED,
+                batching_max_messages=10_000,
+                batching_max_allowed_size_in_bytes=1024 * 1024,
+                # Never reached: flush sends, so that a batch is one entry however slow the test is.
+                batching_max_publish_delay_ms=5_000,
+            )
+        return self._producers[topic, batching]
+
+    def _put(self, path: str, **body: Any) -> None:
+        self._admin.put(path, **body).raise_for_status()
+
+
+_MIXED = pulsar.BatchingType.Default
+
+
+def _to_pulsar(message: Message) -> Any:
+    builder = _pulsar.MessageBuilder().content(message.value)
+    if message.key is not None:
+        builder.partition_key(message.key)
+    if message.ordering_key is not None:
+        builder.ordering_key(message.ordering_key)
+    for name, value in message.properties.items():
+        builder.property(name, value)
+    if message.event_ms:
+        builder.event_timestamp(message.event_ms)
+    return builder.build()
+
+
+def _path(topic: str) -> str:
+    return f"/admin/v2/{topic.replace('://', '/')}"
+
+
+class BreakablePulsarHarness(PulsarHarness):
+    """The same with a broker that nobody else uses."""
+
+    def __init__(self, dev_broker: DevBroker) -> None:
+        super().__init__(dev_broker.service_url, dev_broker.admin_url)
+        self._dev_broker = dev_broker
+
+    def crash(self) -> None:
+        self._dev_broker.kill()
+        self._dev_broker.start()
+
+    def wipe(self) -> None:
+        self._dev_broker.kill()
+        self._dev_broker.wipe()
+        self._dev_broker.start()
+
+    def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
+        # A coordinator begins where somebody looked for it.
+        coordinator = "persistent/pulsar/system/transaction_coordinator_assign-partition-0"
+        self._admin.get(f"/lookup/v2/topic/{coordinator}").raise_for_status()
+        with RawConnection("127.0.0.1", self._dev_broker.port) as connection:
+            connection.abort(topic_partition.name, keys)
+
+
+class PulsarOtherClient:
+    """Runs ``other_client.py``."""
+
+    def __init__(
+        self, service_url: str, topic_partition: TopicPartition, hash_range: HashRange
+    ) -> None:
+        start, end = str(hash_range.start), str(hash_range.end)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, str(OTHER_CLIENT)),
+                *(service_url, topic_partition.name, SUBSCRIPTION, start, end),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "ready"
+
+    def receive(self, messages: int) -> list[EntryId]:
+        found = [EntryId(*pair) for pair in self._ask("receive", messages)]
+        return list(dict.fromkeys(found))
+
+    def acknowledge_and_die(self, entries: Sequence[EntryId]) -> None:
+        self._tell("acknowledge and die", list(entries))
+        assert self._process.wait(20) == -signal.SIGKILL
+
+    def acknowledge_indices(
+        self,
+        entry_id: EntryId,  # noqa: ARG002 - it received no other
+        indices: Sequence[int],
+    ) -> None:
+        assert self._ask("acknowledge indices", list(indices)) == "closed"
+
+    def is_connected(self) -> bool:
+        return bool(self._ask("connected"))
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.wait(20)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _ask(self, *command: object) -> Any:
+        self._tell(*command)
+        return self._answer()
+
+    def _tell(self, *command: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the other client ended"
+        return json.loads(line)

@@ -1,0 +1,144 @@
+"""Just enough of Pulsar's binary protocol for a transaction, which the Python client has not.
+
+Frames and field numbers are those of ``PulsarApi.proto``; a command's type is also the number of
+its field in ``BaseCommand``.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+Value = int | bytes
+
+CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
+PING, PONG = 18, 19
+NEW_TXN, ADD_PARTITION, END_TXN, COORDINATOR_CONNECT = 50, 52, 56, 62
+ABORT = 1
+TIMEOUT_S = 20.0
+
+
+class RawConnection:
+    """A connection that can produce in one transaction of the first coordinator."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port), timeout=TIMEOUT_S)
+        self._request(CONNECT, CONNECTED, {1: b"contract", 4: 19})
+
+    def __enter__(self) -> RawConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def abort(self, topic: str, keys: Sequence[str]) -> None:
+        """Publish one message for each key in a transaction, and abort it."""
+        self._request(COORDINATOR_CONNECT, COORDINATOR_CONNECT + 1, {1: 1, 2: 0})
+        begun = self._request(NEW_TXN, NEW_TXN + 1, {1: 2, 2: 60_000, 3: 0})
+        least, most = begun.get(2, 0), begun.get(3, 0)
+        added = {1: 3, 2: least, 3: most, 4: topic.encode()}
+        self._request(ADD_PARTITION, ADD_PARTITION + 1, added)
+        self._request(PRODUCER, PRODUCER_SUCCESS, {1: topic.encode(), 2: 0, 3: 4, 12: 1})
+        for number, key in enumerate(keys):
+            metadata = message(
+                {
+                    1: b"transaction",
+                    2: number,
+                    3: time.time_ns() // 1_000_000,
+                    6: key.encode(),
+                    22: least,
+                    23: most,
+                }
+            )
+            payload = struct.pack(">I", len(metadata)) + metadata + b"value"
+            self._request(SEND, RECEIPT, {1: 0, 2: number, 4: least, 5: most}, payload)
+        self._request(END_TXN, END_TXN + 1, {1: 5, 2: least, 3: most, 4: ABORT})
+
+    def _request(
+        self, kind: int, answer: int, fields: dict[int, Value], payload: bytes = b""
+    ) -> dict[int, Value]:
+        self._send(kind, fields, payload)
+        while True:
+            got, content = self._receive()
+            if got == PING:
+                self._send(PONG, {})
+            elif got == answer:
+                assert not (got > NEW_TXN and 4 in content), f"refused: {content}"
+                return content
+            else:
+                assert got == PONG, f"{got} instead of {answer}: {content}"
+
+    def _send(self, kind: int, fields: dict[int, Value], payload: bytes = b"") -> None:
+        command = message({1: kind, kind: message(fields)})
+        head = struct.pack(">II", 4 + len(command) + len(payload), len(command))
+        self._socket.sendall(head + command + payload)
+
+    def _receive(self) -> tuple[int, dict[int, Value]]:
+        (size,) = struct.unpack(">I", self._exactly(4))
+        frame = self._exactly(size)
+        (length,) = struct.unpack_from(">I", frame)
+        command = fields_of(frame[4 : 4 + length])
+        kind = command[1]
+        assert isinstance(kind, int)
+        content = command.get(kind, b"")
+        assert isinstance(content, bytes)
+        return kind, fields_of(content)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self._socket.recv(size - len(data))
+            assert more, "the broker closed the connection"
+            data += more
+        return data
+
+
+def message(fields: dict[int, Value]) -> bytes:
+    """A protobuf message of integers and strings."""
+    data = b""
+    for number, value in fields.items():
+        if isinstance(value, int):
+            data += varint(number << 3) + varint(value)
+        else:
+            data += varint(number << 3 | 2) + varint(len(value)) + value
+    return data
+
+
+def varint(value: int) -> bytes:
+    """An integer as protobuf writes it."""
+    data = b""
+    while value > 0x7F:
+        data += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return data + bytes([value])
+
+
+def fields_of(data: bytes) -> dict[int, Value]:
+    """Integers and strings of a protobuf message; of repeated ones the last."""
+    found: dict[int, Value] = {}
+    position = 0
+
+    def read_varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+
+    while position < len(data):
+        tag = read_varint()
+        if tag & 7 == 0:
+            found[tag >> 3] = read_varint()
+        elif tag & 7 == 2:
+            size = read_varint()
+            found[tag >> 3] = data[position : position + size]
+            position += size
+        else:
+            position += {1: 8, 5: 4}[tag & 7]
+    return found

@@ -1,0 +1,131 @@
+"""Contract: a broker that is killed, unloaded or wiped, and clients that are killed or stopped."""
+
+from __future__ import annotations
+
+import pytest
+from contract_harness import (
+    WHOLE_RING,
+    BreakableHarness,
+    Harness,
+    Received,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+from keyshard.broker.memory import Batching, Message
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.errors import RangeConflictError
+
+LOW, HIGH = split_ring(2)
+
+
+def numbered(count: int) -> list[Message]:
+    return [Message(b"%d" % number, key=f"key-{number % 7}") for number in range(count)]
+
+
+def test_a_killed_broker_forgets_what_was_acknowledged_since_it_wrote_the_cursor(
+    breakable: BreakableHarness,
+) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    low, high = subscribe(broker, where, LOW), subscribe(broker, where, HIGH)
+    breakable.publish(where.name, numbered(60))
+    breakable.publish(where.name, numbered(10), Batching.BY_KEY)
+    ids = sorted(set(receive([low, high], 70).ids))
+    low.acknowledge(ids[:10])
+    wait_until(lambda: breakable.backlog(where) == len(ids) - 10)
+    low.acknowledge(ids[20:])
+    wait_until(lambda: breakable.backlog(where) == 10)
+    breakable.crash()
+    # A client waits longer and longer before it tries again, so this one begins anew.
+    broker.close()
+    broker = breakable.broker()
+    low, high = subscribe(broker, where, LOW), subscribe(broker, where, HIGH)
+    again = Received()
+    wait_until(lambda: again.take([low, high]) >= 0 and set(again.ids) >= set(ids[10:]))
+    assert set(again.ids) == set(ids[10:]), "the first acknowledgement is written at once"
+    assert all(block.indices[0] == 0 for block in again.blocks)
+    breakable.publish(where.name, numbered(1))
+    (later,) = receive([low, high], 1).ids
+    assert later.ledger > ids[-1].ledger, "a ledger that was open is closed"
+    low.acknowledge([*ids, later])
+    wait_until(lambda: breakable.backlog(where) == 0)
+
+
+def test_an_unloaded_topic_forgets_nothing_and_delivers_again_what_is_unacknowledged(
+    harness: Harness,
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, numbered(30))
+    ids = receive([consumer], 30).ids
+    consumer.acknowledge(ids[:1])
+    wait_until(lambda: harness.backlog(where) == 29)
+    consumer.acknowledge(ids[10:])
+    wait_until(lambda: harness.backlog(where) == 9)
+    harness.unload(where)
+    again = Received()
+    wait_until(lambda: again.take([consumer]) >= 0 and len(set(again.ids)) >= 9)
+    assert set(again.ids) == set(ids[1:10])
+    harness.publish(where.name, numbered(1))
+    (later,) = receive([consumer], 1).ids
+    assert later.ledger > ids[-1].ledger
+
+
+def test_a_wiped_cluster_hands_out_its_ledger_ids_again(breakable: BreakableHarness) -> None:
+    topics = [breakable.create_topic() for _ in range(30)]
+    where = TopicPartition(topics[-1])
+    for topic in topics:
+        breakable.publish(topic, numbered(1))
+    consumer = subscribe(breakable.broker(), where)
+    (before,) = receive([consumer], 1).ids
+    consumer.close()
+    breakable.close_producers()
+    breakable.wipe()
+    where = TopicPartition(breakable.create_topic())
+    breakable.publish(where.name, numbered(1))
+    (after,) = receive([subscribe(breakable.broker(), where)], 1).ids
+    assert after.ledger < before.ledger
+    assert after.entry == before.entry == 0
+
+
+def test_a_killed_client_loses_the_acknowledgements_it_grouped(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish(where.name, numbered(20))
+    other = harness.other_client(where, WHOLE_RING)
+    ids = other.receive(20)
+    other.acknowledge_and_die(ids)
+    # The broker looks whether the holder is there, so that nobody waits for it.
+    consumer = subscribe(harness.broker(), where)
+    assert set(receive([consumer], 20).ids) == set(ids)
+    consumer.acknowledge(ids)
+    consumer.close()
+    wait_until(lambda: harness.backlog(where) == 0)
+
+
+def test_a_closed_client_sends_the_acknowledgements_it_grouped(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    harness.publish(where.name, numbered(20))
+    consumer.acknowledge(receive([consumer], 20).ids)
+    consumer.close()
+    assert harness.backlog(where) == 0
+
+
+def test_a_stopped_client_loses_its_range_to_a_newcomer_and_waits_in_silence(
+    breakable: BreakableHarness,
+) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    other = breakable.other_client(where, LOW)
+    with pytest.raises(RangeConflictError):
+        subscribe(broker, where, LOW)
+    other.freeze()
+    newcomer, high = subscribe(broker, where, LOW), subscribe(broker, where, HIGH)
+    other.thaw()
+    wait_until(lambda: not other.is_connected())
+    breakable.publish(where.name, numbered(20))
+    assert len(receive([newcomer, high], 20).values) == 20
+    assert newcomer.is_connected()
+    newcomer.close()
+    wait_until(other.is_connected)

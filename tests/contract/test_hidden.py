@@ -1,0 +1,101 @@
+"""Contract: entries that nobody receives, and messages that are more or less than an entry."""
+
+from __future__ import annotations
+
+import pytest
+from contract_harness import (
+    RECEIVE_MS,
+    WHOLE_RING,
+    BreakableHarness,
+    Harness,
+    read_to_end,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+from keyshard.broker.memory import Batching, Message
+from keyshard.broker.memory_log import MARKER_SLOT
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.core.key_slot import key_slot
+from keyshard.errors import ChunkedMessageError
+
+FIRST = EntryId(0, 0)
+LOW, HIGH = split_ring(2)
+LOW_KEY = next(key for key in map(str, range(100)) if key_slot(key) in LOW)
+HIGH_KEY = next(key for key in map(str, range(100)) if key_slot(key) in HIGH)
+
+
+def test_an_aborted_transaction_leaves_entries_that_nobody_receives(
+    breakable: BreakableHarness,
+) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    consumer = subscribe(broker, where)
+    breakable.transaction(where, [LOW_KEY, HIGH_KEY])
+    breakable.publish(where.name, [Message(b"after", key=LOW_KEY)])
+    received = receive([consumer], 1)
+    assert received.values == [b"after"]
+    # Two messages and the marker at the end.
+    assert received.ids[0].entry == 3
+    wait_until(lambda: breakable.backlog(where) == 1)
+    assert read_to_end(broker.reader(where, FIRST)).values == [b"after"]
+
+
+def test_what_an_aborted_transaction_left_waits_for_the_owner_of_its_slot(
+    breakable: BreakableHarness,
+) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    marker = HashRange(MARKER_SLOT, MARKER_SLOT)
+    subscribe(broker, where, marker)
+    breakable.transaction(where, [LOW_KEY, HIGH_KEY])
+    wait_until(lambda: breakable.backlog(where) == 2)
+    subscribe(broker, where, LOW)
+    wait_until(lambda: breakable.backlog(where) == 1)
+    subscribe(broker, where, HashRange(HIGH.start, marker.start - 1))
+    subscribe(broker, where, HashRange(marker.end + 1, HIGH.end))
+    wait_until(lambda: breakable.backlog(where) == 0)
+
+
+def test_behind_the_last_message_nothing_is_left_to_read(breakable: BreakableHarness) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    consumer = subscribe(broker, where)
+    breakable.transaction(where, [LOW_KEY])
+    assert consumer.last_entry() is None
+    breakable.publish(where.name, [Message(b"before", key=LOW_KEY)])
+    breakable.transaction(where, [LOW_KEY])
+    reader = broker.reader(where, FIRST)
+    received = read_to_end(reader)
+    assert received.values == [b"before"]
+    assert reader.at_end()
+    assert consumer.last_entry() == received.ids[0]
+
+
+def test_a_chunked_message_is_refused_by_the_entry_that_names_it(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    first, last = harness.publish_chunked(where.name, "k")
+    with pytest.raises(ChunkedMessageError) as raised:
+        receive([consumer], 1)
+    assert EntryId(raised.value.facts["ledger"], raised.value.facts["entry"]) == last
+    assert harness.backlog(where) == 2
+    with pytest.raises(ChunkedMessageError):
+        read_to_end(broker.reader(where, first))
+    assert broker.reader(where, last).read(RECEIVE_MS) == [], "a part alone is no message"
+
+
+def test_of_a_partly_acknowledged_batch_only_the_rest_comes(breakable: BreakableHarness) -> None:
+    where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
+    batch = [Message(b"%d" % number, key="k") for number in range(6)]
+    breakable.publish(where.name, batch, Batching.BY_KEY)
+    other = breakable.other_client(where, WHOLE_RING)
+    (entry_id,) = other.receive(6)
+    other.acknowledge_indices(entry_id, [0, 2, 3])
+    consumer = subscribe(broker, where)
+    (block,) = receive([consumer], 3).blocks
+    assert (block.id, block.batch_size, block.indices) == (entry_id, 6, [1, 4, 5])
+    assert block.values == [b"1", b"4", b"5"]
+    assert len(read_to_end(broker.reader(where, FIRST)).values) == 6
+    assert breakable.backlog(where) == 1
+    consumer.acknowledge([entry_id])
+    wait_until(lambda: breakable.backlog(where) == 0)
