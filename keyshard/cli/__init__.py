@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from keyshard.cli.broker import broker_app
+from keyshard.cli.check import check
 from keyshard.cli.produce import produce
 from keyshard.errors import ConfigError, KeyShardError
 
@@ -42,6 +43,7 @@ app = _App(
 )
 app.add_typer(broker_app, name="broker")
 app.command("produce")(produce)
+app.command("check")(check)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Reads what a Spark file sink committed, batch by batch, and checks keys and completeness.
+"""Reads what a Spark file sink committed, batch by batch, and has the checkers judge it.
 
 Spark's file sink names the files of a batch in ``_spark_metadata/<batch>`` (JSON lines); every
 tenth log, ``<batch>.compact``, also repeats all earlier ones. Files that it does not name are
@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
+from keyshard.core.entry import full_topic_name
 from keyshard.core.hash_range import range_index
-from keyshard.verify.workloads import parse_value
+from keyshard.core.key_slot import key_slot
+from keyshard.verify.checkers import check
+from keyshard.verify.history import Event
+from keyshard.verify.recorder import row_events, sent_events
+from keyshard.verify.verdict import Verdict
 
 METADATA = "_spark_metadata"
 _TASK = re.compile(r"part-(\d+)-")
@@ -63,58 +67,44 @@ def task_of(path: Path) -> int:
 
 @dataclass
 class SinkCheck:
-    """Verdict over a sink; feed it every batch once, in order."""
+    """Counts and judges a sink; feed it every batch once, in order."""
 
     rows: int = 0
-    twice: int = 0
-    """Rows whose message was in the sink already."""
-    inversions: int = 0
-    """Rows that came after a later message of their key."""
-    split_keys: int = 0
-    """Keys of one topic partition found in more than one Spark partition of a batch."""
     rows_of_range: Counter[int] = field(default_factory=Counter)
     """Rows per hash range, by the number of ranges given to :meth:`add`."""
-    sequences: Counter[str] = field(default_factory=Counter)
-    """Distinct messages per key."""
-    _seen: set[tuple[str, int]] = field(default_factory=set)
-    _last: dict[tuple[int, str], int] = field(default_factory=dict)
+    _batches: int = 0
+    _events: list[Event] = field(default_factory=list)
 
     def add(self, files: Iterable[Path], ranges: int) -> None:
-        """Check the files of the next batch, in the order of its Spark partitions."""
-        task_of_key: dict[tuple[int, str], int] = {}
+        """Take the files of the next batch, in the order of its Spark partitions."""
+        batch = str(self._batches)
+        self._batches += 1
         for path in files:
-            table = pq.read_table(path, columns=["value", "__partition", "__slot"])
-            self._add_table(table, task_of(path), task_of_key, ranges)
+            for row in _rows(path, batch):
+                self.rows += 1
+                slot = 0 if row.key is None else key_slot(row.key)
+                self.rows_of_range[range_index(slot, ranges)] += 1
+                self._events.append(row)
+        self._events.append(Event(0.0, "checkpointed", batch=batch))
 
-    def _add_table(
-        self, table: pa.Table, task: int, task_of_key: dict[tuple[int, str], int], ranges: int
-    ) -> None:
-        values, partitions, slots = (column.to_pylist() for column in table.columns)
-        for value, partition, slot in zip(values, partitions, slots, strict=True):
-            key, sequence = parse_value(value)
-            self.rows += 1
-            self.rows_of_range[range_index(slot or 0, ranges)] += 1
-            if (key, sequence) in self._seen:
-                self.twice += 1
-            else:
-                self._seen.add((key, sequence))
-                self.sequences[key] += 1
-            lane = (partition, key)
-            self.inversions += sequence < self._last.get(lane, -1)
-            self._last[lane] = max(sequence, self._last.get(lane, -1))
-            self.split_keys += task_of_key.setdefault(lane, task) != task
-
-    def missing(self, sent: Mapping[str, int]) -> int:
-        """Messages that were sent and are not in the sink.
+    def verdicts(self, topic: str, sent: Mapping[str, int]) -> dict[str, Verdict]:
+        """What the checkers say of the sink, by promise.
 
         Args:
-            sent: Number of messages per key, with sequence numbers from 0.
+            topic: Topic name, short or full.
+            sent: Number of messages per key that were published to it.
         """
-        return sum(
-            (key, sequence) not in self._seen
-            for key, count in sent.items()
-            for sequence in range(count)
-        )
+        published = sent_events(full_topic_name(topic), sent, 0.0)
+        return {verdict.name: verdict for verdict in check([*published, *self._events])}
+
+
+_COLUMNS = ["value", "__key", "__topic", "__partition", "__messageId", "__slot"]
+
+
+def _rows(path: Path, batch: str) -> Iterator[Event]:
+    where = {"batch": batch, "part": task_of(path)}
+    for records in pq.read_table(path, columns=_COLUMNS).to_batches():
+        yield from row_events(0.0, records, where)
 
 
 def message_ids(path: Path) -> list[tuple[int, str]]:

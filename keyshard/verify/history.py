@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -145,12 +146,12 @@ class Event:
 
     def to_json(self) -> str:
         """One line without its end; fields that are not set are left out."""
-        return json.dumps(self.to_dict(), separators=(",", ":"))
+        return _ENCODER.encode(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
         """The fields that are set, by name."""
-        values = ((name, getattr(self, name)) for name in _NAMES)
-        return {name: value for name, value in values if value is not None}
+        named = zip(_NAMES, _values(self), strict=True)
+        return {name: value for name, value in named if value is not None}
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
@@ -172,8 +173,10 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _NAMES = tuple(field.name for field in fields(Event))
+_values = attrgetter(*_NAMES)
 _TYPES: dict[str, type] = {
     field.name: int if "int" in str(field.type) else float if field.name == "t" else str
     for field in fields(Event)

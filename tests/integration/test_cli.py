@@ -80,7 +80,7 @@ def test_the_default_version_is_that_of_the_broker() -> None:
     assert broker._VERSION == DEFAULT_VERSION
 
 
-@pytest.mark.parametrize("arguments", [[], ["broker"], ["broker", "start"], ["produce"]])
+@pytest.mark.parametrize("arguments", [[], ["broker"], ["broker", "start"], ["produce"], ["check"]])
 def test_help_loads_neither_client_nor_spark(arguments: list[str]) -> None:
     script = (
         "import sys\n"

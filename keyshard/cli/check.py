@@ -1,0 +1,238 @@
+"""``keyshard check``: judge a history, or make one on a broker and judge it."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keyshard.errors import ConfigError, KeyShardError
+
+if TYPE_CHECKING:
+    from keyshard.verify.checkers import Verdict
+    from keyshard.verify.live_run import Progress
+
+_URL = "pulsar://127.0.0.1:6650"
+_ADMIN_URL = "http://127.0.0.1:8080"
+_PARTITIONS = 5
+_BROKEN, _NO_VERDICT = 1, 2
+_LIVE = "With --live"
+
+
+def check(  # noqa: PLR0917 - one argument per option
+    history: Annotated[
+        Path | None, typer.Argument(help="File of JSON lines; docs/history.md describes it.")
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live", help="Publish to a broker, consume through keyshard, check what happened."
+        ),
+    ] = False,
+    topic: Annotated[
+        str | None,
+        typer.Option(
+            help="Topic to publish to; created when it is missing.", rich_help_panel=_LIVE
+        ),
+    ] = None,
+    append: Annotated[
+        bool,
+        typer.Option(
+            "--append", help="Publish although the topic holds data.", rich_help_panel=_LIVE
+        ),
+    ] = False,
+    service_url: Annotated[
+        str, typer.Option(help="URL of the broker.", rich_help_panel=_LIVE)
+    ] = _URL,
+    admin_url: Annotated[
+        str | None,
+        typer.Option(
+            help=f"URL of its admin interface; for the default broker {_ADMIN_URL}, "
+            "otherwise none.",
+            rich_help_panel=_LIVE,
+        ),
+    ] = None,
+    messages: Annotated[
+        int, typer.Option(help="Number of messages.", rich_help_panel=_LIVE)
+    ] = 10_000,
+    keys: Annotated[
+        int, typer.Option(help="Number of different keys.", rich_help_panel=_LIVE)
+    ] = 100,
+    partitions: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Partitions of a topic that is created; default {_PARTITIONS}.",
+            rich_help_panel=_LIVE,
+        ),
+    ] = None,
+    parallelism: Annotated[
+        int, typer.Option(help="Number of hash ranges.", rich_help_panel=_LIVE)
+    ] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option("--history", help="New file to keep the history in.", rich_help_panel=_LIVE),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(help="Deadline for everything, seconds.", rich_help_panel=_LIVE)
+    ] = 120,
+    deliveries_max: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most deliveries of a message; default: 1, and 1 for each fault before."
+        ),
+    ] = None,
+    liveness_s: Annotated[
+        float, typer.Option(help="Time in which all is done after the last fault, seconds.")
+    ] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a history of events for loss, order, duplicates, overlap and early acknowledgement.
+
+    Exit status 0: every promise holds; 1: one is broken; 2: there is no verdict.
+    """
+    if live == (history is not None):
+        raise ConfigError("Name a history file, or give --live with --topic to make one.")
+    if not live and out is not None:
+        raise ConfigError("--history keeps what --live makes. To check a file, name it alone.")
+    try:
+        with _history_file(history or out) as path:
+            facts = {}
+            if live:
+                facts = _run_live(
+                    topic, service_url, admin_url, path,
+                    append=append, messages=messages, keys=keys, partitions=partitions,
+                    parallelism=parallelism, timeout_s=timeout_s,
+                )  # fmt: skip
+            verdicts = _judge(path, deliveries_max, liveness_s)
+    except KeyShardError as exc:
+        typer.echo(str(exc), err=True)
+        raise typer.Exit(_NO_VERDICT) from exc
+    _print(verdicts, facts, as_json=as_json)
+    if not all(verdict.holds for verdict in verdicts):
+        raise typer.Exit(_BROKEN)
+
+
+def _judge(path: Path, deliveries_max: int | None, liveness_s: float) -> list[Verdict]:
+    from keyshard.verify.checkers import check as judge
+    from keyshard.verify.history import read_history
+
+    return judge(list(read_history(path)), deliveries_max=deliveries_max, liveness_s=liveness_s)
+
+
+@contextmanager
+def _history_file(named: Path | None) -> Iterator[Path]:
+    """The file that was named, or one that is removed at the end."""
+    if named is not None:
+        yield named
+        return
+    with tempfile.TemporaryDirectory(prefix="keyshard-check-") as folder:
+        yield Path(folder) / "history.jsonl"
+
+
+def _run_live(
+    topic: str | None,
+    service_url: str,
+    admin_url: str | None,
+    path: Path,
+    *,
+    append: bool,
+    messages: int,
+    keys: int,
+    partitions: int | None,
+    parallelism: int,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Make the history; returns what was done."""
+    from keyshard.verify.history import HistoryWriter
+    from keyshard.verify.live import LiveCheck
+
+    if topic is None:
+        raise ConfigError("--live needs --topic: the topic to publish to, best a new one.")
+    if path.exists():
+        raise ConfigError(f"{path} exists. Name a new file, or check it without --live.")
+    if admin_url is None and service_url == _URL:
+        admin_url = _ADMIN_URL
+    plan = LiveCheck(
+        topic=topic,
+        service_url=service_url,
+        admin_url=admin_url,
+        messages=messages,
+        keys=keys,
+        partitions=partitions,
+        parallelism=parallelism,
+        append=append,
+        timeout_s=timeout_s,
+    )
+    plan.prepare()
+    with HistoryWriter(path) as history, _progress(messages) as progress:
+        return plan.run(history, progress).to_dict()
+
+
+@contextmanager
+def _progress(messages: int) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as bars:
+        sent = bars.add_task("Published", total=messages)
+        done = bars.add_task("In committed batches", total=messages)
+
+        def show(published: int, rows: int) -> None:
+            bars.update(sent, completed=published)
+            bars.update(done, completed=rows)
+
+        yield show
+
+
+def _print(verdicts: Sequence[Verdict], facts: dict[str, Any], *, as_json: bool) -> None:
+    broken = [verdict for verdict in verdicts if not verdict.holds]
+    if as_json:
+        result = {
+            "holds": not broken,
+            "verdicts": [verdict.to_dict() for verdict in verdicts],
+            **({"live": facts} if facts else {}),
+        }
+        typer.echo(json.dumps(result, indent=2))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Promise", no_wrap=True)
+    table.add_column("Verdict", no_wrap=True)
+    table.add_column("Checked", overflow="fold")
+    for verdict in verdicts:
+        word, style = ("holds", "green") if verdict.checked else ("not checked", "yellow")
+        told = verdict.message
+        if not verdict.holds:
+            word, style = "BROKEN", "bold red"
+            told = "See below."
+        table.add_row(verdict.name, f"[{style}]{word}[/{style}]", escape(told))
+    console = Console(highlight=False)
+    console.print(table)
+    for verdict in broken:
+        told = escape(verdict.message)
+        console.print(f"[bold]{verdict.name}[/bold]: {told}", soft_wrap=True)
+        for event in verdict.offending:
+            console.print(f"  {escape(event.to_json())}", soft_wrap=True)
+    if facts:
+        console.print(_sentence(facts), soft_wrap=True)
+
+
+def _sentence(facts: dict[str, Any]) -> str:
+    late = "" if facts["in_time"] else " The deadline passed before every row had come."
+    return (
+        f"{facts['rows']:,} rows of {facts['sent']:,} messages in {facts['batches']} batches, "
+        f"{facts['restarts']} restarts, {facts['duplicates_dropped']:,} redeliveries dropped, in "
+        f"{facts['seconds']:.1f} s.{late}"
+    )

@@ -1,0 +1,154 @@
+"""Writes the history of an embedded stream: what its host sees, and what passes at its broker.
+
+::
+
+    with HistoryWriter("history.jsonl") as history:
+        recorder = Recorder(history, worker="host")
+        coordinator = Coordinator(source, lambda: recorder.broker(PulsarBroker(url)))
+        coordinator.start()
+        stream = SourceStream(coordinator)
+        while batch := stream.next_batch(timeout_s=60):
+            for rows in recorder.rows(batch):  # instead of: for rows in batch
+                store(rows)
+            save_checkpoint(batch.checkpoint)
+            recorder.checkpointed(batch)  # it is durable now
+            stream.commit(batch)
+
+Without :meth:`Recorder.broker`, a plain ``source.open()`` does as well; then the history lacks
+ranges, acknowledgements and what the broker delivered.
+
+The values must be those of a :class:`keyshard.verify.workloads.Workload` with keys; messages of
+others are recorded without a sequence number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from keyshard.broker.port import Broker
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.source import SourceBatch
+from keyshard.verify.history import Event
+from keyshard.verify.recording_broker import RecordingBroker, message_name
+
+
+class History(Protocol):
+    """Where events go, such as a :class:`keyshard.verify.history.HistoryWriter`."""
+
+    def write_all(self, events: Iterable[Event]) -> None: ...
+
+
+class Recorder:
+    """Writes the events of one host; may be used from several threads.
+
+    Args:
+        history: Where they go.
+        worker: Name of this host, which a ``crashed`` event names when it is killed.
+        clock: Seconds, the same clock for all writers of a history.
+    """
+
+    def __init__(
+        self, history: History, worker: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._history = history
+        self._worker = worker
+        self._clock = clock
+
+    def broker(self, broker: Broker) -> RecordingBroker:
+        """A broker that also writes ranges, deliveries and acknowledgements to the history."""
+        return RecordingBroker(broker, self._history.write_all, self._worker, self._clock)
+
+    def sent(self, topic: str, per_key: Mapping[str, int]) -> None:
+        """A workload was published, and confirmed.
+
+        Args:
+            topic: Full topic name.
+            per_key: Number of messages of each key, as a ``ProduceReport`` tells it.
+        """
+        self._history.write_all(sent_events(topic, per_key, self._clock()))
+
+    def rows(self, batch: SourceBatch) -> Iterator[pa.RecordBatch]:
+        """One run of a batch: its record batches, each written down before it is handed out."""
+        name = batch.end.batch_id
+        self._write("started", batch=name)
+        for part in batch.partitions:
+            where = {
+                "worker": self._worker,
+                "batch": name,
+                "part": part,
+                "range": str(part_range(batch.end, part)),
+            }
+            for records in batch.read(part):
+                self._history.write_all(row_events(self._clock(), records, where))
+                yield records
+        self._write("completed", batch=name)
+
+    def checkpointed(self, batch: SourceBatch) -> None:
+        """The checkpoint of a batch is durable; call it before ``SourceStream.commit``."""
+        self._write("checkpointed", batch=batch.end.batch_id)
+
+    def crashed(self) -> None:
+        """This host lost what it held in memory."""
+        self._write("crashed")
+
+    def faults_stopped(self) -> None:
+        """No fault is injected from now on."""
+        self._history.write_all([Event(self._clock(), "faults_stopped")])
+
+    def _write(self, kind: str, batch: str | None = None) -> None:
+        self._history.write_all([Event(self._clock(), kind, batch=batch, worker=self._worker)])
+
+
+def part_range(end: Checkpoint, part: int) -> HashRange:
+    """The part of the ring whose rows lie in one partition of a batch's layout.
+
+    Args:
+        end: The batch's end checkpoint; it says how many ranges share a partition.
+        part: Number of the partition.
+    """
+    count = end.merged or end.ranges
+    ranges = [
+        hash_range
+        for number, hash_range in enumerate(split_ring(end.ranges))
+        if number * count // end.ranges == part
+    ]
+    return HashRange(ranges[0].start, ranges[-1].end)
+
+
+_COLUMNS = ("value", "__key", "__topic", "__partition", "__messageId", "__slot")
+
+
+def sent_events(topic: str, per_key: Mapping[str, int], t: float) -> Iterator[Event]:
+    """A ``sent`` for each message of a workload.
+
+    Args:
+        topic: Full topic name.
+        per_key: Number of messages of each key.
+        t: When they were confirmed, seconds.
+    """
+    for key, count in per_key.items():
+        for seq in range(count):
+            yield Event(t, "sent", topic=topic, key=key, seq=seq)
+
+
+def row_events(t: float, records: pa.RecordBatch, where: Mapping[str, Any]) -> Iterator[Event]:
+    """A ``delivered`` for each row.
+
+    Args:
+        t: When, seconds.
+        records: Rows with the columns of :data:`keyshard.schema.columns.SCHEMA`.
+        where: Fields that all of them share, such as ``batch`` and ``part``.
+    """
+    columns = (records.column(name).to_pylist() for name in _COLUMNS)
+    for value, key, topic, partition, message_id, slot in zip(*columns, strict=True):
+        ledger, entry, index = map(int, message_id.split(":"))
+        routing_key, seq = message_name(value, None if slot is None else key)
+        yield Event(
+            t, "delivered", topic=topic, partition=partition, ledger=ledger, entry=entry,
+            index=index, key=routing_key, seq=seq, **where,
+        )  # fmt: skip

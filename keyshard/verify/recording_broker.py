@@ -1,0 +1,169 @@
+"""A broker behind the port that writes down what passes: ranges, deliveries, acknowledgements."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.core.key_slot import routing_key
+from keyshard.verify.history import Event
+from keyshard.verify.workloads import parse_value
+
+
+def message_name(value: bytes, key: str | None) -> tuple[str | None, int | None]:
+    """Key and sequence number of a message, as a history names it.
+
+    Args:
+        value: Its payload; that of a workload carries both.
+        key: Its routing key; ``None`` when it is keyless, and then it has no number.
+    """
+    if key is None:
+        return None, None
+    try:
+        return parse_value(value)
+    except ValueError:
+        return key, None
+
+
+class RecordingBroker:
+    """Passes every call on. A range counts as given up just before its consumer closes.
+
+    Args:
+        broker: What does the work.
+        write: Takes events, from any thread.
+        worker: Who owns the ranges.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        write: Callable[[Iterable[Event]], None],
+        worker: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._broker = broker
+        self._write = write
+        self._worker = worker
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: set[_RecordingConsumer] = set()
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        return self._broker.partitions(topic)
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> Consumer:
+        consumer = self._broker.subscribe(
+            topic_partition,
+            subscription,
+            hash_range,
+            start=start,
+            consumer_name=consumer_name,
+            receiver_queue_size=receiver_queue_size,
+        )
+        recording = _RecordingConsumer(consumer, self)
+        with self._lock:
+            self._open.add(recording)
+        self._write([self._event("range_gained", consumer, range=str(hash_range))])
+        return recording
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        return self._broker.reader(topic_partition, start)
+
+    def close(self) -> None:
+        with self._lock:
+            left = list(self._open)
+        for recording in left:
+            self.give_up(recording)
+        self._broker.close()
+
+    # -- called by its consumers ------------------------------------------------------------------
+
+    def give_up(self, recording: _RecordingConsumer) -> None:
+        """Write once that a range is given up."""
+        with self._lock:
+            if recording not in self._open:
+                return
+            self._open.remove(recording)
+        consumer = recording.consumer
+        self._write([self._event("range_lost", consumer, range=str(consumer.hash_range))])
+
+    def delivered(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> None:
+        """Write what a consumer received."""
+        self._write(self._deliveries(consumer, blocks))
+
+    def acknowledged(self, consumer: Consumer, entries: Sequence[EntryId]) -> None:
+        """Write what is about to be acknowledged."""
+        self._write(
+            self._event("acked", consumer, ledger=ledger, entry=entry) for ledger, entry in entries
+        )
+
+    def _deliveries(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
+        hash_range = str(consumer.hash_range)
+        for block in blocks:
+            keys = map(routing_key, block.partition_keys, block.ordering_keys)
+            for index, value, routed_by in zip(block.indices, block.values, keys, strict=True):
+                key, seq = message_name(value, routed_by)
+                yield self._event(
+                    "delivered", consumer, ledger=block.id.ledger, entry=block.id.entry,
+                    index=index, key=key, seq=seq, range=hash_range,
+                )  # fmt: skip
+
+    def _event(self, kind: str, consumer: Consumer, **fields: Any) -> Event:
+        where = consumer.topic_partition
+        return Event(
+            self._clock(), kind, topic=where.topic, partition=where.partition,
+            worker=self._worker, **fields,
+        )  # fmt: skip
+
+
+class _RecordingConsumer:
+    """A consumer that tells its broker what passes."""
+
+    def __init__(self, consumer: Consumer, broker: RecordingBroker) -> None:
+        self.consumer = consumer
+        self._broker = broker
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self.consumer.topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self.consumer.hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        blocks = self.consumer.receive(timeout_ms)
+        if blocks:
+            self._broker.delivered(self.consumer, blocks)
+        return blocks
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        self.consumer.when_ready(callback)
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        self._broker.acknowledged(self.consumer, entries)
+        self.consumer.acknowledge(entries)
+
+    def last_entry(self) -> EntryId | None:
+        return self.consumer.last_entry()
+
+    def is_connected(self) -> bool:
+        return self.consumer.is_connected()
+
+    def close(self) -> None:
+        self._broker.give_up(self)
+        self.consumer.close()

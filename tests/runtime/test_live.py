@@ -1,0 +1,168 @@
+"""The live check on the in-memory broker: a right source passes, a wrong one is found out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import config
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, MemoryConsumer, Message
+from keyshard.broker.port import Broker
+from keyshard.core.entry import EntryBlock
+from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.verify import live_run
+from keyshard.verify.checkers import Verdict, check
+from keyshard.verify.history import Event, HistoryWriter, read_history
+from keyshard.verify.live import require_empty
+from keyshard.verify.live_run import LiveReport, consume
+from keyshard.verify.workloads import ProduceReport, Workload
+
+LOAD = Workload(600, 20, entry_messages=3)
+
+
+class Bench:
+    def __init__(self, path: Path) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=50)
+        self.topic = self.cluster.create_topic("orders", partitions=3)
+        self.path = path / "history.jsonl"
+        self.batching = Batching.BY_KEY
+        self.told: list[tuple[int, int]] = []
+
+    def connect(self) -> Broker:
+        return MemoryBroker(self.cluster)
+
+    def publish(self, progress: Callable[[int], None]) -> ProduceReport:
+        load = list(LOAD.sequence())
+        for start in range(0, len(load), 50):
+            messages = [
+                Message(f"{key}:{seq}:".encode(), key=key) for key, seq in load[start : start + 50]
+            ]
+            self.cluster.publish(self.topic, *messages, batching=self.batching)
+            progress(50)
+        return ProduceReport(len(load), 1.0, Counter(key for key, _ in load))
+
+    def run(self, timeout_s: float = 20.0) -> LiveReport:
+        source = config(self.topic, batch_rows_max=60)
+        with HistoryWriter(self.path) as history:
+            return consume(
+                source, self.connect, lambda: None, self.publish, history,
+                timeout_s=timeout_s, progress=lambda *counts: self.told.append(counts),
+            )  # fmt: skip
+
+    def events(self) -> list[Event]:
+        return list(read_history(self.path))
+
+    def verdicts(self) -> dict[str, Verdict]:
+        return {verdict.name: verdict for verdict in check(self.events())}
+
+    def broken(self) -> set[str]:
+        return {name for name, verdict in self.verdicts().items() if not verdict.holds}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(live_run, "QUIET_S", 0.2)
+    return Bench(tmp_path)
+
+
+def test_every_promise_holds_over_two_restarts(bench: Bench) -> None:
+    report = bench.run()
+    assert report.in_time
+    assert (report.sent, report.rows, report.restarts) == (600, 600, 2)
+    assert bench.broken() == set()
+    verdicts = bench.verdicts()
+    unchecked = {name for name, verdict in verdicts.items() if not verdict.checked}
+    assert unchecked == {"one handler per key"}
+    assert verdicts["re-runs are equal"].checked == 1
+    assert bench.told[-1] == (600, 600)
+    assert report.duplicates_dropped > 0
+    crashes = [event for event in bench.events() if event.kind == "crashed"]
+    assert len(crashes) == 2
+
+
+def test_what_passes_at_the_broker_is_recorded(bench: Bench) -> None:
+    bench.run()
+    events = bench.events()
+    count = Counter(event.kind for event in events)
+    assert count["sent"] == 600
+    assert count["range_gained"] == count["range_lost"] == 3 * (4 + 5 + 6)
+    acked = {event.entry_name for event in events if event.kind == "acked"}
+    rows = {event.entry_name for event in events if event.batch and event.kind == "delivered"}
+    assert acked == rows
+    received = [event for event in events if event.kind == "delivered" and not event.batch]
+    assert {event.worker for event in received} == {"host"}
+    assert all(event.seq is not None and event.range for event in received)
+
+
+def test_acknowledging_at_the_cut_is_found_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = Coordinator.cut
+
+    def hasty(self: Coordinator, rows_max: int | None = None) -> Any:
+        end = cut(self, rows_max)
+        if end is not None:
+            for topic_partition, entries in self._window.batch(end.batch_id).entries.items():
+                consumer = self._lanes.consumer_of(topic_partition)
+                assert consumer is not None
+                consumer.acknowledge([block.id for block in entries])
+        return end
+
+    monkeypatch.setattr(Coordinator, "cut", hasty)
+    bench.run()
+    assert "acknowledged after the checkpoint" in bench.broken()
+
+
+def test_default_batching_is_found_out(bench: Bench) -> None:
+    bench.batching = Batching.MIXED
+    bench.run()
+    assert "routed by key" in bench.broken()
+
+
+def test_a_broker_that_withholds_a_message_is_found_out_at_the_deadline(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = MemoryConsumer.receive
+
+    def withholding(self: MemoryConsumer, timeout_ms: int) -> list[EntryBlock]:
+        return [block for block in receive(self, timeout_ms) if b"k7:6:" not in block.values]
+
+    monkeypatch.setattr(MemoryConsumer, "receive", withholding)
+    report = bench.run(timeout_s=3.0)
+    assert not report.in_time
+    assert report.sent == 600
+    assert {"no loss", "exactly once into the checkpoint"} <= bench.broken()
+
+
+def test_a_producer_that_fails_ends_the_check(bench: Bench) -> None:
+    def publish(progress: Callable[[int], None]) -> ProduceReport:
+        raise BrokerError("It refused.")
+
+    bench.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(BrokerError, match="It refused"):
+        bench.run()
+    gained = [event for event in bench.events() if event.kind == "range_gained"]
+    lost = [event for event in bench.events() if event.kind == "range_lost"]
+    assert len(gained) == len(lost) == 3 * 4, "the ranges are given back"
+
+
+def test_a_producer_is_not_waited_for_longer_than_the_deadline(bench: Bench) -> None:
+    def publish(progress: Callable[[int], None]) -> ProduceReport:
+        while True:
+            progress(1)
+
+    bench.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(BrokerUnavailableError, match=r"did not end within 0.5 s; [1-9].* handed"):
+        bench.run(timeout_s=0.5)
+
+
+def test_a_topic_that_holds_data_is_refused(bench: Bench) -> None:
+    require_empty(bench.connect(), bench.topic)
+    bench.cluster.publish(bench.topic, Message(b"x", key="k"))
+    with pytest.raises(ConfigError, match=f"Topic {bench.topic} holds data.*--append"):
+        require_empty(bench.connect(), bench.topic)
