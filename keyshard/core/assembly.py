@@ -47,8 +47,8 @@ class EntryAssembly:
             after_gap: Whether a reconnect may lie between the block before and this one.
 
         Raises:
-            RedeliveryNeeded: The open entry ended early, which is no proof yet. The block is not taken:
-                re-open the consumer, then everything unacknowledged comes again.
+            RedeliveryNeeded: The open entry ended early, which is no proof yet. The block is not
+                taken: re-open the consumer, then everything unacknowledged comes again.
         """
         done: list[EntryBlock] = []
         held = self.open

@@ -231,9 +231,10 @@ class Injector:
         return bool(query.rows)
 
     _ACTIONS: ClassVar = {
-        Kind.DRIVER: _crash, Kind.STOP: _stop, Kind.OTHER_N: _other_n, Kind.WORKER: _worker, Kind.BROKER: _broker,
-        Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload, Kind.GROWTH: _growth,
-        Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow, Kind.POISON: _poison_row,
+        Kind.DRIVER: _crash, Kind.OTHER_N: _other_n, Kind.STOP: _stop, Kind.WORKER: _worker,
+        Kind.BROKER: _broker, Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload,
+        Kind.GROWTH: _growth, Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow,
+        Kind.POISON: _poison_row,
     }  # fmt: skip
     """Each returns whether it hit anything."""
 

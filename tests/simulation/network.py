@@ -21,6 +21,8 @@ from keyshard.errors import BrokerError, BrokerUnavailableError
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
 
+ACK_GROUP_S = 0.1
+"""Time that a client groups acknowledgements, seconds."""
 RECONNECT_S = (0.01, 0.4)
 """Time until a client that lost its connection has it again, seconds."""
 UNNOTICED_S = 3.0
@@ -135,6 +137,7 @@ class Client:
         """Whether what is acknowledged never leaves it; its connections must be cut then."""
         self.consumers: list[Consumer] = []
         self._inner = MemoryBroker(network.cluster)
+        self._timer_set = False
         network.clients.append(self)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
@@ -169,6 +172,18 @@ class Client:
         for consumer in self.consumers:
             consumer.close()
         self._inner.close()
+
+    def send_grouped(self) -> None:
+        """Send what is acknowledged a moment later, as the client's timer does."""
+
+        def send() -> None:
+            self.network.scheduler.sleep(ACK_GROUP_S)
+            self._timer_set = False
+            self.network.cluster.catch_up()
+
+        if not self._timer_set:
+            self._timer_set = True
+            self.network.scheduler.spawn(self.process, "client", send)
 
     def freeze(self) -> None:
         """Its process is gone and the broker does not know it."""
@@ -239,7 +254,8 @@ class Consumer:
             raise BrokerError("The simulated consumer is closed.")
         network.record.acked(self, entries)
         if not self._client.loses_acks:
-            self._inner.acknowledge(entries)
+            self._way().acknowledge(entries)
+            self._client.send_grouped()
 
     def last_entry(self) -> EntryId | None:
         return self._network.request(self._inner.last_entry)
@@ -258,10 +274,7 @@ class Consumer:
 
     def shares_connection(self, leaving: Collection[Consumer]) -> bool:
         """Whether another consumer of the client keeps the connection that this one uses."""
-        return any(
-            other.is_live and other.topic_partition == self.topic_partition and other not in leaving
-            for other in self._client.consumers
-        )
+        return any(other.is_live and other not in leaving for other in self._neighbours())
 
     def flush(self) -> None:
         """Send what waits to be acknowledged."""
@@ -272,6 +285,16 @@ class Consumer:
         was = self.is_live
         self._inner.drop()
         return was
+
+    def _neighbours(self) -> list[Consumer]:
+        """All consumers of the client on this topic partition."""
+        consumers = self._client.consumers
+        return [one for one in consumers if one.topic_partition == self.topic_partition]
+
+    def _way(self) -> MemoryConsumer:
+        """Whose connection an acknowledgement takes: any, while they share one that stands."""
+        live = [one for one in self._neighbours() if one.is_live]
+        return self._inner if self.is_live or not live else live[0]._inner
 
     def regain(self) -> bool:
         """Try to get the connection back; whether nothing is left to try."""

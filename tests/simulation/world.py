@@ -15,7 +15,7 @@ from keyshard.verify.checkers import check
 from tests.simulation.faults import Fault, Kind, Reached
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
-from tests.simulation.network import UNNOTICED_S, Admin, Client, Network
+from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
 from tests.simulation.scheduler import Process, Scheduler
@@ -132,7 +132,7 @@ class World:
             look_ahead=shape.look_ahead,
             unacked_limits=shape.unacked_limits,
             cursor_write_ms=shape.cursor_write_ms,
-            ack_group_ms=100,
+            ack_group_ms=int(ACK_GROUP_S * 1000),
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
         )
         self.topic = self.cluster.create_topic("orders", partitions=shape.partitions)
