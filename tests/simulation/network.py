@@ -137,7 +137,7 @@ class Client:
         """Whether what is acknowledged never leaves it; its connections must be cut then."""
         self.consumers: list[Consumer] = []
         self._inner = MemoryBroker(network.cluster)
-        self._timer_set = False
+        self._groups = self._timer_set = False
         network.clients.append(self)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
@@ -177,10 +177,13 @@ class Client:
         """Send what is acknowledged a moment later, as the client's timer does."""
 
         def send() -> None:
-            self.network.scheduler.sleep(ACK_GROUP_S)
+            while self._groups:
+                self._groups = False
+                self.network.scheduler.sleep(ACK_GROUP_S + 0.001)
+                self.network.cluster.catch_up()
             self._timer_set = False
-            self.network.cluster.catch_up()
 
+        self._groups = True
         if not self._timer_set:
             self._timer_set = True
             self.network.scheduler.spawn(self.process, "client", send)
