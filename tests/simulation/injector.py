@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TERMINATE_S = 4.0
 """Longest time that a process has to stop when it is told to, seconds."""
+AGAIN_MAX = 20
+"""Entries of a topic partition that are delivered twice at most."""
 PATIENCE_S = 5.0
 """Longest wait of a fault for a consumer that it can hit, seconds."""
 
@@ -178,13 +180,12 @@ class Injector:
 
     def _twice(self, query: Query) -> bool:
         cluster = self._world.cluster
-        consumers = self._consumers(query.process)
-        entries = [
-            cluster.deliver_again(one.topic_partition, SUBSCRIPTION, *one.recent)
-            for one in consumers
-            if self._random.random() < 0.5
-        ]
-        return sum(entries) > 0
+        again = 0
+        for where in sorted({one.topic_partition for one in self._consumers(query.process)}):
+            log = cluster.log(where)
+            newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
+            again += cluster.deliver_again(where, SUBSCRIPTION, *map(log.id, newest))
+        return again > 0
 
     def _unload(self, query: Query) -> bool:
         cluster, topic = self._world.cluster, self._world.topic

@@ -7,7 +7,6 @@ client to be acknowledged is lost with the connection, not with one consumer of 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -31,8 +30,6 @@ OPERATION_TIMEOUT_S = 30.0
 """Longest time that a client waits for an answer, seconds."""
 SLOW_S = 0.5
 """Time between two receives of a slow range, seconds."""
-RECENT_MAX = 50
-"""Entries that a consumer remembers as delivered last."""
 
 T = TypeVar("T")
 
@@ -204,8 +201,6 @@ class Consumer:
         self._client = client
         self._network = client.network
         self._inner = inner
-        self.recent: deque[EntryId] = deque(maxlen=RECENT_MAX)
-        """Entries delivered last."""
         self.closed = False
         self._network.record.gained(self)
 
@@ -234,7 +229,6 @@ class Consumer:
             network.scheduler.sleep(SLOW_S)
         blocks = self._inner.receive(timeout_ms)
         if blocks:
-            self.recent.extend(block.id for block in blocks)
             network.record.delivered(self, blocks)
         return blocks
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.simulation.__main__ import describe, run_seed, run_seeds, silent
 from tests.simulation.faults import CELLS, Reached, missing, table
 from tests.simulation.install import installed, real_ones
+from tests.simulation.runner import describe, run_seed, run_seeds, silent
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.world import World
 
