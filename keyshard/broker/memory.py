@@ -21,7 +21,6 @@ What it shares with Pulsar 4.0, because programs get it wrong:
   again from the first index. When the last one leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a topic that does not exist creates it, without partitions. So does a consumer
   whose topic is deleted: it reconnects.
-
 - A consumer with 50,000 unacknowledged messages gets no more, and with 200,000 nobody gets anything
   new (:class:`UnackedLimits`).
 - A second owner of a range is refused while the first one's client answers.
@@ -36,6 +35,7 @@ What a test can make happen:
 - ``broker.kill()``: a client is killed and loses the acknowledgements that it grouped
   (``ack_group_ms``); ``broker.close()`` sends them.
 - ``broker.freeze()`` and ``thaw()``: a client is stopped and goes on.
+- ``broker.drop()`` and ``reconnect()``: a connection is away for a while.
 - ``broker.disconnect()``, ``consumer.disconnect()``: a connection, or one consumer, reconnects.
 - ``cluster.deliver_again(...)``: entries come twice without a fault.
 - ``cluster.acknowledge(...)``, ``acknowledge_indices(...)``: somebody else acknowledges entries, or

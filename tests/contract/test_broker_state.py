@@ -25,6 +25,10 @@ def test_it_tells_ledgers_and_what_is_acknowledged(harness: Harness) -> None:
     assert state.mark_delete == EntryId(ledger, 2)
     assert str(state.individually) == f"{ledger}:5-6,8"
     assert str(state.acknowledged()) == f"{ledger}:0-2,5-6,8"
+    cursor = admin.cursor(where, SUBSCRIPTION)
+    assert cursor is not None
+    assert cursor.mark_delete == EntryId(ledger, 2)
+    assert str(cursor.acked) == f"{ledger}:5-6,8"
 
 
 def test_it_tells_ledgers_in_their_order_and_how_long_closed_ones_are(harness: Harness) -> None:
@@ -47,4 +51,5 @@ def test_a_subscription_or_topic_that_is_not_there_has_no_cursor(harness: Harnes
     state = admin.broker_state(where, "nobody")
     assert state is not None
     assert state.mark_delete is None
+    assert admin.cursor(where, "nobody") is None
     assert admin.broker_state(TopicPartition(f"{where.topic}-no"), "nobody") is None

@@ -80,3 +80,9 @@ def test_at_the_limit_of_a_subscription_nobody_gets_anything_new_until_below_the
     assert take(harness, [high], 0).ids == []
     low.acknowledge(first[LIMIT // 2 : LIMIT // 2 + 1])
     assert len(take(harness, [high], 5).ids) == 5
+
+
+def test_the_admin_interface_tells_the_limits(harness: Harness) -> None:
+    assert harness.admin().unacknowledged_limits(harness.create_topic()) == (50_000, 200_000)
+    harness.limit_unacked(LIMIT, 0)
+    assert harness.admin().unacknowledged_limits(harness.create_topic()) == (LIMIT, 0)

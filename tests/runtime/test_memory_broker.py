@@ -7,7 +7,14 @@ import threading
 
 import pytest
 
-from keyshard.broker.memory import Batching, LookAhead, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import (
+    Batching,
+    LookAhead,
+    MemoryBroker,
+    MemoryCluster,
+    Message,
+    UnackedLimits,
+)
 from keyshard.broker.memory_client import MemoryConsumer
 from keyshard.broker.port import StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -321,8 +328,16 @@ class RandomRun:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.now_ms = 0
         self.cluster = MemoryCluster(
-            entries_per_ledger=7, look_ahead=LookAhead(self.random.randint(2, 8))
+            entries_per_ledger=7,
+            look_ahead=LookAhead(self.random.randint(2, 8)),
+            unacked_limits=UnackedLimits(
+                self.random.choice([0, 4, 20]), self.random.choice([0, 8, 30])
+            ),
+            cursor_write_ms=self.random.choice([0, 5, 100]),
+            ack_group_ms=self.random.choice([0, 3]),
+            now_ms=lambda: self.now_ms,
         )
         self.where = plain(self.cluster)
         self.ranges = split_ring(self.random.randint(1, 4))
@@ -340,10 +355,17 @@ class RandomRun:
 
     def step(self) -> None:
         hash_range = self.random.choice(self.ranges)
-        action = self.random.choice(["publish", "receive", "receive", "ack", "close", "drop"])
-        if action == "publish":
+        actions = ["publish", "receive", "receive", "ack", "close", "drop", "reconnect", "fault"]
+        action = self.random.choice(actions)
+        self.now_ms += self.random.randrange(3)
+        if action == "fault" and self.random.random() < 0.2:
+            self.random.choice([self.cluster.crash, lambda: self.cluster.unload(self.where)])()
+            self.last.clear()
+        elif action == "publish":
             batch = messages(*((str(self.random.randrange(9)), n) for n in range(4)))
             batching = self.random.choice([Batching.NONE, Batching.BY_KEY])
+            if self.random.random() < 0.1:
+                self.cluster.publish_aborted(self.where, *batch[:1])
             found = self.cluster.publish(self.where.name, *batch, batching=batching)
             self.published += [entry_id for _, entry_id in found]
         elif hash_range not in self.owners:
@@ -358,6 +380,9 @@ class RandomRun:
             self.owners.pop(hash_range)[1].close()
         elif action == "drop" and self.random.random() < 0.3:
             self.owners[hash_range][0].disconnect()
+            self.forget_order(self.owners[hash_range][1])
+        elif action == "reconnect" and self.random.random() < 0.3:
+            self.owners[hash_range][1].disconnect()
             self.forget_order(self.owners[hash_range][1])
 
     def forget_order(self, consumer: MemoryConsumer) -> None:
@@ -382,7 +407,13 @@ class RandomRun:
             if hash_range not in self.owners:
                 self.open(hash_range)
         consumers = [consumer for _, consumer in self.owners.values()]
-        while sum(map(self.receive, consumers)) or self.unacked:
+        for _ in range(1_000):
+            # Acknowledgements are sent when they are due, and what that sets free comes then.
+            self.now_ms += 100
+            if not self.cluster.backlog(self.where, SUBSCRIPTION):
+                return
+            while sum(map(self.receive, consumers)):
+                pass
             consumers[0].acknowledge(self.unacked)
             self.acked.update(self.unacked)
             self.unacked.clear()

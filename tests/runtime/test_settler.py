@@ -120,9 +120,9 @@ def test_late_entries_are_delivered_however_long_they_were_holes(place: Place) -
     gate = Gate()
     with running_gated(place, place.source(), gate) as coordinator:
         received(coordinator, 50)
+        rounds = gate.readers
         state = commit(coordinator).partitions[place.where]
         assert len(state.delivered) == 50
-        rounds = gate.readers
         wait_until(lambda: gate.readers >= rounds + 1)
         for _ in range(3):
             place.publish(FAST_KEY)
@@ -238,7 +238,8 @@ def test_what_somebody_else_acknowledged_long_ago_is_settled(place: Place) -> No
         commit(coordinator)
         place.acknowledge(entries[1::2])
         state = settled_by_batches(place, coordinator)
-        assert all(map(state.settled, entries))
+        # The last hole opens with the next batch only, and alone it costs nothing and may stay.
+        assert all(map(state.settled, entries[:-1]))
         # The newest may be passed by the mark-delete, which does not count entries.
         assert coordinator.status()["holesSettled"] >= 19
     finally:
