@@ -22,7 +22,7 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.key_slot import key_slot
 from keyshard.verify.checkers import check
 from keyshard.verify.history import Event
-from keyshard.verify.recorder import row_events, sent_events
+from keyshard.verify.recorder import ROW_COLUMNS, row_events, sent_events
 from keyshard.verify.verdict import Verdict
 
 METADATA = "_spark_metadata"
@@ -98,12 +98,9 @@ class SinkCheck:
         return {verdict.name: verdict for verdict in check([*published, *self._events])}
 
 
-_COLUMNS = ["value", "__key", "__topic", "__partition", "__messageId", "__slot"]
-
-
 def _rows(path: Path, batch: str) -> Iterator[Event]:
     where = {"batch": batch, "part": task_of(path)}
-    for records in pq.read_table(path, columns=_COLUMNS).to_batches():
+    for records in pq.read_table(path, columns=list(ROW_COLUMNS)).to_batches():
         yield from row_events(0.0, records, where)
 
 

@@ -120,7 +120,8 @@ def part_range(end: Checkpoint, part: int) -> HashRange:
     return HashRange(ranges[0].start, ranges[-1].end)
 
 
-_COLUMNS = ("value", "__key", "__topic", "__partition", "__messageId", "__slot")
+ROW_COLUMNS = ("value", "__key", "__topic", "__partition", "__messageId", "__slot")
+"""Columns that name the message of a row."""
 
 
 def sent_events(topic: str, per_key: Mapping[str, int], t: float) -> Iterator[Event]:
@@ -141,10 +142,10 @@ def row_events(t: float, records: pa.RecordBatch, where: Mapping[str, Any]) -> I
 
     Args:
         t: When, seconds.
-        records: Rows with the columns of :data:`keyshard.schema.columns.SCHEMA`.
+        records: Rows that have at least :data:`ROW_COLUMNS`.
         where: Fields that all of them share, such as ``batch`` and ``part``.
     """
-    columns = (records.column(name).to_pylist() for name in _COLUMNS)
+    columns = (records.column(name).to_pylist() for name in ROW_COLUMNS)
     for value, key, topic, partition, message_id, slot in zip(*columns, strict=True):
         ledger, entry, index = map(int, message_id.split(":"))
         routing_key, seq = message_name(value, None if slot is None else key)
