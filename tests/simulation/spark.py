@@ -96,6 +96,7 @@ class Query:
         record: Where events go.
         at: Called when a step begins; may kill the process, or raise :class:`UserError`.
         poisoned: Called for every row that a task reads; may raise :class:`UserError`.
+        check: Called between the steps with the runtime; asserts what always holds.
         bounded: Whether it ends with what is published before it starts.
     """
 
@@ -110,6 +111,7 @@ class Query:
         record: Record,
         at: Callable[[Query, Step], None],
         poisoned: Callable[[bytes], None],
+        check: Callable[[Coordinator], None],
         bounded: bool,
     ) -> None:
         self._scheduler = scheduler
@@ -120,6 +122,7 @@ class Query:
         self._at = at
         self._poisoned = poisoned
         self.reader = stream_reader.KeyShardStreamReader(source, COLUMNS)
+        self._check_runtime = check
         self._bounded = bounded
         if bounded:
             self.reader.prepareForTriggerAvailableNow()
@@ -192,7 +195,7 @@ class Query:
 
     def _check(self) -> None:
         if self.coordinator is not None:
-            self.coordinator._window.validate()
+            self._check_runtime(self.coordinator)
 
     def _execute(self, batch: int, start: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
         partitions = self.reader.partitions(start, end)

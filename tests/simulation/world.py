@@ -238,6 +238,7 @@ class World:
             record=self.record,
             at=self.injector.at,
             poisoned=self.injector.poisoned,
+            check=self._check,
             bounded=self.shape.bounded,
         )
         try:
@@ -250,6 +251,17 @@ class World:
             self.record.note(f"the query ends: {exc}")
             self.scheduler.block()
         query.stop()
+
+    def _check(self, coordinator: Coordinator) -> None:
+        """The window's invariants, and its bound."""
+        coordinator._window.validate()
+        options = self.shape.options
+        at_once = options["receive_threads"] * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
+        # A batch that is read again comes on top: it was in the window of another process.
+        rows_max = options["window_rows_max"] * 3 // 2 + at_once
+        rows = coordinator._window.rows
+        if rows > rows_max:
+            raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
 
     def _source(self, process: Process, ranges: int) -> KeyShardSource:
         network, shape = self.network, self.shape
