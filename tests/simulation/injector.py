@@ -70,6 +70,8 @@ class Injector:
             fault.begun = True
             if fault.delay_s or not self._act(fault.kind, query):
                 self._spawn(partial(self._later, fault, query, fault.delay_s))
+            elif fault.kind is Kind.POISON and step is Step.SINKING:
+                raise UserError("the sink fails")
 
     def poisoned(self, value: bytes) -> None:
         """A task reads a row; raises :class:`UserError` while the row is poison."""
@@ -115,8 +117,6 @@ class Injector:
         self.reached[kind, step] += 1
         if kind in CRASHES:
             self._world.end(query.process)
-        if kind is Kind.POISON and step is Step.SINKING:
-            raise UserError("the sink fails")
         return True
 
     def _crash(self, query: Query) -> bool:

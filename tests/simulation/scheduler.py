@@ -66,8 +66,6 @@ class Scheduler:
         """Virtual time since the beginning, seconds."""
         self.points = 0
         """Scheduling points so far."""
-        self.switches = 0
-        """Times that another task went on."""
         self.current: Task | None = None
         self.failed_in = ""
         """Task whose error ended the run."""
@@ -234,7 +232,6 @@ class Scheduler:
                 self._runnable.append(task)
 
     def _switch_to(self, task: Task) -> None:
-        self.switches += 1
         self.current = task
         assert task.greenlet is not None
         task.greenlet.switch()
