@@ -20,6 +20,10 @@ TERMINATE_S = 4.0
 """Longest time that a process has to stop when it is told to, seconds."""
 AGAIN_MAX = 20
 """Entries of a topic partition that are delivered twice at most."""
+AWAY_S = (0.05, 3.0)
+"""Time that a killed broker is away, seconds."""
+OUTAGE_S = (20.0, 50.0)
+"""The same, when it is longer than clients wait; a query may fail then, with a named error."""
 PATIENCE_S = 5.0
 """Longest wait of a fault for a consumer that it can hit, seconds."""
 
@@ -157,8 +161,12 @@ class Injector:
         world.network.lose([one for client in world.network.clients for one in client.consumers])
         world.cluster.crash()
 
+        outage = self._random.random() < 0.1
+        world.network.outages += outage
+        away_s = self._random.uniform(*(OUTAGE_S if outage else AWAY_S))
+
         def back() -> None:
-            world.scheduler.sleep(self._random.uniform(0.05, 3.0))
+            world.scheduler.sleep(away_s)
             world.network.up = True
 
         self._spawn(back)

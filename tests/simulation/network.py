@@ -53,6 +53,8 @@ class Network:
         self.record = record
         self.up = True
         """Whether the broker answers."""
+        self.outages = 0
+        """Times that the broker was away for longer than clients wait."""
         self.slow: set[tuple[TopicPartition, HashRange]] = set()
         """Whose consumers are rarely received from."""
         self.clients: list[Client] = []

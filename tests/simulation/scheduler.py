@@ -14,8 +14,9 @@ from random import Random
 
 from greenlet import getcurrent, greenlet
 
-PREEMPT = 0.15
-"""Share of the scheduling points at which another thread goes on, though this one could."""
+PREEMPT = (0.02, 0.15, 0.5)
+"""Shares of the scheduling points at which another thread goes on, though this one could; a run
+has one of them."""
 POINTS_MAX = 2_000_000
 """Scheduling points of one run; more mean that it goes in a circle."""
 STANDSTILL_MAX = 200_000
@@ -62,6 +63,7 @@ class Scheduler:
 
     def __init__(self, random: Random) -> None:
         self.random = random
+        self._preempt = random.choice(PREEMPT)
         self.now_s = 0.0
         """Virtual time since the beginning, seconds."""
         self.points = 0
@@ -138,7 +140,7 @@ class Scheduler:
         if task.process.dead:
             raise Killed
         self._count()
-        if self._runnable and self.random.random() < PREEMPT:
+        if self._runnable and self.random.random() < self._preempt:
             self._runnable.append(task)
             self._leave()
 

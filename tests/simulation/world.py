@@ -143,6 +143,8 @@ class World:
             scheduler.sleep(0.1)
         self.injector.enabled = False
         scheduler.sleep(HEALING_S)
+        while not self.network.up:
+            scheduler.sleep(0.1)
         self.injector.heal()
         self.record.add("faults_stopped")
         end = scheduler.now_s + SETTLE_S
@@ -227,6 +229,8 @@ class World:
                 self.scheduler.sleep(self._random.random() * 0.5)
 
     def _live(self, process: Process) -> None:
+        outages = self.network.outages
+        excused = not self.network.up
         ranges = self.shape.ranges[self.injector.changes % len(self.shape.ranges)]
         self.record.note(f"life {self._lives} with {ranges} ranges")
         self.query = query = Query(
@@ -246,17 +250,20 @@ class World:
         except UserError as exc:
             self.record.note(f"the query failed: {exc}")
         except KeyShardError as exc:
-            if process not in self.injector.stopping:
-                raise
             self.record.note(f"the query ends: {exc}")
-            self.scheduler.block()
+            if process in self.injector.stopping:
+                self.scheduler.block()
+            if not excused and self.network.outages == outages:
+                raise
         query.stop()
 
     def _check(self, coordinator: Coordinator) -> None:
         """The window's invariants, and its bound."""
         coordinator._window.validate()
         options = self.shape.options
-        at_once = options["receive_threads"] * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
+        # Each thread may receive once more from a topic partition that is just becoming full.
+        receives = options["receive_threads"] * len(coordinator._window.partitions)
+        at_once = receives * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
         # A batch that is read again comes on top: it was in the window of another process.
         rows_max = options["window_rows_max"] * 3 // 2 + at_once
         rows = coordinator._window.rows
