@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit lint format bench help
+SEEDS ?= 1000
+SEED_START ?= 0
+
+.PHONY: demo test unit simulate lint format bench help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,6 +21,9 @@ test: $(INSTALLED) ## all tests, with a real broker and real Spark (at most 12 m
 
 unit: $(INSTALLED) ## unit and property tests only (under 20 seconds)
 	@$(BIN)/python -m pytest tests/unit tests/property -m "not broker and not spark"
+
+simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, VERBOSE=1 for their traces
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(VERBOSE),--verbose)
 
 lint: $(INSTALLED) ## format, lint, types and import rules
 	@$(BIN)/ruff format --check .

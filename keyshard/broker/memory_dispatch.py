@@ -220,10 +220,13 @@ class Subscription:
         self._blocked = False
 
     def deliver_again(self, ordinal: int) -> bool:
-        """Send an entry that was sent before once more; whether its slot has an owner."""
+        """Send an entry that was sent before once more; whether it was, and its slot has an owner.
+
+        One that waits in the replay queue is not sent: it would come before what it waits for.
+        """
         entry = self.log.get(ordinal)
         owner = self._owner(entry.slot) if entry and not entry.hidden else None
-        if entry is None or owner is None or ordinal >= self._read_next:
+        if entry is None or owner is None or ordinal >= self._read_next or ordinal in self.replay:
             return False
         owner.permits -= len(entry.messages)
         owner.deliver(Delivery(entry, range(len(entry.messages))))

@@ -26,6 +26,9 @@ class ReplayQueue:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._slots
+
     def has_slot(self, slot: int) -> bool:
         """Whether an entry of the slot waits; then no later one may overtake it."""
         return slot in self._per_slot

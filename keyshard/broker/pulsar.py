@@ -228,8 +228,8 @@ class PulsarConsumer:
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         deadline = time.monotonic() + timeout_ms / 1000
         with _translated("receive from", self._topic_partition):
-            messages = self._take_first()
-            messages += self._raw.batch_receive()
+            # Alone: a reconnect may lie between it and what is in the client's queue now.
+            messages = self._take_first() or self._raw.batch_receive()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._raw.batch_receive()
         return _to_blocks(messages, self._topic_partition)

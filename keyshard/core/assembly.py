@@ -7,8 +7,9 @@ follows before that, two things may have happened, and the client shows neither:
 2. somebody acknowledged the missing indices one by one: they never come.
 
 They are told apart by asking again: the consumer is re-opened, which makes the broker deliver every
-unacknowledged entry once more. An entry that comes with the same indices twice is partial (case 2).
-A connection that breaks twice in a row at the same index of the same entry looks the same.
+unacknowledged entry once more. An entry that comes with the same indices twice is partial (case 2),
+if no reconnect can lie between its end and what follows: both came with one ``receive``, or nothing
+followed at all. Two connections can break at the same index; then its rest is still to come.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from dataclasses import dataclass, field
 
 from keyshard.core.entry import EntryBlock, EntryId
 
+ENDS_ALIKE = 2
+"""Ends at the same index that prove an entry partial."""
+UNSURE_ENDS_ALIKE = 10
+"""The same, when a reconnect may have caused each: an entry may always end with a ``receive``."""
 DOUBTED_MAX = 10_000
 """Entries that ended early which are remembered; the oldest is asked about once more."""
 
@@ -27,24 +32,28 @@ class EntryAssembly:
 
     open: EntryBlock | None = None
     """The entry whose last index has not come yet."""
-    doubted: dict[EntryId, tuple[int, ...]] = field(default_factory=dict)
-    """Indices that came of entries which ended early, until such an entry comes whole.
+    doubted: dict[EntryId, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """Indices that came of entries which ended early, and how often, until one comes whole.
 
     They stay after an entry proved partial: until it is acknowledged, it comes again with every
     redelivery that another entry asks for, and must not be asked about a second time.
     """
 
-    def add(self, block: EntryBlock) -> list[EntryBlock]:
+    def add(self, block: EntryBlock, *, after_gap: bool = False) -> list[EntryBlock]:
         """Take the next block; returns the entries that it completed, in order: none, one or two.
 
+        Args:
+            block: Messages of one entry.
+            after_gap: Whether a reconnect may lie between the block before and this one.
+
         Raises:
-            RedeliveryNeeded: The open entry ended early for the first time. The block is not taken:
-                re-open the consumer, then everything unacknowledged comes again.
+            RedeliveryNeeded: The open entry ended early, which is no proof yet. The block is not
+                taken: re-open the consumer, then everything unacknowledged comes again.
         """
         done: list[EntryBlock] = []
         held = self.open
         if held is not None and held.id != block.id:
-            done.append(self.end_early())
+            done.append(self.end_early(unsure=after_gap))
             held = None
         if held is None or block.indices[0] <= held.indices[-1]:
             self.open = held = block
@@ -56,20 +65,26 @@ class EntryAssembly:
             done.append(held)
         return done
 
-    def end_early(self) -> EntryBlock:
+    def end_early(self, *, unsure: bool = False) -> EntryBlock:
         """Decide about the open entry when nothing more of it is to come.
 
+        Args:
+            unsure: Whether a reconnect may have cut it off.
+
         Raises:
-            RedeliveryNeeded: It ended early for the first time.
+            RedeliveryNeeded: It ended early, and that is no proof yet.
         """
         held = self.open
         assert held is not None
         self.open = None
         indices = tuple(held.indices)
-        if self.doubted.get(held.id) != indices:
-            self.doubted[held.id] = indices
-            if len(self.doubted) > DOUBTED_MAX:
-                del self.doubted[next(iter(self.doubted))]
+        before, times = self.doubted.get(held.id, (indices, 0))
+        times = times + 1 if before == indices else 1
+        proved = times >= (UNSURE_ENDS_ALIKE if unsure else ENDS_ALIKE)
+        self.doubted[held.id] = indices, UNSURE_ENDS_ALIKE if proved else times
+        if len(self.doubted) > DOUBTED_MAX:
+            del self.doubted[next(iter(self.doubted))]
+        if not proved:
             raise RedeliveryNeeded(held.id)
         return held
 

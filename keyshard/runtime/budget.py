@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from keyshard.config import SourceConfig
@@ -11,6 +12,7 @@ from keyshard.core.admission import partition_rows_max
 from keyshard.core.entry import TopicPartition
 from keyshard.core.window import Budget
 from keyshard.errors import AdminError
+from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 
 _log = logging.getLogger(__name__)
@@ -24,14 +26,21 @@ class UnacknowledgedLimits(NamedTuple):
 
 
 def unacknowledged_limits(
-    admin: Admin | None, topic_partitions: Iterable[TopicPartition]
+    admin: Admin | None, topic_partitions: Iterable[TopicPartition], timeout_s: float
 ) -> UnacknowledgedLimits:
-    """The lowest limits of some topics; the broker's defaults where no admin.url tells them."""
+    """The lowest limits of some topics; the broker's defaults where no admin.url tells them.
+
+    Raises:
+        BrokerUnavailableError: No answer within ``timeout_s`` seconds.
+    """
     topics = {topic_partition.topic for topic_partition in topic_partitions}
     if admin is None or not topics:
         return UnacknowledgedLimits()
     try:
-        limits = [admin.unacknowledged_limits(topic) for topic in sorted(topics)]
+        limits = [
+            retry_until(partial(admin.unacknowledged_limits, topic), timeout_s)
+            for topic in sorted(topics)
+        ]
     except AdminError as exc:
         _log.warning("the broker's limits are taken to be its defaults: %s", exc)
         return UnacknowledgedLimits()
@@ -45,7 +54,8 @@ def window_budget(
     config: SourceConfig, admin: Admin | None, topic_partitions: Collection[TopicPartition]
 ) -> Budget:
     """The budget of a source's window; says so when the broker's limits make it smaller."""
-    limits = unacknowledged_limits(admin, topic_partitions)
+    timeout_s = config.operation_timeout_ms / 1000
+    limits = unacknowledged_limits(admin, topic_partitions, timeout_s)
     rows_max = partition_rows_max(
         window_rows_max=config.window_rows_max,
         topic_partitions=len(topic_partitions),

@@ -45,6 +45,8 @@ class Lane:
     queue: ClientQueue
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
     last_block_s: float = 0.0
+    silent_from_s: float = 0.0
+    """Since when it was seen connected, and nothing has come; 0: it was not seen yet."""
     rest_until_s: float = 0.0
     """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
     ringing: Consumer | None = None
@@ -72,7 +74,7 @@ class _Drop:
     """Topic partitions whose consumers a receiver closes between two rounds."""
 
     topic_partitions: Collection[TopicPartition]
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event
 
 
 def close_quietly(lane: Lane) -> None:
@@ -117,7 +119,7 @@ class Receiver:
         The thread does it itself, so that no consumer is closed while it is received from or
         re-opened.
         """
-        drop = _Drop(topic_partitions)
+        drop = _Drop(topic_partitions, threading.Event())
         with self._changed:
             self._drops.append(drop)
             self._changed.notify_all()
@@ -197,7 +199,7 @@ class Receiver:
         if not blocks:
             self._rest(lane)
             return
-        lane.last_block_s = time.monotonic()
+        lane.last_block_s, lane.silent_from_s = time.monotonic(), 0.0
         if not lane.queue.suits(
             sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
         ):
@@ -208,8 +210,8 @@ class Receiver:
             return
         entries: list[EntryBlock] = []
         try:
-            for block in blocks:
-                entries.extend(lane.assembly.add(block))
+            for i, block in enumerate(blocks):
+                entries.extend(lane.assembly.add(block, after_gap=i == 0))
         except RedeliveryNeeded as need:
             self._ask_again(lane, entries, need)
             return
@@ -236,7 +238,11 @@ class Receiver:
         consumer.when_ready(ring)
 
     def _look_for_early_ends(self) -> None:
-        """Doubt entries whose last index does not come though their consumer is connected."""
+        """Doubt entries whose last index does not come though their consumer is connected.
+
+        The silence counts from when the consumer is seen connected: before that, a reconnect may
+        have cut the entry off, and its redelivery is on the way.
+        """
         now = time.monotonic()
         with self._changed:
             quiet = [
@@ -245,7 +251,11 @@ class Receiver:
                 if lane.assembly.open is not None and now - lane.last_block_s > ENTRY_QUIET_S
             ]
         for lane in quiet:
-            if lane.consumer.is_connected():
+            if not lane.consumer.is_connected():
+                lane.silent_from_s = 0.0
+            elif not lane.silent_from_s:
+                lane.silent_from_s = now
+            elif now - lane.silent_from_s > ENTRY_QUIET_S:
                 self._end_early(lane)
 
     def _end_early(self, lane: Lane) -> None:

@@ -136,6 +136,7 @@ def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threadin
     earliest = StartPosition.EARLIEST
     lane.consumer = _subscribe(broker, config, lane.seat, earliest, stop, queue=lane.queue)
     lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
+    lane.silent_from_s = 0.0
 
 
 def _subscribe(

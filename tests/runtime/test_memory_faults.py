@@ -368,6 +368,15 @@ def test_entries_come_twice_on_request() -> None:
     assert world.backlog == 2
 
 
+def test_what_waits_for_its_owner_is_not_sent_early_on_request() -> None:
+    world = World()
+    consumer = world.subscribe(LOW, queue=1)
+    sent = world.publish(LOW_KEY, LOW_KEY, LOW_KEY)
+    world.subscribe(HIGH)
+    assert world.cluster.deliver_again(world.where, SUBSCRIPTION, sent[1], sent[2]) == 0
+    assert ids(consumer) == sent
+
+
 def test_a_wiped_cluster_hands_out_the_same_ids_again() -> None:
     world = World()
     world.subscribe()

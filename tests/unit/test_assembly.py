@@ -96,6 +96,38 @@ def test_an_entry_that_ends_early_with_other_indices_is_asked_for_again() -> Non
     assert assembly.end_early().indices == [0, 1, 2]
 
 
+def test_connections_that_break_twice_at_the_same_index_prove_nothing() -> None:
+    assembly = EntryAssembly()
+    for _ in range(3):
+        feed(assembly, part(0, 0, 1, of=3))
+        with pytest.raises(RedeliveryNeeded):
+            assembly.add(block(1, 1), after_gap=True)
+    entries = feed(assembly, part(0, 0, 1, of=3), part(0, 2, of=3), block(1, 1))
+    assert ids(entries) == [(1, 0), (1, 1)]
+    assert entries[0].whole
+
+
+def test_an_entry_that_always_ends_with_a_receive_is_partial_at_last() -> None:
+    assembly = EntryAssembly()
+    for _ in range(assembly_module.UNSURE_ENDS_ALIKE - 1):
+        feed(assembly, part(0, 0, 1, of=3))
+        with pytest.raises(RedeliveryNeeded):
+            assembly.add(block(1, 1), after_gap=True)
+    feed(assembly, part(0, 0, 1, of=3))
+    partial, whole = assembly.add(block(1, 1), after_gap=True)
+    assert (partial.indices, whole.id) == ([0, 1], EntryId(1, 1))
+
+
+def test_an_entry_that_was_proved_partial_stays_so_however_it_comes() -> None:
+    assembly = EntryAssembly()
+    feed(assembly, part(0, 0, 1, of=3))
+    with pytest.raises(RedeliveryNeeded):
+        assembly.add(block(1, 1))
+    feed(assembly, part(0, 0, 1, of=3), block(1, 1), part(0, 0, 1, of=3))
+    partial, _ = assembly.add(block(1, 1), after_gap=True)
+    assert partial.indices == [0, 1]
+
+
 def test_missing_indices_before_the_last_need_no_question() -> None:
     assembly = EntryAssembly()
     (entry,) = assembly.add(part(0, 0, 2, of=3))

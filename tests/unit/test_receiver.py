@@ -146,6 +146,17 @@ def test_a_half_received_entry_comes_whole_after_the_question(start: Started) ->
     assert [entry.indices for entry in start.sink.of(lane)] == [[0, 1, 2], [0]]
 
 
+def test_connections_that_break_twice_at_the_same_index_lose_nothing(start: Started) -> None:
+    lane, _ = lane_of([part(1, 0, 1, of=3)], [block(1, 2)])
+    start.sink.next_consumers = [
+        FakeConsumer(script=[[part(1, 0, 1, of=3)], [block(1, 2)]]),
+        FakeConsumer(script=[[part(1, 0, 1, of=3)], [part(1, 2, of=3), block(1, 2)]]),
+    ]
+    start(lane)
+    wait_until(lambda: len(start.sink.of(lane)) == 2)
+    assert [entry.indices for entry in start.sink.of(lane)] == [[0, 1, 2], [0]]
+
+
 def test_silence_is_an_early_end_too(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
     lane, _ = lane_of([part(1, 0, of=2)])

@@ -1,0 +1,117 @@
+"""What goes wrong in a run, and when: planned from the seed before the run begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from tests.simulation.spark import Step
+
+
+class Kind(str, Enum):
+    """Kinds of faults."""
+
+    DRIVER = "driver crash"
+    """The process with coordinator and workers is killed."""
+    OTHER_N = "other N"
+    """The same, and it starts again with another number of ranges."""
+    STOP = "driver stopped"
+    """The process is told to end, gives its ranges back, and is killed if that takes long."""
+    WORKER = "worker crash"
+    """The consumers of one receive thread lose their connection."""
+    BROKER = "broker crash"
+    """The broker is killed, forgets acknowledgements, and is back after a while."""
+    ACKS = "lost acks"
+    """Acknowledgements that the client holds are lost with its connections."""
+    TWICE = "duplicates"
+    """The broker delivers again what it delivered and nobody acknowledged."""
+    UNLOAD = "unload"
+    """A topic partition moves to another broker."""
+    GROWTH = "growth"
+    """The topic gets another partition."""
+    UNCOVERED = "uncovered"
+    """Nobody covers one range for seconds."""
+    SLOW = "slow range"
+    """One range is rarely received from, for seconds."""
+    POISON = "poison row"
+    """User code fails on a row, or in the sink."""
+    MEMORY = "full window"
+    """The memory budget is so small that the window is always full."""
+
+
+CRASHES = frozenset({Kind.DRIVER, Kind.OTHER_N})
+"""Kinds that kill the process."""
+WITHIN_BATCH = (Step.LOGGED, Step.PLANNED, Step.READING, Step.SINKING, Step.SUNK)
+"""Steps in which a batch is planned and not committed."""
+
+
+def _possible(kind: Kind, step: Step) -> bool:
+    if kind is Kind.POISON:
+        return step in (Step.READING, Step.SINKING)
+    return kind is not Kind.MEMORY or step is not Step.STARTING
+
+
+CELLS = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
+"""Every fault with every step in which it can happen; seed after seed has another first fault."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault of a run."""
+
+    kind: Kind
+    step: Step
+    visit: int
+    """It happens when the step begins for at least this time."""
+    delay_s: float
+    """Time after the beginning of the step, seconds."""
+    begun: bool = False
+
+
+def plan(seed: int, random: Random) -> list[Fault]:
+    """Faults of a run: the first one by the seed's number, so that none is left to chance."""
+    kind, step = CELLS[seed % len(CELLS)]
+    cells = [(kind, step), *(random.choice(CELLS) for _ in range(random.randrange(4)))]
+    faults: list[Fault] = []
+    for number, (kind, step) in enumerate(cells):
+        if step is Step.REPLAYING and not any(
+            fault.kind in CRASHES and fault.step in WITHIN_BATCH for fault in faults
+        ):
+            faults.append(Fault(Kind.DRIVER, random.choice(WITHIN_BATCH), 1, 0.0))
+        late = number > 0 and random.random() < 0.5
+        faults.append(
+            Fault(
+                kind, step,
+                visit=1 if step in (Step.STARTING, Step.REPLAYING) else random.randint(1, 4),
+                delay_s=random.random() * 0.05 if late else 0.0,
+            )
+        )  # fmt: skip
+    return faults
+
+
+Reached = Counter[tuple[Kind, Step]]
+"""How often each fault hit each step."""
+
+
+def table(reached: Reached) -> str:
+    """The counts, as a table for people; ``-`` where a fault cannot happen."""
+    width = max(len(kind.value) for kind in Kind)
+    lines = [" " * width + "".join(f" {step.value:>11}" for step in Step)]
+    for kind in Kind:
+        cells = (
+            f"{reached[kind, step]:>11}" if _possible(kind, step) else f"{'-':>11}" for step in Step
+        )
+        lines.append(f"{kind.value:{width}} " + " ".join(cells))
+    return "\n".join(lines)
+
+
+def events(reached: Reached) -> int:
+    """Number of faults; a full window is a state, not an event."""
+    return sum(count for (kind, _), count in reached.items() if kind is not Kind.MEMORY)
+
+
+def missing(reached: Reached) -> list[str]:
+    """Faults and steps that never met."""
+    return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]

@@ -1,0 +1,80 @@
+"""Puts the simulated primitives where keyshard and tenacity look for the real ones.
+
+Production code uses ``threading`` and ``time`` and knows nothing of this. For one run every module
+global of keyshard that *is* one of those objects is replaced, whatever its name, so a module that
+is added later is covered without being listed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random as real_random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from types import ModuleType
+from typing import Any
+
+from tests.simulation.primitives import Pool, RandomModule, Threading, Time, wait
+from tests.simulation.scheduler import Scheduler
+
+BROKER_SIDE = "keyshard.broker.memory"
+"""Modules that act in one piece: what the broker does in one request is not interleaved."""
+_SIMULATED = ("keyshard.runtime", BROKER_SIDE, "tenacity")
+
+
+@contextmanager
+def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
+    """Simulated threads, time and randomness in keyshard, until the block ends.
+
+    Args:
+        scheduler: Runs the threads.
+        random: Where tenacity's waits come from.
+    """
+    undo: list[tuple[ModuleType, str, Any]] = []
+    try:
+        for module in _modules():
+            quiet = module.__name__.startswith(BROKER_SIDE)
+            stand_ins = _stand_ins(scheduler, random, quiet=quiet)
+            for name, value in list(vars(module).items()):
+                for real, simulated in stand_ins:
+                    if value is real:
+                        undo.append((module, name, value))
+                        setattr(module, name, simulated)
+        yield
+    finally:
+        for module, name, value in undo:
+            setattr(module, name, value)
+
+
+def real_ones() -> list[tuple[str, str]]:
+    """(module, name) of every real primitive that a simulated module holds now."""
+    real = [threading, time, real_random, concurrent.futures.ThreadPoolExecutor]
+    real += [threading.Thread, threading.Event, threading.Lock, threading.RLock]
+    real += [threading.Condition, time.sleep, time.monotonic, time.time, concurrent.futures.wait]
+    return [
+        (module.__name__, name)
+        for module in _modules()
+        for name, value in vars(module).items()
+        if any(value is one for one in real)
+    ]
+
+
+def _modules() -> list[ModuleType]:
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith(_SIMULATED)]
+
+
+def _stand_ins(scheduler: Scheduler, random: Random, *, quiet: bool) -> list[tuple[Any, Any]]:
+    def pool(threads_max: int, thread_name_prefix: str = "pool") -> Pool:
+        return Pool(scheduler, threads_max, thread_name_prefix)
+
+    return [
+        (threading, Threading(scheduler, quiet=quiet)),
+        (time, Time(scheduler)),
+        (real_random, RandomModule(random)),
+        (concurrent.futures.ThreadPoolExecutor, pool),
+        (concurrent.futures.wait, wait),
+    ]

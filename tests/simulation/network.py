@@ -1,0 +1,340 @@
+"""What lies between the processes and the in-memory broker: time, and connections that break.
+
+Every request takes time and may meet a broker that is away. What a client is told comes in a
+thread of the client. The consumers of a topic partition share a connection: what waits in the
+client to be acknowledged is lost with the connection, not with one consumer of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer
+from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.port import Reader, StartPosition
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.errors import BrokerError, BrokerUnavailableError
+from tests.simulation.record import Record
+from tests.simulation.scheduler import Process, Scheduler
+
+ACK_GROUP_S = 0.1
+"""Time that a client groups acknowledgements, seconds."""
+RECONNECT_S = (0.01, 0.4)
+"""Time until a client that lost its connection has it again, seconds."""
+UNNOTICED_S = 3.0
+"""Longest time until the broker notices that a client is gone, seconds."""
+OPERATION_TIMEOUT_S = 30.0
+"""Longest time that a client waits for an answer, seconds."""
+SLOW_S = 0.5
+"""Time between two receives of a slow range, seconds."""
+
+T = TypeVar("T")
+
+
+class Network:
+    """Between all clients and the cluster.
+
+    Args:
+        scheduler: Whose time passes.
+        random: Source of delays.
+        cluster: The broker's side.
+        record: Where events go.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, random: Random, cluster: MemoryCluster, record: Record
+    ) -> None:
+        self.scheduler = scheduler
+        self.random = random
+        self.cluster = cluster
+        self.record = record
+        self.up = True
+        """Whether the broker answers."""
+        self.outages = 0
+        """Times that the broker was away for longer than clients wait."""
+        self.slow: set[tuple[TopicPartition, HashRange]] = set()
+        """Whose consumers are rarely received from."""
+        self.clients: list[Client] = []
+        self._world = scheduler.process("network")
+
+    def travel(self) -> None:
+        """The time that one message takes."""
+        roll = self.random.random()
+        if roll < 0.5:
+            self.scheduler.point()
+        else:
+            self.scheduler.sleep(self.random.random() * (0.002 if roll < 0.97 else 0.1))
+
+    def request(self, action: Callable[[], T], *, patient: bool = True) -> T:
+        """Ask the broker.
+
+        Args:
+            action: What it does.
+            patient: Whether the client waits for a broker that is away, up to its operation
+                timeout, or fails at once, as HTTP does.
+        """
+        self.travel()
+        end = self.scheduler.now_s + (OPERATION_TIMEOUT_S if patient else 0)
+        while not self.up:
+            self.scheduler.sleep(0.05)
+            if self.scheduler.now_s >= end:
+                raise BrokerUnavailableError("The simulated broker is away.")
+        result = action()
+        self.travel()
+        return result
+
+    def lose(self, consumers: Collection[Consumer], back_s: float | None = None) -> bool:
+        """Cut some consumers off; their clients bring them back after a while.
+
+        Returns:
+            Whether one of them was connected.
+        """
+        for consumer in consumers:
+            if consumer.shares_connection(consumers):
+                consumer.flush()
+        lost = [consumer for consumer in consumers if consumer.lose()]
+        if lost:
+            back = self.random.uniform(*RECONNECT_S) if back_s is None else back_s
+            self.record.add("disconnected", worker=lost[0].worker)
+            self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
+        return bool(lost)
+
+    def lose_client(self, client: Client, unnoticed_s: float) -> None:
+        """A process is gone; the broker notices after a while."""
+        self.clients.remove(client)
+
+        def notice() -> None:
+            self.scheduler.sleep(unnoticed_s)
+            client.kill()
+
+        if unnoticed_s:
+            client.freeze()
+            self.scheduler.spawn(self._world, "notice", notice)
+        else:
+            client.kill()
+
+    def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
+        self.scheduler.sleep(back_s)
+        waiting = list(lost)
+        while waiting:
+            if self.up:
+                waiting = [consumer for consumer in waiting if not consumer.regain()]
+            if waiting:
+                self.scheduler.sleep(0.1)
+
+
+class Client:
+    """One connection of one process; implements the ``Broker`` port."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network = network
+        self.process = process
+        self.loses_acks = False
+        """Whether what is acknowledged never leaves it; its connections must be cut then."""
+        self.consumers: list[Consumer] = []
+        self._inner = MemoryBroker(network.cluster)
+        self._groups = self._timer_set = False
+        network.clients.append(self)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        return self.network.request(lambda: self._inner.partitions(topic))
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> Consumer:
+        def action() -> Consumer:
+            inner = self._inner.subscribe(
+                topic_partition, subscription, hash_range, start=start,
+                consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
+            )  # fmt: skip
+            self.consumers.append(Consumer(self, inner))
+            return self.consumers[-1]
+
+        return self.network.request(action)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        inner = self.network.request(lambda: self._inner.reader(topic_partition, start))
+        return _Reader(self.network, inner)
+
+    def close(self) -> None:
+        self.network.travel()
+        for consumer in self.consumers:
+            consumer.close()
+        self._inner.close()
+
+    def send_grouped(self) -> None:
+        """Send what is acknowledged a moment later, as the client's timer does."""
+
+        def send() -> None:
+            while self._groups:
+                self._groups = False
+                self.network.scheduler.sleep(ACK_GROUP_S + 0.001)
+                self.network.cluster.catch_up()
+            self._timer_set = False
+
+        self._groups = True
+        if not self._timer_set:
+            self._timer_set = True
+            self.network.scheduler.spawn(self.process, "client", send)
+
+    def freeze(self) -> None:
+        """Its process is gone and the broker does not know it."""
+        self._inner.freeze()
+
+    def kill(self) -> None:
+        """Its process is gone, and the broker knows it."""
+        self._inner.kill()
+
+
+class Consumer:
+    """Implements the ``Consumer`` port."""
+
+    def __init__(self, client: Client, inner: MemoryConsumer) -> None:
+        self._client = client
+        self._network = client.network
+        self._inner = inner
+        self.closed = False
+        self._network.record.gained(self)
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self._inner.topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self._inner.hash_range
+
+    @property
+    def worker(self) -> str:
+        """Name of the process."""
+        return self._client.process.name
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the broker holds it now."""
+        return not self.closed and self._inner.is_connected()
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        network = self._network
+        network.scheduler.point()
+        if (self.topic_partition, self.hash_range) in network.slow:
+            network.scheduler.sleep(SLOW_S)
+        blocks = self._inner.receive(timeout_ms)
+        if blocks:
+            network.record.delivered(self, blocks)
+        return blocks
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        network = self._network
+
+        def ring() -> None:
+            network.travel()
+            if not self.closed:
+                callback()
+
+        self._inner.when_ready(
+            lambda: network.scheduler.spawn(self._client.process, "client", ring)
+        )
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        network = self._network
+        network.scheduler.point()
+        if self.closed:
+            raise BrokerError("The simulated consumer is closed.")
+        network.record.acked(self, entries)
+        if not self._client.loses_acks:
+            self._way().acknowledge(entries)
+            self._client.send_grouped()
+
+    def last_entry(self) -> EntryId | None:
+        return self._network.request(self._inner.last_entry)
+
+    def is_connected(self) -> bool:
+        self._network.scheduler.point()
+        return self._inner.is_connected()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._network.travel()
+        self.closed = True
+        self._network.record.lost(self)
+        self._inner.close()
+
+    def shares_connection(self, leaving: Collection[Consumer]) -> bool:
+        """Whether another consumer of the client keeps the connection that this one uses."""
+        return any(other.is_live and other not in leaving for other in self._neighbours())
+
+    def flush(self) -> None:
+        """Send what waits to be acknowledged."""
+        self._inner.flush()
+
+    def lose(self) -> bool:
+        """Lose the connection; whether there was one."""
+        was = self.is_live
+        self._inner.drop()
+        return was
+
+    def _neighbours(self) -> list[Consumer]:
+        """All consumers of the client on this topic partition."""
+        consumers = self._client.consumers
+        return [one for one in consumers if one.topic_partition == self.topic_partition]
+
+    def _way(self) -> MemoryConsumer:
+        """Whose connection an acknowledgement takes: any, while they share one that stands."""
+        live = [one for one in self._neighbours() if one.is_live]
+        return self._inner if self.is_live or not live else live[0]._inner
+
+    def regain(self) -> bool:
+        """Try to get the connection back; whether nothing is left to try."""
+        if not self.closed and not self._client.process.dead:
+            self._inner.reconnect()
+            return self._inner.is_connected()
+        return True
+
+
+class _Reader:
+    """Implements the ``Reader`` port."""
+
+    def __init__(self, network: Network, inner: Reader) -> None:
+        self._network = network
+        self._inner = inner
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        self._network.travel()
+        if not self._network.up:
+            self._network.scheduler.sleep(timeout_ms / 1000)
+            return []
+        return self._inner.read(timeout_ms)
+
+    def at_end(self) -> bool:
+        return self._network.request(self._inner.at_end)
+
+    def close(self) -> None:
+        self._network.scheduler.point()
+        self._inner.close()
+
+
+class Admin:
+    """The admin interface over the network."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._inner = MemoryAdmin(network.cluster)
+
+    def close(self) -> None:
+        """Nothing is asked."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._inner, name)
+        return lambda *arguments: self._network.request(lambda: method(*arguments), patient=False)

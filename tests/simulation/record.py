@@ -1,0 +1,109 @@
+"""What happened in a run: the history that the checkers judge, and a trace for people."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from keyshard.broker.memory import Message
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.verify.history import Event
+from tests.simulation.scheduler import Scheduler
+
+
+class Seat(Protocol):
+    """A consumer, as far as events name it."""
+
+    @property
+    def topic_partition(self) -> TopicPartition: ...
+
+    @property
+    def hash_range(self) -> HashRange: ...
+
+    @property
+    def worker(self) -> str: ...
+
+
+def value_of(key: str, seq: int) -> bytes:
+    """Payload of a message."""
+    return f"{key}:{seq}".encode()
+
+
+def parse_value(value: bytes) -> tuple[str | None, int]:
+    """Key, if there is one, and sequence number of a payload."""
+    key, _, seq = value.decode().rpartition(":")
+    return key or None, int(seq)
+
+
+class Record:
+    """Collects events and trace lines, with the virtual time."""
+
+    def __init__(self, scheduler: Scheduler, trace_max: int | None) -> None:
+        self._scheduler = scheduler
+        self.events: list[Event] = []
+        self.trace: deque[str] = deque(maxlen=trace_max)
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        task = self._scheduler.current
+        self.trace.append(f"{self._scheduler.now_s:9.4f} {task.name if task else '-':32} {text}")
+
+    def add(self, kind: str, **fields: Any) -> None:
+        """One event."""
+        self.events.append(Event(t=round(self._scheduler.now_s, 6), kind=kind, **fields))
+
+    def sent(self, where: TopicPartition, entry_id: EntryId, messages: Sequence[Message]) -> None:
+        for index, message in enumerate(messages):
+            key, seq = parse_value(message.value)
+            self.add(
+                "sent", topic=where.topic, partition=where.partition, ledger=entry_id.ledger,
+                entry=entry_id.entry, index=index, key=key, seq=seq,
+            )  # fmt: skip
+
+    def delivered(self, seat: Seat, blocks: Iterable[EntryBlock]) -> None:
+        where = seat.topic_partition
+        for block in blocks:
+            for index, value in zip(block.indices, block.values, strict=True):
+                key, seq = parse_value(value)
+                self.add(
+                    "delivered", topic=where.topic, partition=where.partition,
+                    ledger=block.id.ledger, entry=block.id.entry, index=index, key=key, seq=seq,
+                    range=str(seat.hash_range), worker=seat.worker,
+                )  # fmt: skip
+
+    def acked(self, seat: Seat, entries: Iterable[EntryId]) -> None:
+        where = seat.topic_partition
+        for entry_id in entries:
+            self.add(
+                "acked", topic=where.topic, partition=where.partition, ledger=entry_id.ledger,
+                entry=entry_id.entry, worker=seat.worker,
+            )  # fmt: skip
+
+    def gained(self, seat: Seat) -> None:
+        self._range("range_gained", seat)
+
+    def lost(self, seat: Seat) -> None:
+        self._range("range_lost", seat)
+
+    def rows(self, batch: str, part: int, worker: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of one partition of a run of a batch."""
+        for row in rows:
+            key, seq = parse_value(row["value"])
+            ledger, entry, index = map(int, row["__messageId"].split(":"))
+            self.add(
+                "delivered", topic=row["__topic"], partition=row["__partition"], ledger=ledger,
+                entry=entry, index=index, key=key, seq=seq, batch=batch, part=part, worker=worker,
+            )  # fmt: skip
+
+    def _range(self, kind: str, seat: Seat) -> None:
+        where = seat.topic_partition
+        self.add(
+            kind, topic=where.topic, partition=where.partition, range=str(seat.hash_range),
+            worker=seat.worker,
+        )  # fmt: skip
+
+    def history(self) -> str:
+        """The events as JSON lines."""
+        return "".join(f"{event.to_json()}\n" for event in self.events)

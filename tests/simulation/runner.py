@@ -1,0 +1,64 @@
+"""Runs seeds in several processes, and describes the one that broke a promise."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.simulation.world import Outcome, World
+
+CHUNK = 8
+"""Seeds that a worker process takes at once."""
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run one seed."""
+    with silent():
+        return World(seed).run()
+
+
+def run_verbosely(seed: int) -> Outcome:
+    """Run one seed and print what happened, line by line, and a name of its course of events."""
+    with silent():
+        world = World(seed, trace_max=None)
+        outcome = world.run()
+    print("\n".join(outcome.trace))
+    print(f"seed {seed}: {outcome.rows} rows committed, course {world.course()}")
+    return outcome
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing of what keyshard logs."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run_seeds(
+    run: Callable[[int], Outcome], first: int, count: int, processes: int
+) -> Iterator[Outcome]:
+    """Run seeds in their order, in several processes; ends them when it is closed."""
+    seeds = range(first, first + count)
+    if processes == 1 or count == 1:
+        yield from map(run, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(run, seeds, CHUNK)
+
+
+def describe(outcome: Outcome) -> str:
+    """All that is needed to look into a run that failed."""
+    faults = "\n".join(f"    {fault}" for fault in outcome.faults)
+    trace = "\n".join(outcome.trace)
+    return (
+        f"seed {outcome.seed} breaks a promise: {outcome.error}\n\n"
+        f"{outcome.details}\n"
+        f"  {outcome.shape}\n  faults:\n{faults}\n  the end of its trace:\n{trace}\n\n"
+        f"seed {outcome.seed} breaks a promise. To run it again, with its whole trace:\n"
+        f"    make simulate SEEDS=1 SEED_START={outcome.seed} VERBOSE=1\n"
+    )

@@ -1,0 +1,306 @@
+"""A model of Spark's micro-batch loop around the real stream reader.
+
+What is modelled is Spark: the offset log, tasks that may run twice, a sink that is idempotent by
+batch id, the commit log, and what a restart does with them. The reader, the coordinator and all of
+its threads are the real ones; only Flight and the signal handlers are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+
+from keyshard import KeyShardSource
+from keyshard.core import layout
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.runtime.coordinator import Coordinator
+from spark_adapter import stream_reader
+from tests.simulation.primitives import Pool
+from tests.simulation.record import Record
+from tests.simulation.scheduler import Process, Scheduler
+
+COLUMNS = ("value", "__topic", "__partition", "__messageId")
+"""Columns that the query reads."""
+TASK_ATTEMPTS = 4
+"""Failures of one task after which the query fails."""
+TICK_S = 0.05
+"""Time between two looks for data, seconds."""
+
+Rows = dict[int, list[dict[str, Any]]]
+"""Rows of a batch by its partition."""
+
+
+class Step(str, Enum):
+    """Steps of the loop; each lasts until the next begins. A process may die in any of them."""
+
+    STARTING = "starting"
+    """A new process connects and subscribes; nothing is planned."""
+    REPLAYING = "replaying"
+    """The same, and it plans a batch again that was not committed."""
+    IDLE = "idle"
+    """There is nothing to cut."""
+    CUT = "cut"
+    """``latestOffset`` returned an end; only the source knows of the batch."""
+    LOGGED = "offset log"
+    """The end is in the offset log: from now on the batch must come out as planned."""
+    PLANNED = "planned"
+    """``commit`` of the batch before and ``partitions`` were called."""
+    READING = "reading"
+    """Tasks read their partitions."""
+    SINKING = "sinking"
+    """Some tasks have written their part."""
+    SUNK = "sunk"
+    """The sink has the whole batch."""
+    COMMITTED = "commit log"
+    """The batch is in the commit log."""
+
+
+class UserError(Exception):
+    """User code failed on a row, or in the sink."""
+
+
+@dataclass
+class Storage:
+    """What survives every process: Spark's checkpoint directory, and the sink."""
+
+    offsets: dict[int, str] = field(default_factory=dict)
+    """Offset log: end of each batch, as JSON."""
+    commits: set[int] = field(default_factory=set)
+    """Commit log."""
+    sink: dict[int, Rows] = field(default_factory=dict)
+    """Rows by batch number; a batch that runs again replaces its rows."""
+
+    @property
+    def rows_committed(self) -> int:
+        """Rows in batches that are in the commit log."""
+        return sum(len(rows) for one in self.commits for rows in self.sink[one].values())
+
+
+class Query:
+    """One life of one query: a process that runs until it is killed, fails or is stopped.
+
+    Args:
+        scheduler: Runs it.
+        random: Decides which calls Spark makes twice.
+        process: Dies with it.
+        source: What it consumes.
+        storage: Survives it.
+        record: Where events go.
+        at: Called when a step begins; may kill the process, or raise :class:`UserError`.
+        poisoned: Called for every row that a task reads; may raise :class:`UserError`.
+        check: Called between the steps with the runtime; asserts what always holds.
+        bounded: Whether it ends with what is published before it starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        random: Random,
+        process: Process,
+        source: KeyShardSource,
+        storage: Storage,
+        record: Record,
+        at: Callable[[Query, Step], None],
+        poisoned: Callable[[bytes], None],
+        check: Callable[[Coordinator], None],
+        bounded: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._random = random
+        self.process = process
+        self._storage = storage
+        self._record = record
+        self._at = at
+        self._poisoned = poisoned
+        self.reader = stream_reader.KeyShardStreamReader(source, COLUMNS)
+        self._check_runtime = check
+        self._bounded = bounded
+        if bounded:
+            self.reader.prepareForTriggerAvailableNow()
+        self.step = Step.STARTING
+        self.rows: list[bytes] = []
+        """Values of the rows of the batch that is read now."""
+        self.stopping = False
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The runtime, once it is started."""
+        runtime = self.reader._runtime
+        return None if runtime is None else runtime.coordinator
+
+    def run(self) -> None:
+        """Live until :attr:`stopping` is set, or to the end of a bounded run.
+
+        Raises:
+            KeyShardError: What the reader raised; Spark stops the query then.
+            UserError: A task failed too often, or the sink did.
+        """
+        logged = max(self._storage.offsets, default=-1)
+        committed = max(self._storage.commits, default=-1)
+        start = self._end_of(committed)
+        batch = committed + 1
+        if logged > committed:
+            self._enter(Step.REPLAYING)
+            if committed < 0:
+                start = self._initial()
+            start = self._execute(batch, start, self._end_of(logged))
+            batch += 1
+        else:
+            self._enter(Step.STARTING)
+            if committed < 0:
+                self._initial()
+                start = self._initial()
+        while not self.stopping:
+            end = self.reader.latestOffset(start, self.reader.getDefaultReadLimit())
+            self._check()
+            if _text(end) == _text(start):
+                if self._bounded:
+                    return
+                self._enter(Step.IDLE)
+                self._scheduler.sleep(TICK_S)
+                continue
+            self._enter(Step.CUT)
+            self._storage.offsets[batch] = _text(end)
+            self._enter(Step.LOGGED)
+            if batch > 0:
+                self.reader.commit(self._end_of(batch - 1))
+            start = self._execute(batch, start, end)
+            batch += 1
+
+    def stop(self) -> None:
+        """Give the ranges back, as after an error."""
+        self.reader.stop()
+
+    def _initial(self) -> dict[str, Any]:
+        return _stored(self.reader.initialOffset())
+
+    def _end_of(self, batch: int) -> dict[str, Any]:
+        return json.loads(self._storage.offsets[batch]) if batch >= 0 else {}
+
+    def _enter(self, step: Step) -> None:
+        if step is not Step.IDLE or self.step is not step:
+            self._record.note(f"step: {step.value}")
+        self.step = step
+        self._at(self, step)
+        self._scheduler.point()
+
+    def _check(self) -> None:
+        if self.coordinator is not None:
+            self._check_runtime(self.coordinator)
+
+    def _execute(self, batch: int, start: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
+        partitions = self.reader.partitions(start, end)
+        if self._random.random() < 0.2:
+            again = self.reader.partitions(start, end)
+            assert [one.ticket for one in again] == [one.ticket for one in partitions]
+        self._enter(Step.PLANNED)
+        self._check()
+        batch_id = Checkpoint.from_dict(end).batch_id
+        self._record.add("started", batch=batch_id, worker=self.process.name)
+        self._storage.sink[batch] = self._run_tasks(batch_id, partitions)
+        self._record.add("completed", batch=batch_id, worker=self.process.name)
+        self._enter(Step.SUNK)
+        self._storage.commits.add(batch)
+        self._record.add("checkpointed", batch=batch_id, worker=self.process.name)
+        self._enter(Step.COMMITTED)
+        return end
+
+    def _run_tasks(self, batch_id: str, partitions: Sequence[InputPartition]) -> Rows:
+        """Two tasks at a time, each retried; the rows of a partition are the same every time."""
+        self.rows = []
+        rows: Rows = {}
+
+        def task(partition: InputPartition) -> None:
+            index = partition.ticket.index
+            for attempt in range(1, TASK_ATTEMPTS + 1):
+                found: list[dict[str, Any]] = []
+                for part in self.reader.read(partition):
+                    found += part.to_pylist()
+                    self._scheduler.point()
+                assert found, "a partition of the host without rows"
+                assert rows.setdefault(index, found) == found, "reading again gave other rows"
+                if attempt == 1:
+                    self._record.rows(batch_id, index, self.process.name, found)
+                    self.rows += [row["value"] for row in found]
+                    self._enter(Step.READING)
+                try:
+                    for row in found:
+                        self._poisoned(row["value"])
+                    break
+                except UserError:
+                    if attempt == TASK_ATTEMPTS:
+                        raise
+                    self._record.note(f"task {index} fails, attempt {attempt}")
+                    self._scheduler.sleep(0.01)
+            self._enter(Step.SINKING)
+
+        with Pool(self._scheduler, 2, "task") as pool:
+            futures = [pool.submit(task, partition) for partition in partitions]
+            for future in futures:
+                future.result()
+        return rows
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """Stands where a Flight ticket stood."""
+
+    coordinator: Coordinator
+    batch_id: str
+    index: int
+    columns: tuple[str, ...]
+
+
+class _Server:
+    """Stands where the Flight server stood."""
+
+    def __init__(self, coordinator: Coordinator, _host: str) -> None:
+        self._coordinator = coordinator
+
+    def ticket(self, batch_id: str, index: int, columns: Sequence[str]) -> _Ticket:
+        return _Ticket(self._coordinator, batch_id, index, tuple(columns))
+
+
+def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
+    return ticket.coordinator.read(ticket.batch_id, ticket.index, ticket.columns)
+
+
+@contextmanager
+def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
+    """The stream reader without Flight and without signal handlers.
+
+    Args:
+        rows_per_partition_min: Rows that are worth a partition; few, so that batches have several.
+    """
+    stand_ins = {"BatchServer": _Server, "read_batch": _read, "end_with_host": lambda _stop: None}
+    before = {name: getattr(stream_reader, name) for name in stand_ins}
+    rows_before = layout.ROWS_PER_PARTITION_MIN
+    for name, value in stand_ins.items():
+        setattr(stream_reader, name, value)
+    layout.ROWS_PER_PARTITION_MIN = rows_per_partition_min
+    try:
+        yield
+    finally:
+        layout.ROWS_PER_PARTITION_MIN = rows_before
+        for name, value in before.items():
+            setattr(stream_reader, name, value)
+
+
+def _text(offset: dict[str, Any]) -> str:
+    """An offset as Spark stores and compares it."""
+    return json.dumps(offset)
+
+
+def _stored(offset: dict[str, Any]) -> dict[str, Any]:
+    """An offset as Spark gives it back."""
+    result: dict[str, Any] = json.loads(_text(offset))
+    return result

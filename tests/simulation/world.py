@@ -1,0 +1,290 @@
+"""One run: a cluster, a producer, a query that is started again whenever it dies, and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from dataclasses import dataclass
+from random import Random
+
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.errors import KeyShardError
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.verify.checkers import check
+from tests.simulation.faults import Fault, Kind, Reached
+from tests.simulation.injector import Injector
+from tests.simulation.install import installed
+from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
+from tests.simulation.primitives import EPOCH_S
+from tests.simulation.record import Record, value_of
+from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.shape import SUBSCRIPTION, Shape
+from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
+
+TRACE_MAX = 60
+"""Lines of the trace that are kept for people."""
+FAULTS_S = 30.0
+"""Time after which no fault begins any more, seconds."""
+HEALING_S = 8.0
+"""Time that a fault lasts at most, seconds."""
+SETTLE_S = 60.0
+"""Time after the faults in which everything must be committed and acknowledged, seconds."""
+BATCH_MESSAGES_MAX = 3
+"""Messages of one producer batch at most."""
+
+
+@dataclass
+class Outcome:
+    """What a run gave."""
+
+    seed: int
+    shape: Shape
+    faults: list[Fault]
+    reached: Reached
+    trace: list[str]
+    """The end of the trace."""
+    now_s: float
+    """Virtual time that it took, seconds."""
+    lives: int
+    """Processes that ran the query."""
+    rows: int
+    """Rows committed."""
+    error: str
+    """What broke a promise; empty when nothing did."""
+    details: str
+    """More about the error."""
+
+
+class World:
+    """Everything of one run.
+
+    Args:
+        seed: Decides everything.
+        trace_max: Lines of the trace that are kept; ``None``: all.
+    """
+
+    def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
+        self.seed = seed
+        self.scheduler = Scheduler(Random(f"{seed}:order"))
+        self.record = Record(self.scheduler, trace_max)
+        self.process = self.scheduler.process("world")
+        self.storage = Storage()
+        self.injector = Injector(self, Random(f"{seed}:faults"))
+        self._random = Random(f"{seed}:world")
+        small = any(fault.kind is Kind.MEMORY for fault in self.injector.faults)
+        may_end = all(fault.step is not Step.IDLE for fault in self.injector.faults)
+        self.shape = Shape.of(self._random, small_window=small, may_end=may_end)
+        self.query: Query | None = None
+        """The query while it lives."""
+        self._next_seq: dict[str, int] = {}
+        self._lives = 0
+        self._done = False
+
+    def run(self) -> Outcome:
+        """Run it to its end, or to the first broken promise."""
+        error = details = ""
+        with (
+            installed(self.scheduler, Random(f"{self.seed}:waits")),
+            without_processes(rows_per_partition_min=self.shape.rows_per_partition_min),
+        ):
+            try:
+                self.scheduler.run(self.process, self._main)
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
+                where = f" in {self.scheduler.failed_in}" if self.scheduler.failed_in else ""
+                what = str(exc) if isinstance(exc, BrokenPromiseError) else repr(exc)
+                error = f"{what}{where} at {self.scheduler.now_s:.3f} s"
+                details = "".join(traceback.format_tb(exc.__traceback__))
+        return Outcome(
+            self.seed, self.shape, self.injector.faults, self.injector.reached,
+            list(self.record.trace), self.scheduler.now_s, self._lives,
+            self.storage.rows_committed, error, details,
+        )  # fmt: skip
+
+    @property
+    def messages(self) -> int:
+        """Messages published."""
+        return sum(self._next_seq.values())
+
+    def course(self) -> str:
+        """Names the whole course of events: equal runs have the same."""
+        digest = hashlib.sha256(self.record.history().encode())
+        digest.update("\n".join([*self.record.trace, str(self.scheduler.points)]).encode())
+        return digest.hexdigest()[:16]
+
+    def end(self, process: Process) -> None:
+        """End a process, in whatever way: its connection ends with it."""
+        for client in [one for one in self.network.clients if one.process is process]:
+            unnoticed = self._random.random() < 0.3
+            self.network.lose_client(
+                client, self._random.random() * UNNOTICED_S if unnoticed else 0.0
+            )
+        self.record.add("crashed", worker=process.name)
+        self.query = None
+        self.scheduler.kill(process)
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        scheduler, shape = self.scheduler, self.shape
+        self.cluster = MemoryCluster(
+            entries_per_ledger=shape.entries_per_ledger,
+            look_ahead=shape.look_ahead,
+            unacked_limits=shape.unacked_limits,
+            cursor_write_ms=shape.cursor_write_ms,
+            ack_group_ms=int(ACK_GROUP_S * 1000),
+            now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
+        )
+        self.topic = self.cluster.create_topic("orders", partitions=shape.partitions)
+        self.network = Network(scheduler, Random(f"{self.seed}:network"), self.cluster, self.record)
+        scheduler.spawn(self.process, "producer", self._produce)
+        scheduler.spawn(self.process, "supervisor", self._supervise)
+        while scheduler.now_s < FAULTS_S and not self._all_happened():
+            scheduler.sleep(0.1)
+        self.injector.enabled = False
+        scheduler.sleep(HEALING_S)
+        while not self.network.up:
+            scheduler.sleep(0.1)
+        self.injector.heal()
+        self.record.add("faults_stopped")
+        end = scheduler.now_s + SETTLE_S
+        while self.storage.rows_committed < self.messages or self._backlog():
+            if scheduler.now_s > end:
+                self._judge()
+                raise BrokenPromiseError(
+                    f"{self.storage.rows_committed} of {self.messages} rows are committed and the "
+                    f"backlog is {self._backlog()}, {SETTLE_S:.0f} s after the last fault"
+                )
+            scheduler.sleep(0.1)
+        self._done = True
+        while self.query is not None:
+            self.query.stopping = True
+            scheduler.sleep(0.05)
+        self.cluster.validate()
+        self._judge()
+
+    def _all_happened(self) -> bool:
+        return self.messages >= self.shape.messages_min and self.injector.all_begun
+
+    def _backlog(self) -> int:
+        return sum(
+            self.cluster.backlog(where, SUBSCRIPTION)
+            for where in self.cluster.partitions(self.topic)
+            if SUBSCRIPTION in self.cluster.subscriptions(where)
+        )
+
+    def _judge(self) -> None:
+        for verdict in check(self.record.events, liveness_s=SETTLE_S):
+            if not verdict.holds:
+                offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
+                raise BrokenPromiseError(f"{verdict.name}: {verdict.message}{offending}\n ")
+
+    def _produce(self) -> None:
+        random = Random(f"{self.seed}:producer")
+        keys = [f"k{i}" for i in range(self.shape.keys)]
+        while self.injector.enabled:
+            if self.network.up:
+                for _ in range(random.randint(1, 3)):
+                    self._publish(
+                        [
+                            "" if random.random() < self.shape.keyless else random.choice(keys)
+                            for _ in range(random.randint(1, 5))
+                        ]
+                    )
+                where = random.choice(self.cluster.partitions(self.topic))
+                if random.random() < 0.1:
+                    self.cluster.publish_aborted(where, Message(b"aborted", key=keys[0]))
+            self.scheduler.sleep(random.expovariate(5))
+
+    def _publish(self, keys: list[str]) -> None:
+        messages = []
+        for key in keys:
+            seq = self._next_seq.get(key, 0)
+            self._next_seq[key] = seq + 1
+            messages.append(Message(value_of(key, seq), key=key or None))
+        published = self.cluster.publish(
+            self.topic, *messages, batching=self.shape.batching,
+            batch_messages_max=BATCH_MESSAGES_MAX,
+        )  # fmt: skip
+        for where, entry_id in published:
+            log = self.cluster.log(where)
+            ordinal = log.ordinal(entry_id)
+            assert ordinal is not None
+            entry = log.get(ordinal)
+            assert entry is not None
+            self.record.sent(where, entry_id, entry.messages)
+
+    # -- the query, life after life --------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        while not self._done:
+            self._lives += 1
+            process = self.scheduler.process(f"driver-{self._lives}")
+            self.scheduler.join(
+                self.scheduler.spawn(process, "query", lambda process=process: self._live(process))
+            )
+            if not process.dead:
+                self.end(process)
+            if not self._done:
+                self.scheduler.sleep(self._random.random() * 0.5)
+
+    def _live(self, process: Process) -> None:
+        outages = self.network.outages
+        excused = not self.network.up
+        ranges = self.shape.ranges[self.injector.changes % len(self.shape.ranges)]
+        self.record.note(f"life {self._lives} with {ranges} ranges")
+        self.query = query = Query(
+            scheduler=self.scheduler,
+            random=Random(f"{self.seed}:query:{self._lives}"),
+            process=process,
+            source=self._source(process, ranges),
+            storage=self.storage,
+            record=self.record,
+            at=self.injector.at,
+            poisoned=self.injector.poisoned,
+            check=self._check,
+            bounded=self.shape.bounded,
+        )
+        try:
+            query.run()
+        except UserError as exc:
+            self.record.note(f"the query failed: {exc}")
+        except KeyShardError as exc:
+            self.record.note(f"the query ends: {exc}")
+            if process in self.injector.stopping:
+                self.scheduler.block()
+            if not excused and self.network.outages == outages:
+                raise
+        query.stop()
+
+    def _check(self, coordinator: Coordinator) -> None:
+        """The window's invariants, and its bound."""
+        coordinator._window.validate()
+        options = self.shape.options
+        # Each thread may receive once more from a topic partition that is just becoming full.
+        receives = options["receive_threads"] * len(coordinator._window.partitions)
+        at_once = receives * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
+        # A batch that is read again comes on top: it was in the window of another process.
+        rows_max = options["window_rows_max"] * 3 // 2 + at_once
+        rows = coordinator._window.rows
+        if rows > rows_max:
+            raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
+
+    def _source(self, process: Process, ranges: int) -> KeyShardSource:
+        network, shape = self.network, self.shape
+
+        class Source(KeyShardSource):
+            """A source whose runtime connects to the simulated broker."""
+
+            def coordinator(self) -> Coordinator:
+                admin = Admin(network) if shape.admin else None
+                return Coordinator(self, lambda: Client(network, process), admin)
+
+        return Source(
+            self.topic, subscription=SUBSCRIPTION, parallelism=ranges,
+            starting_position="earliest", **shape.options,
+        )  # fmt: skip
+
+
+class BrokenPromiseError(AssertionError):
+    """A promise of keyshard does not hold."""

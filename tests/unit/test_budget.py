@@ -1,0 +1,43 @@
+"""The window's budget follows the broker's limits, also when the broker is away for a moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import P0, FakeAdmin, config
+from keyshard.errors import AdminError, BrokerUnavailableError
+from keyshard.runtime.budget import UnacknowledgedLimits, unacknowledged_limits, window_budget
+
+
+class MovingAdmin(FakeAdmin):
+    """An admin interface that answers with errors first."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        if self.errors:
+            raise self.errors.pop(0)
+        return 100, 300
+
+
+def test_a_broker_that_is_away_for_a_moment_is_asked_again() -> None:
+    admin = MovingAdmin(BrokerUnavailableError("away"), BrokerUnavailableError("away"))
+    assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits(100, 300)
+
+
+def test_a_broker_that_stays_away_is_an_error() -> None:
+    admin = MovingAdmin(*[BrokerUnavailableError("away")] * 1000)
+    with pytest.raises(BrokerUnavailableError):
+        unacknowledged_limits(admin, [P0], 0.0)
+
+
+def test_a_refused_question_leaves_the_defaults() -> None:
+    admin = MovingAdmin(AdminError("forbidden"))
+    assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits()
+
+
+def test_the_budget_stays_below_the_limits() -> None:
+    source = config("t", parallelism=2, receiver_queue_size=10)
+    assert window_budget(source, MovingAdmin(), [P0]).partition_rows_max == 90
