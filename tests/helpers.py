@@ -22,7 +22,7 @@ from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.subscribe import Admin
 from keyshard.schema.content import column, entry_block
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 """After this a wait has failed, seconds."""
 
 P0 = TopicPartition("persistent://public/default/t", 0)

@@ -112,8 +112,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/broker/pulsar.py",
-                "            messages += self._raw.batch_receive()\n",
-                "            messages += self._raw.batch_receive()\n"
+                "            messages = self._take_first() or self._raw.batch_receive()\n",
+                "            messages = self._take_first() or self._raw.batch_receive()\n"
                 "            for message in messages:\n"
                 "                if message.redelivery_count() > 0:\n"
                 "                    self._raw.negative_acknowledge(message)\n",
@@ -146,8 +146,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/receiver.py",
-                "                entries.extend(lane.assembly.add(block))\n",
-                "                entries.extend(lane.assembly.add(block))\n"
+                "                entries.extend(lane.assembly.add(block, after_gap=i == 0))\n",
+                "                entries.extend(lane.assembly.add(block, after_gap=i == 0))\n"
                 "            lane.assembly.open = None\n",
             ),
         ),

@@ -30,10 +30,10 @@ class OneOwner:
 def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> None:
     old = FakeConsumer()
     broker: Any = OneOwner(old)
-    assembly = EntryAssembly(doubted={EntryId(1, 0): (0,)})
+    assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1)})
     lane = Lane(Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly)
     reopen_lane(broker, config("t"), lane, threading.Event())
     assert broker.overlaps == 0
     assert lane.consumer is broker.held
     assert lane.assembly.open is None
-    assert lane.assembly.doubted == {EntryId(1, 0): (0,)}, "what ended early is remembered"
+    assert lane.assembly.doubted == {EntryId(1, 0): ((0,), 1)}, "what ended early is remembered"
