@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test unit lint format bench help
+.PHONY: demo test unit chaos lint format bench help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,6 +18,10 @@ test: $(INSTALLED) ## all tests, with a real broker and real Spark (at most 12 m
 
 unit: $(INSTALLED) ## unit and property tests only (under 20 seconds)
 	@$(BIN)/python -m pytest tests/unit tests/property -m "not broker and not spark"
+
+MINUTES ?= 20
+chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats the faults
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json
 
 lint: $(INSTALLED) ## format, lint, types and import rules
 	@$(BIN)/ruff format --check .
