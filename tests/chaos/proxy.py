@@ -34,6 +34,8 @@ class TcpProxy:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
+        with suppress(OSError):  # Wakes accept(), where the system knows that.
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self.resume()
         self.cut()
