@@ -42,9 +42,6 @@ class Publisher:
     def __init__(
         self, service_url: str, topic: str, *, keys: int, rate_per_s: float, seed: int, log: Path
     ) -> None:
-        self._client = pulsar.Client(
-            service_url, logger=pulsar.FileLogger(pulsar.LoggerLevel.Warn, str(log))
-        )
         self._topic = topic
         self._keys = keys
         self._rate_per_s = rate_per_s
@@ -59,11 +56,15 @@ class Publisher:
         self.refused: Counter[str] = Counter()
         """Answers other than a confirmation, by name: the outcome is unknown."""
         self._stopping = threading.Event()
-        self._producer = self._connect()
+        self._client = pulsar.Client(
+            service_url, logger=pulsar.FileLogger(pulsar.LoggerLevel.Warn, str(log))
+        )
+        self._producer: Any = None
         self._thread = threading.Thread(target=self._publish, name="publisher", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Connect and begin."""
+        self._producer = self._connect()
         self._thread.start()
 
     def reopen(self, deadline: float, before: Callable[[], None]) -> None:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.pulsar import PulsarBroker
@@ -58,11 +57,25 @@ class Settings:
     service_url: str
     admin_url: str
     ranges: int
-    state: str
-    """File with the checkpoint."""
-    status: str
-    """File that tells what it did, see :class:`Status`."""
-    history: str
+    directory: str
+    """Where its files are."""
+    number: int = 0
+    """Which start this is."""
+
+    @property
+    def state(self) -> Path:
+        """What is durable: the newest checkpoint, and whether its batch is committed."""
+        return Path(self.directory) / "checkpoint.json"
+
+    @property
+    def status(self) -> Path:
+        """What this start did so far, see :class:`Status`."""
+        return Path(self.directory) / f"status-{self.number}.json"
+
+    @property
+    def history(self) -> Path:
+        """What happened."""
+        return Path(self.directory) / "history.jsonl"
 
     def source(self) -> SourceConfig:
         """What is consumed: batches of about a quarter of a second, growth noticed at once."""
@@ -96,7 +109,7 @@ class Stream:
 
     def __init__(self, settings: Settings, history: HistoryWriter) -> None:
         self._settings = settings
-        self._state = Path(settings.state)
+        self._state = settings.state
         self._recorder = Recorder(history, WORKER)
         self._history = history
         self._status = Status()
@@ -171,7 +184,7 @@ class Stream:
         self._status.running = running
         self._status.acknowledged = counts["entriesAcknowledged"]
         self._status.duplicates_dropped = counts["duplicatesDropped"]
-        _replace(Path(self._settings.status), json.dumps(asdict(self._status)), durable=False)
+        _replace(self._settings.status, json.dumps(asdict(self._status)), durable=False)
 
 
 def _replace(path: Path, text: str, *, durable: bool) -> None:
@@ -192,9 +205,9 @@ def _replace(path: Path, text: str, *, durable: bool) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run with :class:`Settings` as JSON; returns the exit status."""
-    fields: dict[str, Any] = json.loads(arguments[0])
-    with HistoryWriter(fields["history"]) as history:
-        stream = Stream(Settings(**fields), history)
+    settings = Settings(**json.loads(arguments[0]))
+    with HistoryWriter(settings.history) as history:
+        stream = Stream(settings, history)
         threading.Thread(target=stream.listen, name="orders", daemon=True).start()
         try:
             stream.run()

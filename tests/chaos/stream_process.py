@@ -29,12 +29,10 @@ class StreamProcess:
     """One process after the other, on the same files.
 
     Args:
-        directory: Where its files are.
         settings: Of the first start.
     """
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
-        self._directory = directory
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: list[Status] = []
@@ -55,7 +53,7 @@ class StreamProcess:
         self._settings = replace(
             self._settings,
             ranges=ranges or self._settings.ranges,
-            status=str(self._directory / f"status-{len(self._ended)}.json"),
+            number=len(self._ended),
         )
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -70,7 +68,7 @@ class StreamProcess:
 
     def status(self) -> Status:
         """What the process of now did."""
-        path = Path(self._settings.status)
+        path = self._settings.status
         return Status(**json.loads(path.read_text())) if path.exists() else Status()
 
     def total(self) -> Status:
@@ -162,7 +160,7 @@ class StreamProcess:
 
     @property
     def _log(self) -> Path:
-        return self._directory / f"stream-{len(self._ended)}.log"
+        return Path(self._settings.directory) / f"stream-{self._settings.number}.log"
 
     def _failed(self, code: int) -> StreamFailedError:
         return StreamFailedError(f"the stream ended with status {code}. {self.log_tail()}")
@@ -175,7 +173,7 @@ class StreamProcess:
         self._ended.append(self.status())
 
 
-def write(history: Path | str, kind: str, worker: str | None = None) -> None:
+def write(history: Path, kind: str, worker: str | None = None) -> None:
     """Append an event that is about no message."""
     with HistoryWriter(history) as writer:
         writer.write(Event(time.time(), kind, worker=worker))
