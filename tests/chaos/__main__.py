@@ -31,7 +31,8 @@ def main() -> int:
     if report.holds:
         shutil.rmtree(directory)
         return 0
-    print(f"seed {seed}; the history is {directory / 'history.jsonl'}, logs lie beside it")
+    print(f"The history is {directory / 'history.jsonl'}; logs lie beside it.")
+    print(f"The same faults again: python -m tests.chaos --minutes {given.minutes:g} --seed {seed}")
     return 1
 
 

@@ -31,6 +31,8 @@ class Report:
     verdicts: list[Verdict] = field(repr=False)
     messages: int
     """Messages that the broker confirmed."""
+    unconfirmed: int
+    """Messages that it refused: nobody knows whether they are stored, so they count nowhere."""
     rows: int
     """Rows in committed batches."""
     batches: int
@@ -58,12 +60,9 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
-        figures = {
-            name: value for name, value in asdict(self).items() if name not in {"verdicts", "holds"}
-        }
         return {
             "holds": self.holds,
-            **figures,
+            **asdict(self),
             "violations": self.violations,
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }

@@ -135,6 +135,7 @@ class Chaos:
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,
+            unconfirmed=self._publisher.refused.total(),
             starts=self._stream.starts,
             gave_up=self._stream.gave_up,
             redeliveries_dropped=self._stream.total().duplicates_dropped,

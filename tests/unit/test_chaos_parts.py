@@ -13,7 +13,7 @@ from keyshard.devbroker.ports import LOOPBACK, free_port
 from keyshard.verify.history import Event
 from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, Kind, faults
 from tests.chaos.proxy import TcpProxy
-from tests.chaos.report import BROKER, forgotten, redelivered
+from tests.chaos.report import BROKER, forgotten, judge, redelivered, unchecked
 from tests.chaos.stream import Step
 
 ROUNDS = 30
@@ -111,3 +111,16 @@ def test_forgotten_is_what_comes_again_though_it_was_acknowledged_before_the_bro
     ]
     assert forgotten(events) == [1, 0]
     assert redelivered(events) == 5
+
+
+def test_a_checker_without_anything_to_check_is_named_unless_it_needs_handlers() -> None:
+    sent = Event(0.0, "sent", topic="t", key="k", seq=0)
+    row = Event(1.0, "delivered", topic="t", key="k", seq=0, batch="b", part=0)
+    events = [sent, row, Event(2.0, "checkpointed", batch="b")]
+    assert unchecked(judge(events)) == [
+        "acknowledged after the checkpoint",
+        "re-runs are equal",
+        "ring covered without overlap",
+        "routed by key",
+        "done in time after the faults",
+    ]
