@@ -128,8 +128,9 @@ class Chaos:
         verdicts = judge(events)
         forgot = [entries for entries in forgotten(events) if entries]
         injected = {kind.value: self._injected[kind] for kind in Kind} | {FORGOTTEN: len(forgot)}
-        problems += [f"nothing to check: {name}" for name in unchecked(verdicts)]
-        problems += [f"never injected: {name}" for name, times in injected.items() if not times]
+        if not problems:  # It was not broken off.
+            problems += [f"nothing to check: {name}" for name in unchecked(verdicts)]
+            problems += [f"never injected: {name}" for name, times in injected.items() if not times]
         return Report(
             seed=self._seed,
             seconds=round(time.monotonic() - self._began, 1),
