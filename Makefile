@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 
 SEEDS ?= 1000
 SEED_START ?= 0
+MINUTES ?= 20
 
-.PHONY: demo test unit simulate lint format bench help
+.PHONY: demo test unit simulate chaos lint format bench help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +25,9 @@ unit: $(INSTALLED) ## unit and property tests only (under 20 seconds)
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, VERBOSE=1 for their traces
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(VERBOSE),--verbose)
+
+chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats the faults
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json
 
 lint: $(INSTALLED) ## format, lint, types and import rules
 	@$(BIN)/ruff format --check .

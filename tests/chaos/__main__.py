@@ -1,0 +1,54 @@
+"""``python -m tests.chaos``: chaos on a broker of its own, and the verdict on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.report import Report
+from tests.chaos.runner import Chaos
+
+
+def main() -> int:
+    """Run; 0: every promise holds, 1: one is broken, or something did not come in time."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long faults are injected")
+    parser.add_argument("--seed", type=int, help="decides the faults; default: another each time")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
+    print(f"seed {seed}, files in {directory}", flush=True)
+    report = Chaos(directory, seed, lambda text: print(text, flush=True)).run(given.minutes)
+    _print(report)
+    if given.json is not None:
+        given.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    if report.holds:
+        shutil.rmtree(directory)
+        return 0
+    print(f"The history is {directory / 'history.jsonl'}; logs lie beside it.")
+    print(f"The same faults again: python -m tests.chaos --minutes {given.minutes:g} --seed {seed}")
+    return 1
+
+
+def _print(report: Report) -> None:
+    for verdict in report.verdicts:
+        print("ok " if verdict.holds else "BAD", verdict.name, "-", verdict.message)
+        for event in verdict.offending:
+            print("     ", event.to_json())
+    for problem in report.problems:
+        print("BAD", problem)
+    for name, times in report.faults.items():
+        print(f"{times:9,} {name}")
+    for name, value in report.to_dict().items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            print(f"{value:9,} {name.replace('_', ' ')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A real broker with a proxy before it, and one topic: what can be done to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from keyshard.devbroker import DevBroker
+from keyshard.devbroker.ports import LOOPBACK, free_port
+from keyshard.verify.workloads import create_partitioned_topic
+from tests.chaos.plan import KEEP_ALIVE_S, PARTITIONS
+from tests.chaos.proxy import TcpProxy
+
+TOPIC = "persistent://public/default/chaos"
+SUBSCRIPTION = "chaos"
+
+_PATH = "/admin/v2/persistent/public/default/chaos"
+_START_S = 150.0
+_REQUEST_S = 20.0
+_POLL_S = 0.1
+
+
+class Cluster:
+    """A context manager: the broker is started on entry, and killed on exit.
+
+    Args:
+        directory: Where its data and its log go.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._direct = free_port()
+        behind = free_port({self._direct})
+        self._proxied = free_port({self._direct, behind})
+        self._broker = DevBroker(
+            port=self._direct,
+            data_dir=directory,
+            settings={
+                # Who comes in through the proxy is told the proxy's address by every lookup.
+                "advertisedAddress": "",
+                "advertisedListeners": (
+                    f"direct:{_url(self._direct)},proxied:{_url(self._proxied)}"
+                ),
+                "internalListenerName": "direct",
+                "bindAddresses": f"proxied:{_url(behind)}",
+                "brokerDeduplicationEnabled": "true",
+                "keepAliveIntervalSeconds": str(KEEP_ALIVE_S),
+                # Acknowledgements are written down every 50 s instead of every 10 s, so that each
+                # death of the broker forgets some.
+                "managedLedgerDefaultMarkDeleteRateLimit": "0.02",
+            },
+        )
+        self.proxy = TcpProxy(self._proxied, behind)
+        self._admin = httpx.Client(
+            base_url=self._broker.admin_url, timeout=_REQUEST_S, trust_env=False
+        )
+        self._partitions = PARTITIONS
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Cluster:
+        with ExitStack() as on_failure:
+            on_failure.enter_context(self._broker)
+            on_failure.callback(self._broker.kill)
+            on_failure.enter_context(self.proxy)
+            on_failure.enter_context(self._admin)
+            create_partitioned_topic(self._broker.admin_url, TOPIC, PARTITIONS)
+            self._stack = on_failure.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def direct_url(self) -> str:
+        """URL for clients that have nothing to do with the proxy."""
+        return _url(self._direct)
+
+    @property
+    def proxied_url(self) -> str:
+        """URL for clients that never get around the proxy."""
+        return _url(self._proxied)
+
+    @property
+    def admin_url(self) -> str:
+        """URL of the admin REST interface."""
+        return self._broker.admin_url
+
+    def kill(self) -> None:
+        """End the broker (SIGKILL)."""
+        self._broker.kill()
+
+    def start(self) -> None:
+        """Start it again, with what it has on disk.
+
+        Raises:
+            DevBrokerError: It was not ready in time.
+        """
+        self._broker.start(_START_S)
+
+    def freeze(self) -> None:
+        """Stop the broker (SIGSTOP)."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on (SIGCONT)."""
+        self._signal(signal.SIGCONT)
+
+    def unload(self, deadline: float) -> None:
+        """Unload the topic: the broker closes its consumers and producers.
+
+        Raises:
+            TimeoutError: The broker refused it until the deadline.
+        """
+        self._ask("PUT", f"{_PATH}/unload", deadline)
+
+    def grow(self, deadline: float) -> None:
+        """Add a partition.
+
+        Raises:
+            TimeoutError: The broker refused it until the deadline.
+        """
+        self._partitions += 1
+        self._ask("POST", f"{_PATH}/partitions", deadline, self._partitions)
+
+    def backlog(self, deadline: float) -> int:
+        """Messages that are not acknowledged; at least 1 where nobody has subscribed yet.
+
+        Raises:
+            TimeoutError: The broker did not tell until the deadline.
+        """
+        backlog = 0
+        for number in range(self._partitions):
+            path = f"{_PATH}-partition-{number}/stats?getPreciseBacklog=true"
+            subscription = (
+                self._ask("GET", path, deadline).json()["subscriptions"].get(SUBSCRIPTION)
+            )
+            backlog += subscription["msgBacklog"] if subscription else 1
+        return backlog
+
+    def _signal(self, number: signal.Signals) -> None:
+        group = self._broker.pid
+        assert group is not None
+        os.killpg(group, number)
+
+    def _ask(self, method: str, path: str, deadline: float, body: object = None) -> httpx.Response:
+        """One request; repeated while the broker is busy with the fault before."""
+        while True:
+            try:
+                return self._admin.request(method, path, json=body).raise_for_status()
+            except httpx.HTTPError as exc:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{method} {path} is refused: {exc}") from exc
+            time.sleep(_POLL_S)
+
+
+def _url(port: int) -> str:
+    return f"pulsar://{LOOPBACK}:{port}"

@@ -1,0 +1,96 @@
+"""Which fault comes when: a pure function of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.chaos.stream import Step
+
+PARTITIONS = 2
+"""Partitions of the topic at first."""
+PARTITIONS_MAX = 6
+"""Partitions are added up to here."""
+RANGES = (3, 8)
+"""Fewest and most ranges that a start of the stream takes."""
+
+# The broker closes a connection that was silent for two of these; the client's own is 30 s.
+KEEP_ALIVE_S = 4
+_FREEZE_S = (2.2 * KEEP_ALIVE_S, 3 * KEEP_ALIVE_S)
+_SHORT_S = (2.0, 6.0)
+_BEYOND_THE_CLIENT_S = (32.0, 45.0)
+
+
+class Kind(Enum):
+    """What is done, and to what."""
+
+    STREAM_KILLED = "stream killed"
+    STREAM_STOPPED = "stream stopped and continued"
+    BROKER_KILLED = "broker killed"
+    BROKER_STOPPED = "broker stopped and continued"
+    CONNECTIONS_CUT = "connections cut"
+    CONNECTIONS_STALLED = "connections stalled"
+    TOPIC_UNLOADED = "topic unloaded"
+    PARTITIONS_ADDED = "partitions added"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault, and what comes before it."""
+
+    kind: Kind
+    after_s: float | None
+    """Pause before it, seconds; ``None``: when the stream has committed again. A kill comes when
+    both are over."""
+    lasts_s: float = 0.0
+    """How long what is stopped or stalled stays so, seconds."""
+    step: Step | None = None
+    """The stream is killed at this step of a batch; ``None``: at any time."""
+    ranges: int = RANGES[0]
+    """Ranges of the stream's next start."""
+
+
+def faults(seed: int) -> Iterator[list[Fault]]:
+    """Rounds without end: in each every kind at least once, in another order.
+
+    The first has only short ones. Its first kill of the stream comes inside a batch.
+    """
+    chooser = random.Random(seed)
+    partitions = PARTITIONS
+    steps: list[Step | None] = [Step.READING]
+    first = True
+    while True:
+        kinds = [*Kind, Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
+        if partitions >= PARTITIONS_MAX:
+            kinds.remove(Kind.PARTITIONS_ADDED)
+        partitions += 1
+        chooser.shuffle(kinds)
+        drawn = []
+        for kind in kinds:
+            step = None
+            if kind is Kind.STREAM_KILLED:
+                if not steps:
+                    steps = [*Step, None]
+                    chooser.shuffle(steps)
+                step = steps.pop()
+            fault = Fault(
+                kind,
+                after_s=chooser.choice((None, chooser.uniform(0.0, 1.5))),
+                lasts_s=_duration_s(kind, chooser, long=not first),
+                step=step,
+                ranges=chooser.randint(*RANGES),
+            )
+            drawn.append(fault)
+        yield drawn
+        first = False
+
+
+def _duration_s(kind: Kind, chooser: random.Random, *, long: bool) -> float:
+    if kind is Kind.STREAM_STOPPED:
+        return chooser.uniform(*_FREEZE_S)
+    if kind in {Kind.BROKER_STOPPED, Kind.CONNECTIONS_STALLED}:
+        beyond = long and chooser.random() < 0.3
+        return chooser.uniform(*(_BEYOND_THE_CLIENT_S if beyond else _SHORT_S))
+    return 0.0

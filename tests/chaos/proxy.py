@@ -1,0 +1,104 @@
+"""A TCP proxy on loopback that cuts and stalls what goes through it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+_CONNECT_TIMEOUT_S = 5.0
+_CHUNK = 64 * 1024
+
+
+class TcpProxy:
+    """Passes bytes on between its own port and another one; a context manager.
+
+    Args:
+        port: Where it listens.
+        target: Port on loopback that it connects to, for each connection anew.
+    """
+
+    def __init__(self, port: int, target: int) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._flows = threading.Event()
+        self._flows.set()
+        self._server = socket.create_server((LOOPBACK, port), backlog=64)
+        self._closed = False
+
+    def __enter__(self) -> TcpProxy:
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        with suppress(OSError):  # Wakes accept(), where the system knows that.
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.resume()
+        self.cut()
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        with self._lock:
+            return len(self._pairs)
+
+    def cut(self) -> int:
+        """Close every connection at once, whatever is on the way; returns how many."""
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            self._end(pair)
+        return len(pairs)
+
+    def stall(self) -> None:
+        """Pass nothing on until :meth:`resume`; connections stay open, and new ones are taken."""
+        self._flows.clear()
+
+    def resume(self) -> None:
+        """Pass on what was held back, in order, and all that follows."""
+        self._flows.set()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                broker = socket.create_connection((LOOPBACK, self._target), _CONNECT_TIMEOUT_S)
+            except OSError:
+                client.close()
+                continue
+            broker.settimeout(None)
+            pair = (client, broker)
+            with self._lock:
+                self._pairs.add(pair)
+            for source, sink in (pair, pair[::-1]):
+                threading.Thread(
+                    target=self._pump, args=(pair, source, sink), name="proxy-pump", daemon=True
+                ).start()
+
+    def _pump(
+        self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket
+    ) -> None:
+        with suppress(OSError):
+            while data := source.recv(_CHUNK):
+                self._flows.wait()
+                sink.sendall(data)
+        # An end is held back like everything else.
+        self._flows.wait()
+        self._end(pair)
+
+    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        with self._lock:
+            if pair not in self._pairs:
+                return
+            self._pairs.remove(pair)
+        for end in pair:
+            with suppress(OSError):  # The other side may have gone first.
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()

@@ -1,0 +1,257 @@
+"""Runs a stream on a real broker under faults, and judges the history of it.
+
+1. A broker, a proxy before it, a publisher and the stream start.
+2. Rounds of faults until the time is over, one round at least.
+3. The faults stop; the stream gets the time of ``LIVENESS_S`` to consume everything.
+4. The checkers judge the history.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from keyshard.errors import DevBrokerError
+from keyshard.verify.history import HistoryWriter, read_history
+from tests.chaos.cluster import SUBSCRIPTION, TOPIC, Cluster
+from tests.chaos.plan import RANGES, Fault, Kind, faults
+from tests.chaos.publisher import Publisher
+from tests.chaos.report import BROKER, LIVENESS_S, Report, figures, forgotten, judge, unchecked
+from tests.chaos.stream import WORKER, Settings
+from tests.chaos.stream_process import StreamFailedError, StreamProcess, write
+
+FORGOTTEN = "acknowledgements forgotten"
+"""A kind of fault that is not injected but found in the history of broker deaths."""
+
+_PROXY = "proxy"
+_KEYS = 60
+_RATE_PER_S = 150.0
+_PROGRESS_S = 120.0
+_STEP_S = 30.0
+_POLL_S = 0.1
+_ACKNOWLEDGED_S = 1.5
+"""Time in which acknowledgements gather before the broker is killed, seconds."""
+
+
+class Chaos:
+    """One run.
+
+    Args:
+        directory: Where its files are; ``history.jsonl`` among them.
+        seed: Decides the faults and the load.
+        say: Told what happens.
+    """
+
+    def __init__(self, directory: Path, seed: int, say: Callable[[str], None]) -> None:
+        self._seed = seed
+        self._say = say
+        self._began = time.monotonic()
+        self._injected: Counter[Kind] = Counter()
+        self._cluster = Cluster(directory / "broker")
+        settings = Settings(
+            topic=TOPIC,
+            subscription=SUBSCRIPTION,
+            service_url=self._cluster.proxied_url,
+            admin_url=self._cluster.admin_url,
+            ranges=RANGES[1],
+            directory=str(directory),
+        )
+        self._history = settings.history
+        self._stream = StreamProcess(settings)
+        self._publisher = Publisher(
+            self._cluster.direct_url,
+            TOPIC,
+            keys=_KEYS,
+            rate_per_s=_RATE_PER_S,
+            seed=seed,
+            log=directory / "publisher.log",
+        )
+
+    def run(self, minutes: float) -> Report:
+        """Everything; returns the report.
+
+        Args:
+            minutes: How long faults are injected. The first round is completed in any case.
+
+        Raises:
+            DevBrokerError: The broker did not start at all.
+        """
+        problems: list[str] = []
+        with ExitStack() as stack:
+            stack.enter_context(self._cluster)
+            try:
+                self._start(stack)
+                self._rounds(60 * minutes)
+                self._settle()
+            except (TimeoutError, StreamFailedError, DevBrokerError) as exc:
+                problems.append(str(exc))
+            with HistoryWriter(self._history) as history:
+                history.write_all(self._publisher.confirmed)
+        return self._judge(problems)
+
+    def _rounds(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for number, drawn in enumerate(faults(self._seed)):
+            for fault in drawn:
+                if number and time.monotonic() >= end:
+                    return
+                self._inject(fault)
+
+    # -- before and after the faults --------------------------------------------------------------
+
+    def _start(self, stack: ExitStack) -> None:
+        stack.callback(self._stream.close)
+        stack.callback(self._publisher.close)
+        self._stream.start()
+        self._publisher.start()
+        self._progress()
+        self._tell("the stream runs")
+
+    def _settle(self) -> None:
+        """Everything that was published is consumed and acknowledged."""
+        self._publisher.stop(time.monotonic() + LIVENESS_S)
+        write(self._history, "faults_stopped")
+        self._tell("no more faults")
+        end = time.monotonic() + LIVENESS_S
+        self._until(lambda: not self._cluster.backlog(end), LIVENESS_S, "a backlog of 0")
+        self._stream.stop()
+        left = self._cluster.backlog(end)
+        if left:
+            raise TimeoutError(f"the backlog is {left} after the end")
+        self._tell("everything is consumed")
+
+    def _judge(self, problems: list[str]) -> Report:
+        events = list(read_history(self._history))
+        verdicts = judge(events)
+        forgot = [entries for entries in forgotten(events) if entries]
+        injected = {kind.value: self._injected[kind] for kind in Kind} | {FORGOTTEN: len(forgot)}
+        if not problems:  # It was not broken off.
+            problems += [f"nothing to check: {name}" for name in unchecked(verdicts)]
+            problems += [f"never injected: {name}" for name, times in injected.items() if not times]
+        return Report(
+            seed=self._seed,
+            seconds=round(time.monotonic() - self._began, 1),
+            faults=injected,
+            verdicts=verdicts,
+            unconfirmed=self._publisher.refused.total(),
+            starts=self._stream.starts,
+            gave_up=self._stream.gave_up,
+            redeliveries_dropped=self._stream.total().duplicates_dropped,
+            problems=problems,
+            **figures(events),
+        )
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def _inject(self, fault: Fault) -> None:
+        if fault.after_s is None or fault.kind in {Kind.BROKER_KILLED, Kind.STREAM_KILLED}:
+            self._progress()
+        self._pause(fault.after_s or 0.0)
+        self._tell(f"{fault.kind.value}{_details(fault)}")
+        _INJECT[fault.kind](self, fault)
+        self._injected[fault.kind] += 1
+
+    def _kill_stream(self, fault: Fault) -> None:
+        if not self._stream.kill_at(fault.step, _STEP_S) and fault.step is not None:
+            self._tell("  it did not come to that step in time, and was killed elsewhere")
+        self._stream.start(fault.ranges)
+
+    def _stop_stream(self, fault: Fault) -> None:
+        self._stream.freeze()
+        try:
+            time.sleep(fault.lasts_s)
+        finally:
+            self._stream.thaw()
+        write(self._history, "disconnected", WORKER)
+
+    def _kill_broker(self, _fault: Fault) -> None:
+        before = self._stream.total().acknowledged
+        self._until(
+            lambda: self._stream.total().acknowledged > before, _PROGRESS_S, "acknowledgements"
+        )
+        self._pause(_ACKNOWLEDGED_S)
+        self._cluster.kill()
+        write(self._history, "crashed", BROKER)
+        self._cluster.start()
+
+    def _stop_broker(self, fault: Fault) -> None:
+        self._cluster.freeze()
+        try:
+            time.sleep(fault.lasts_s)
+        finally:
+            self._cluster.thaw()
+        write(self._history, "disconnected", BROKER)
+
+    def _cut_connections(self, _fault: Fault) -> None:
+        self._connected()
+        self._cluster.proxy.cut()
+        write(self._history, "disconnected", _PROXY)
+
+    def _stall_connections(self, fault: Fault) -> None:
+        self._connected()
+        self._cluster.proxy.stall()
+        try:
+            self._pause(fault.lasts_s)
+        finally:
+            self._cluster.proxy.resume()
+        write(self._history, "disconnected", _PROXY)
+
+    def _unload_topic(self, _fault: Fault) -> None:
+        self._cluster.unload(time.monotonic() + _PROGRESS_S)
+        write(self._history, "disconnected", BROKER)
+
+    def _add_partitions(self, _fault: Fault) -> None:
+        end = time.monotonic() + _PROGRESS_S
+        self._publisher.reopen(end, lambda: self._cluster.grow(end))
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        """Wait until the stream has committed two batches from now on."""
+        before = self._stream.total().batches
+        self._until(
+            lambda: self._stream.total().batches >= before + 2, _PROGRESS_S, "committed batches"
+        )
+
+    def _connected(self) -> None:
+        self._until(lambda: self._cluster.proxy.connections, _PROGRESS_S, "a connection")
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self._until(lambda: time.monotonic() >= end, seconds + 1, "a pause")
+
+    def _until(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
+        """Poll until a condition holds; the stream is looked after meanwhile."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            self._stream.tend()
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"not within {limit_s:.0f} s: {what}. The stream: {self._stream.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def _tell(self, text: str) -> None:
+        self._say(f"{time.monotonic() - self._began:6.1f} s  {text}")
+
+
+_INJECT: dict[Kind, Callable[[Chaos, Fault], None]] = {
+    Kind.STREAM_KILLED: Chaos._kill_stream,
+    Kind.STREAM_STOPPED: Chaos._stop_stream,
+    Kind.BROKER_KILLED: Chaos._kill_broker,
+    Kind.BROKER_STOPPED: Chaos._stop_broker,
+    Kind.CONNECTIONS_CUT: Chaos._cut_connections,
+    Kind.CONNECTIONS_STALLED: Chaos._stall_connections,
+    Kind.TOPIC_UNLOADED: Chaos._unload_topic,
+    Kind.PARTITIONS_ADDED: Chaos._add_partitions,
+}
+
+
+def _details(fault: Fault) -> str:
+    if fault.kind is Kind.STREAM_KILLED:
+        where = "at any time" if fault.step is None else fault.step.value
+        return f" ({where}; next with {fault.ranges} ranges)"
+    return f" ({fault.lasts_s:.1f} s)" if fault.lasts_s else ""

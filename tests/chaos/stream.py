@@ -1,0 +1,227 @@
+"""An embedded stream in a process of its own, which can be killed at every step of a batch.
+
+It keeps what a host engine keeps, in one file that is replaced as a whole: the checkpoint of the
+newest batch, and whether the batch is committed. Each line on its standard input names a step at
+which it kills itself; the end of the input asks it to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.errors import KeyShardError, ReplayTimeoutError, SubscriptionInUseError
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.source import SourceBatch
+from keyshard.verify.history import Event, HistoryWriter
+from keyshard.verify.recorder import Recorder
+
+WORKER = "stream"
+"""Its name in the history."""
+TRY_AGAIN = 75
+"""Exit status when the broker could not be reached or still knew the one before."""
+
+_WAIT_S = 0.2
+_CLIENT_TIMEOUT_S = 15
+
+
+class Step(Enum):
+    """Where a batch is."""
+
+    PLANNED = "planned, nothing is read"
+    READING = "some rows are read"
+    READ = "all rows are read, nothing is durable"
+    DURABLE = "the checkpoint is durable, nothing is acknowledged"
+    RELEASED = "acknowledgements are on their way"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the process is given, as JSON."""
+
+    topic: str
+    subscription: str
+    service_url: str
+    admin_url: str
+    ranges: int
+    directory: str
+    """Where its files are."""
+    number: int = 0
+    """Which start this is."""
+
+    @property
+    def state(self) -> Path:
+        """What is durable: the newest checkpoint, and whether its batch is committed."""
+        return Path(self.directory) / "checkpoint.json"
+
+    @property
+    def status(self) -> Path:
+        """What this start did so far, see :class:`Status`."""
+        return Path(self.directory) / f"status-{self.number}.json"
+
+    @property
+    def history(self) -> Path:
+        """What happened."""
+        return Path(self.directory) / "history.jsonl"
+
+    def source(self) -> SourceConfig:
+        """What is consumed: batches of about a quarter of a second, growth noticed at once."""
+        return SourceConfig(
+            self.topic,
+            subscription=self.subscription,
+            service_url=self.service_url,
+            admin_url=self.admin_url,
+            parallelism=self.ranges,
+            starting_position="earliest",
+            batch_rows_min=50,
+            batch_rows_max=500,
+            batch_delay_max_ms=250,
+            discovery_interval_ms=1_000,
+            operation_timeout_ms=_CLIENT_TIMEOUT_S * 1_000,
+        )
+
+
+@dataclass(slots=True)
+class Status:
+    """Counts since the start of the process."""
+
+    running: bool = False
+    batches: int = 0
+    acknowledged: int = 0
+    duplicates_dropped: int = 0
+
+
+class Stream:
+    """Runs batches until it is told to stop."""
+
+    def __init__(self, settings: Settings, history: HistoryWriter) -> None:
+        self._settings = settings
+        self._state = settings.state
+        self._recorder = Recorder(history, WORKER)
+        self._history = history
+        self._status = Status()
+        self._stopping = threading.Event()
+        self._die_at: Step | None = None
+        self._coordinator = Coordinator(
+            settings.source(),
+            lambda: self._recorder.broker(PulsarBroker(settings.service_url, _CLIENT_TIMEOUT_S)),
+            PulsarAdmin(settings.admin_url),
+        )
+
+    def listen(self) -> None:
+        """Take orders from standard input until its end."""
+        for line in sys.stdin:
+            self._die_at = Step[line.strip()]
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Continue where the file says; a batch that was only planned runs again first."""
+        end, committed = self._load()
+        if end is not None and committed:
+            # The one before may have been killed between the file and this line.
+            self._history.write(
+                Event(time.time(), "checkpointed", batch=end.batch_id, worker=WORKER)
+            )
+        self._coordinator.start(end, planned=not committed)
+        try:
+            self._tell(running=True)
+            if end is not None and not committed:
+                self._batch(end)
+            while not self._stopping.is_set():
+                end = self._coordinator.cut() if self._coordinator.wait_for_rows(_WAIT_S) else None
+                if end is None:
+                    self._stopping.wait(0.01)
+                else:
+                    self._store(end, committed=False)
+                    self._batch(end)
+                self._tell(running=True)
+        finally:
+            self._tell(running=False)
+            self._coordinator.stop()
+
+    def _batch(self, end: Checkpoint) -> None:
+        self._at(Step.PLANNED)
+        batch = SourceBatch(self._coordinator, end)
+        for _ in self._recorder.rows(batch):
+            self._at(Step.READING)
+        self._at(Step.READ)
+        self._store(end, committed=True)
+        self._at(Step.DURABLE)
+        self._recorder.checkpointed(batch)
+        self._coordinator.release(end)
+        self._status.batches += 1
+        self._at(Step.RELEASED)
+
+    def _at(self, step: Step) -> None:
+        if self._die_at is step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _load(self) -> tuple[Checkpoint | None, bool]:
+        if not self._state.exists():
+            return None, True
+        state = json.loads(self._state.read_text())
+        return Checkpoint.from_json(state["checkpoint"]), state["committed"]
+
+    def _store(self, end: Checkpoint, *, committed: bool) -> None:
+        text = json.dumps({"checkpoint": end.to_json(), "committed": committed})
+        _replace(self._state, text, durable=True)
+
+    def _tell(self, *, running: bool) -> None:
+        counts = self._coordinator.status()
+        self._status.running = running
+        self._status.acknowledged = counts["entriesAcknowledged"]
+        self._status.duplicates_dropped = counts["duplicatesDropped"]
+        _replace(self._settings.status, json.dumps(asdict(self._status)), durable=False)
+
+
+def _replace(path: Path, text: str, *, durable: bool) -> None:
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    fresh.replace(path)
+    if durable:
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run with :class:`Settings` as JSON; returns the exit status."""
+    settings = Settings(**json.loads(arguments[0]))
+    with HistoryWriter(settings.history) as history:
+        stream = Stream(settings, history)
+        threading.Thread(target=stream.listen, name="orders", daemon=True).start()
+        try:
+            stream.run()
+        except (SubscriptionInUseError, ReplayTimeoutError) as exc:
+            print(exc, file=sys.stderr)
+            return TRY_AGAIN
+        except KeyShardError as exc:
+            if not exc.retriable:
+                raise
+            print(exc, file=sys.stderr)
+            return TRY_AGAIN
+    return 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))
