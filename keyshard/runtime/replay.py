@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Reader
@@ -15,7 +15,7 @@ from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
+from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
 from keyshard.runtime.retry import retry_until
 from keyshard.schema.content import only
 
@@ -84,7 +84,7 @@ def _replay_partition(
 
         def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
             assert broker is not None
-            return _read_stretch(broker, topic_partition, stretch, deadline)
+            return _read_stretch(broker, topic_partition, stretch, state.partial, deadline)
 
         for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
             indices = state.partial.get(block.id)
@@ -104,17 +104,35 @@ def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrim
 
 
 def _read_stretch(
-    broker: Broker, topic_partition: TopicPartition, stretch: EntrySet, deadline: float
+    broker: Broker,
+    topic_partition: TopicPartition,
+    stretch: EntrySet,
+    partial: Mapping[EntryId, Collection[int]],
+    deadline: float,
 ) -> list[EntryBlock]:
+    """Entries of a stretch, with all indices that the checkpoint wants of them."""
     start, last = stretch.first, stretch.last
     assert start is not None
     assert last is not None
+    cut_off: set[EntryId] = set()
     reader = broker.reader(topic_partition, start)
     try:
-        entries = _entries(reader, last, topic_partition, deadline)
-        return [block for block in entries if block.id in stretch]
+        entries = _entries(reader, last, topic_partition, deadline, cut_off)
+        found = {block.id: block for block in entries if block.id in stretch}
     finally:
         reader.close()
+    for entry_id, block in found.items():
+        wanted = partial.get(entry_id, range(block.batch_size))
+        if set(wanted) <= set(block.indices):
+            cut_off.discard(entry_id)
+        else:
+            cut_off.add(entry_id)
+    if any(entry_id in stretch for entry_id in cut_off):
+        first = min(cut_off)
+        raise BrokerUnavailableError(
+            f"A Reader of {topic_partition} was cut off inside entry {first.ledger}:{first.entry}."
+        )
+    return list(found.values())
 
 
 def stretches(entries: EntrySet) -> Iterator[EntrySet]:
@@ -132,16 +150,28 @@ def stretches(entries: EntrySet) -> Iterator[EntrySet]:
 
 
 def _entries(
-    reader: Reader, last: EntryId, topic_partition: TopicPartition, deadline: float
+    reader: Reader,
+    last: EntryId,
+    topic_partition: TopicPartition,
+    deadline: float,
+    cut_off: set[EntryId],
 ) -> Iterator[EntryBlock]:
-    """Whole entries up to ``last``; ends early when nothing more is stored."""
+    """Entries up to ``last``; ends early when nothing more is stored.
+
+    What ended before its last index is put into ``cut_off``. A Reader that reconnected inside an
+    entry starts it again, so it may still come whole.
+    """
     assembly = EntryAssembly()
     while time.monotonic() < deadline:
         blocks = reader.read(READ_WAIT_MS)
         for block in blocks:
             if block.id > last:
                 return
-            yield from _added(assembly, block)
+            try:
+                yield from assembly.add(block)
+            except RedeliveryNeeded as need:
+                cut_off.add(need.entry_id)
+                yield from assembly.add(block)
             if block.id == last and assembly.open is None:
                 return
         if not blocks and reader.at_end():
@@ -150,12 +180,3 @@ def _entries(
         f"Reading a planned batch of {topic_partition} again took too long (up to {last.ledger}:"
         f"{last.entry}). Check the broker's load, or raise replay_timeout_ms."
     )
-
-
-def _added(assembly: EntryAssembly, block: EntryBlock) -> list[EntryBlock]:
-    try:
-        return assembly.add(block)
-    except RedeliveryNeeded:
-        # A Reader that reconnected inside an entry starts that entry again; if it does not, the
-        # entry is missing and reported as such.
-        return assembly.add(block)

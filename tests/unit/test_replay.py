@@ -209,7 +209,7 @@ def test_a_reader_that_goes_back_inside_an_entry_loses_nothing() -> None:
 
 def test_half_an_entry_is_not_taken_for_all_of_it() -> None:
     reader = ScriptedReader([part(0, 0, of=2), block(1, 1)], at_end=lambda: True)
-    with pytest.raises(DataLossTrimmedError, match=r"first 1:0:"):
+    with pytest.raises(DataLossTrimmedError, match=r"first 1:0"):
         replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)
 
 
@@ -218,3 +218,16 @@ def test_a_reader_that_delivers_nothing_ends_at_the_deadline() -> None:
     with pytest.raises(ReplayTimeoutError, match=r"up to 1:5.*raise replay_timeout_ms"):
         replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:5")}), 0.05)
     assert reader.closed
+
+
+def test_an_entry_that_a_reader_cut_off_twice_is_read_again_instead_of_taken_in_part() -> None:
+    half, following = part(0, 0, of=3), part(1, 0, of=1)
+    reader = ScriptedReader(
+        [half, following, half, following], [part(0, 0, 1, 2, of=3), following],
+        at_end=lambda: False,
+    )  # fmt: skip
+    entries = replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)[P0]
+    assert [(list(entry.indices), entry.whole) for entry in entries] == [
+        ([0, 1, 2], True),
+        ([0], True),
+    ]
