@@ -1,8 +1,8 @@
 """The broker port on pulsar-client.
 
-Two rules of this client shape the file (``docs/semantics``): ids are unhashable and compare
-inconsistently, so they become plain integers on arrival; and an id built by hand acknowledges its
-whole entry, from any consumer of the subscription on that topic partition.
+Two rules of this client shape the file: ids are unhashable and compare inconsistently, so they
+become plain integers on arrival; and an id built by hand acknowledges its whole entry, from any
+consumer of the subscription on that topic partition.
 """
 
 from __future__ import annotations
