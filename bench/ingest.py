@@ -60,10 +60,10 @@ def throughput(broker: DevBroker, topic: str, messages: int, warm: int) -> dict[
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
-def tiny_triggers(broker: DevBroker) -> float:
-    """Median time per micro-batch at 50 messages/s, milliseconds."""
-    create_partitioned_topic(broker.admin_url, "tiny", PARTITIONS)
-    arguments = {"service_url": broker.service_url, "topic": "tiny", "rows": TRIGGER_ROWS}
+def tiny_triggers(broker: DevBroker, topic: str, workload: Workload) -> float:
+    """Median time per micro-batch while a workload is published slowly, milliseconds."""
+    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+    arguments = {"service_url": broker.service_url, "topic": topic, "rows": workload.messages}
     with subprocess.Popen(
         [sys.executable, "-m", "bench.spark_run", "trigger", json.dumps(arguments)],
         stdout=subprocess.PIPE,
@@ -71,8 +71,7 @@ def tiny_triggers(broker: DevBroker) -> float:
     ) as query:
         assert query.stdout is not None
         query.stdout.readline()
-        workload = Workload(TRIGGER_ROWS, 100, rate_per_s=TRIGGER_RATE, batching="none")
-        produce(workload, broker.service_url, "tiny")
+        produce(workload, broker.service_url, topic)
         answer, _ = query.communicate(timeout=180)
     return float(json.loads(answer.splitlines()[-1]))
 
@@ -108,7 +107,11 @@ def run(messages: int) -> dict[str, float]:
         load(broker, "warm", replace(small, messages=warm))
         figures |= shape(broker, small, "", warm)
         figures |= shape(broker, replace(small, entry_messages=1_000), "_large", warm)
-        figures["trigger_ms"] = tiny_triggers(broker)
+        tiny = Workload(TRIGGER_ROWS, 100, rate_per_s=TRIGGER_RATE, batching="none")
+        figures["trigger_ms"] = tiny_triggers(broker, "tiny", tiny)
+        # As large as entries become at this rate in a second.
+        large = replace(tiny, batching="keyed", entry_messages=int(TRIGGER_RATE))
+        figures["trigger_ms_large"] = tiny_triggers(broker, "tiny_large", large)
         load(broker, "heavy", Workload(20_000, keys=1_000, size_bytes=100_000, batching="none"))
         heavy = {"service_url": broker.service_url, "topic": "heavy", "messages": 20_000}
         figures["stalled_sink_peak_mb_100kb"] = child(
