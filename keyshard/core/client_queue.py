@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MESSAGE_BYTES_GUESS = 100_000
+MESSAGE_BYTES_GUESS = 10_000
 """Size of a message as long as none was seen, bytes."""
 MESSAGE_OVERHEAD_BYTES = 1_024
 """Memory that a message takes in the client beside its payload, bytes."""
-GROWTH_MIN = 4
-"""Factor from which a larger queue is worth a new subscription."""
 SHRINK_MIN = 1.5
-"""Factor from which a smaller queue is."""
+"""Factor from which a smaller queue is worth a new subscription."""
 NEWEST_WEIGHT = 0.25
 """Weight of the newest delivery in the average size."""
 
@@ -20,8 +18,8 @@ NEWEST_WEIGHT = 0.25
 class ClientQueue:
     """Size of one consumer's queue, from its share of a budget and the messages it receives.
 
-    It begins small. The first delivery may make it larger, once; larger messages make it smaller
-    at any time. So it never goes to and fro.
+    It begins with a guess, and larger messages make it smaller. It never grows: that would take a
+    new subscription, with everything delivered again, at every start.
     """
 
     bytes_max: int
@@ -30,7 +28,7 @@ class ClientQueue:
     """Messages that the queue may hold, however small they are."""
     size: int = field(init=False)
     """Messages that the client may ask for ahead."""
-    _message_bytes: float | None = field(init=False, default=None)
+    _message_bytes: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.size = self._fitting(MESSAGE_BYTES_GUESS)
@@ -43,15 +41,13 @@ class ClientQueue:
             payload_bytes: Their payload, bytes.
         """
         newest = payload_bytes / messages
-        first = self._message_bytes is None
-        if self._message_bytes is None:
-            self._message_bytes = newest
-        self._message_bytes += (newest - self._message_bytes) * NEWEST_WEIGHT
+        before = self._message_bytes or newest
+        self._message_bytes = before + (newest - before) * NEWEST_WEIGHT
         size = self._fitting(self._message_bytes)
-        if (first and size >= self.size * GROWTH_MIN) or size * SHRINK_MIN <= self.size:
-            self.size = size
-            return False
-        return True
+        if size * SHRINK_MIN > self.size:
+            return True
+        self.size = size
+        return False
 
     def _fitting(self, message_bytes: float) -> int:
         fitting = int(self.bytes_max / (message_bytes + MESSAGE_OVERHEAD_BYTES))
