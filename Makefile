@@ -17,10 +17,10 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (at most 12 minutes on 2 cores)
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 20 minutes on 2 cores)
 	@$(BIN)/python -m pytest
 
-unit: $(INSTALLED) ## unit and property tests only (under 20 seconds)
+unit: $(INSTALLED) ## unit and property tests only (half a minute)
 	@$(BIN)/python -m pytest tests/unit tests/property -m "not broker and not spark"
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, VERBOSE=1 for their traces
