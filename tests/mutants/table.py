@@ -163,10 +163,7 @@ MUTANTS = (
                 "min(RING_SIZE - 1, -(-(i + 1) * RING_SIZE // count)))",
             ),
         ),
-        killers=(
-            killer("unit/test_hash_range"),
-            killer("property/test_hash_range", "test_ranges_follow_each_other_and_cover_the_ring"),
-        ),
+        killers=(killer("unit/test_hash_range"),),
     ),
     Mutant(
         name="subscribe a range again before its old owner gave it back",
