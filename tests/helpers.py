@@ -20,7 +20,7 @@ from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.subscribe import Admin
-from keyshard.schema.content import column, entry_block
+from keyshard.schema.content import entry_block, gather
 
 DEADLINE_S = 30.0
 """After this a wait has failed, seconds."""
@@ -70,7 +70,7 @@ def block(
 
 def event_ms(blocks: Sequence[EntryBlock]) -> list[int | None]:
     """Event time of each message of some blocks, milliseconds; ``None`` when unset."""
-    times = column(blocks, "__eventTime").cast(pa.int64()).to_pylist()
+    times = gather(blocks, ["__eventTime"])["__eventTime"].cast(pa.int64()).to_pylist()
     return [None if time is None else time // 1_000 for time in times]
 
 
@@ -239,3 +239,12 @@ def rows_of(coordinator: Coordinator, end: Checkpoint) -> dict[int, list[dict[st
         index: [row for part in coordinator.read(end.batch_id, index) for row in part.to_pylist()]
         for index in coordinator.plan(end)
     }
+
+
+def commit(coordinator: Coordinator) -> Checkpoint:
+    """Cut, read and release one batch."""
+    end = coordinator.cut()
+    assert end is not None
+    rows_of(coordinator, end)
+    coordinator.release(end)
+    return end

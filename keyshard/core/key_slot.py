@@ -41,5 +41,9 @@ def slots_of(routing_keys: Sequence[str | None]) -> tuple[int | None, list[int |
     slot = None if first is None else key_slot(first)
     if routing_keys.count(first) == len(routing_keys):
         return slot, None
-    slots = [None if key is None else key_slot(key) for key in routing_keys]
-    return slot, slots if slots.count(slot) < len(slots) else None
+    return slot, differing([None if key is None else key_slot(key) for key in routing_keys])
+
+
+def differing(slots: list[int | None]) -> list[int | None] | None:
+    """Slots of the messages of one entry, at least one; ``None`` when all are the same."""
+    return slots if slots.count(slots[0]) < len(slots) else None

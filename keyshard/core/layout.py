@@ -47,6 +47,11 @@ def merged(rows: int, size_bytes: int, ranges: int) -> int:
     return min(ranges, max(1, wanted))
 
 
+def shared_partition(range_index: int, ranges: int, partitions: int) -> int:
+    """The partition of a batch that a range lies in, when neighbouring ranges share them."""
+    return range_index * partitions // ranges
+
+
 def lay_out(
     entries: Mapping[TopicPartition, Iterable[EntryBlock]],
     ranges: int,
@@ -68,5 +73,6 @@ def lay_out(
     for topic_partition in sorted(entries):
         for block in sorted(entries[topic_partition], key=lambda block: block.id):
             index = home_range(topic_partition, block.id, block.slot, ranges)
-            result.setdefault(index * count // ranges, []).append((topic_partition, block))
+            part = shared_partition(index, ranges, count)
+            result.setdefault(part, []).append((topic_partition, block))
     return dict(sorted(result.items()))

@@ -48,14 +48,13 @@ class Lanes:
         self.by_partition: dict[TopicPartition, list[Lane]] = {}
         self.receivers: list[Receiver] = []
 
-    def open(self, found: Iterable[TopicPartition], start: StartPosition) -> list[Lane]:
+    def open(self, found: Collection[TopicPartition], start: StartPosition) -> list[Lane]:
         """Subscribe every range of some topic partitions; nothing is received yet.
 
         Raises:
             SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
             BrokerError: The broker cannot be reached, or refused.
         """
-        found = tuple(found)
         consumers = self._config.parallelism * len(self.by_partition.keys() | set(found))
         share = self._config.window_bytes_max // (2 * max(1, consumers))
         return open_lanes(

@@ -204,9 +204,7 @@ class Receiver:
             sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
         ):
             # Nothing of it was taken: the new consumer gets it again.
-            self._sink.reopen(lane)
-            with self._changed:
-                self._ready.append(lane)
+            self._reopen(lane)
             return
         entries: list[EntryBlock] = []
         try:
@@ -270,6 +268,10 @@ class Receiver:
         _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
         if entries:
             self._sink.deliver(lane, entries)
+        self._reopen(lane)
+
+    def _reopen(self, lane: Lane) -> None:
+        """Make the broker deliver everything unacknowledged again, and serve the lane."""
         self._sink.reopen(lane)
         with self._changed:
             lane.ringing = None

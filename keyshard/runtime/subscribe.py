@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ def open_lanes(
     broker: Broker,
     admin: Admin | None,
     config: SourceConfig,
-    topic_partitions: Iterable[TopicPartition],
+    topic_partitions: Collection[TopicPartition],
     start: StartPosition,
     *,
     queue_bytes_max: int,
@@ -72,7 +72,6 @@ def open_lanes(
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
-    topic_partitions = tuple(topic_partitions)
 
     def subscribe(seat: Seat, where: StartPosition) -> Lane:
         queue = ClientQueue(queue_bytes_max, config.receiver_queue_size)

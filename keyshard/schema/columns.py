@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.layout import Located
-from keyshard.schema.content import PROPERTIES, TIME, column
+from keyshard.schema.content import CONTENT, PROPERTIES, TIME, gather
 
 ROWS_PER_BATCH_MAX = 10_000
 """Most rows of one record batch, unless one entry has more."""
@@ -105,12 +105,11 @@ def record_batches(
         :data:`BYTES_PER_BATCH_MAX` of payload, unless one entry is larger.
     """
     schema = select(names)
+    content = [name for name in names if name in CONTENT.names]
     for part in _portions(blocks):
-        arrays = [
-            _BUILDERS[name](part) if name in _BUILDERS else column([b for _, b in part], name)
-            for name in names
-        ]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        arrays = gather([block for _, block in part], content)
+        arrays |= {name: _BUILDERS[name](part) for name in names if name in _BUILDERS}
+        yield pa.RecordBatch.from_arrays([arrays[name] for name in names], schema=schema)
 
 
 def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:

@@ -7,12 +7,11 @@ and the garbage collector has nothing to look at.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
 
 from keyshard.core.entry import EntryBlock, EntryId, Part
-from keyshard.core.key_slot import routing_key, slots_of
+from keyshard.core.key_slot import differing, routing_key, slots_of
 
 TIME = pa.timestamp("us", tz="UTC")
 PROPERTIES = pa.map_(pa.string(), pa.string())
@@ -98,37 +97,34 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         block.batched,
         [block.indices[i] for i in kept],
         slots[0],
-        slots if slots.count(slots[0]) < len(slots) else None,
+        differing(slots),
         block.publish_ms,
         sum(len(part.content.column(0)[part.start].as_buffer()) for part in parts),
         parts,
     )
 
 
-def column(blocks: Sequence[EntryBlock], name: str) -> pa.Array:
-    """One column of :data:`CONTENT` for all messages of some blocks, in their order."""
-    position = CONTENT.get_field_index(name)
-    return pa.concat_arrays(
-        [content.column(position).slice(start, rows) for content, start, rows in _runs(blocks)]
-    )
+def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
+    """Columns of :data:`CONTENT`, by name, for all messages of some blocks in their order."""
+    runs = _runs(blocks) if names else []
+    return {
+        name: pa.concat_arrays(
+            [part.content.column(position).slice(part.start, part.rows) for part in runs]
+        )
+        for name, position in zip(names, map(CONTENT.get_field_index, names), strict=True)
+    }
 
 
 def _runs(blocks: Sequence[EntryBlock]) -> list[Part]:
     """Parts of some blocks; what lies together becomes one."""
     runs: list[Part] = []
-    content: Any = None
-    start = end = 0
     for block in blocks:
         for part in block.parts:
-            if part.content is content and part.start == end:
-                end += part.rows
-                continue
-            if content is not None:
-                runs.append(Part(content, start, end - start))
-            content, start = part.content, part.start
-            end = start + part.rows
-    if content is not None:
-        runs.append(Part(content, start, end - start))
+            last = runs[-1] if runs else None
+            if last and part.content is last.content and part.start == last.start + last.rows:
+                runs[-1] = Part(last.content, last.start, last.rows + part.rows)
+            else:
+                runs.append(part)
     return runs
 
 

@@ -32,6 +32,7 @@ import pyarrow as pa
 from keyshard.broker.port import Broker
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.core.layout import shared_partition
 from keyshard.source import SourceBatch
 from keyshard.verify.history import Event
 from keyshard.verify.recording_broker import RecordingBroker, message_name
@@ -115,7 +116,7 @@ def part_range(end: Checkpoint, part: int) -> HashRange:
     ranges = [
         hash_range
         for number, hash_range in enumerate(split_ring(end.ranges))
-        if number * count // end.ranges == part
+        if shared_partition(number, end.ranges, count) == part
     ]
     return HashRange(ranges[0].start, ranges[-1].end)
 

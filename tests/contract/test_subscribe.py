@@ -14,7 +14,7 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import key_slot
 from keyshard.errors import BrokerError, RangeConflictError
-from keyshard.schema.content import column
+from keyshard.schema.content import gather
 
 
 def test_partitions_of_a_partitioned_topic_are_all_named(harness: Harness) -> None:
@@ -81,13 +81,13 @@ def test_a_message_arrives_with_everything_it_was_sent_with(harness: Harness) ->
     assert (full.batch_size, full.batched, list(full.indices), full.whole) == (1, False, [0], True)
     assert full.values == [b"\x00\xff"]
     assert (full.partition_keys, full.slot) == (["key"], key_slot("order"))
-    assert dict(column([full], "__properties")[0].as_py()) == {"a": "1", "ü": "ß"}
+    assert dict(gather([full], ["__properties"])["__properties"][0].as_py()) == {"a": "1", "ü": "ß"}
     assert event_ms([full]) == [1_700_000_000_123]
     assert before_ms <= full.publish_ms <= time.time_ns() // 1_000_000
     assert full.payload_bytes == 2
     assert (empty.values, empty.payload_bytes, event_ms([empty])) == ([b""], 0, [None])
     assert (empty.partition_keys, empty.slot) == ([None], None)
-    assert column([empty], "__properties").to_pylist() == [[]]
+    assert gather([empty], ["__properties"])["__properties"].to_pylist() == [[]]
     assert full.id < empty.id
 
 

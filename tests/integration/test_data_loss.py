@@ -10,7 +10,7 @@ import pulsar
 import pytest
 
 from contract.pulsar_harness import PulsarHarness
-from helpers import key_in, received, rows_of, wait_until
+from helpers import commit, key_in, received, rows_of, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import StartPosition
@@ -88,14 +88,6 @@ class Running:
 
 def messages(count: int) -> list[Message]:
     return [Message(b"%d" % i, key=KEYS[i % len(KEYS)]) for i in range(count)]
-
-
-def commit(coordinator: Coordinator) -> Checkpoint:
-    end = coordinator.cut()
-    assert end is not None
-    rows_of(coordinator, end)
-    coordinator.release(end)
-    return end
 
 
 def stored_entries(harness: PulsarHarness, where: TopicPartition, count: int) -> list[EntryId]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers import config, key_in, received, rows_of, running, wait_until
+from helpers import commit, config, key_in, received, rows_of, running, wait_until
 from keyshard.broker.memory import (
     LookAhead,
     MemoryBroker,
@@ -58,6 +58,18 @@ class Place:
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self.cluster.acknowledge(self.where, "unit", entries)
 
+    def earlier_owner(self) -> tuple[MemoryBroker, MemoryConsumer]:
+        """Somebody who owns the whole ring of the subscription before the source begins."""
+        broker = MemoryBroker(self.cluster)
+        return broker, broker.subscribe(
+            self.where,
+            "unit",
+            split_ring(1)[0],
+            start=StartPosition.EARLIEST,
+            consumer_name="earlier",
+            receiver_queue_size=100,
+        )
+
     def backlog(self) -> int:
         return self.cluster.backlog(self.where, "unit")
 
@@ -67,15 +79,6 @@ def place() -> Iterator[Place]:
     made = Place()
     yield made
     made.cluster.validate()
-
-
-def commit(coordinator: Coordinator) -> Checkpoint:
-    """Cut, read and release one batch."""
-    end = coordinator.cut()
-    assert end is not None
-    rows_of(coordinator, end)
-    coordinator.release(end)
-    return end
 
 
 def settled_by_batches(place: Place, coordinator: Coordinator) -> PartitionCheckpoint:
@@ -341,15 +344,7 @@ def test_markers_that_the_broker_acknowledged_are_no_loss(place: Place) -> None:
 
 def test_what_was_acknowledged_before_the_first_start_is_settled_at_once(place: Place) -> None:
     """An existing subscription with 10,000 holes: the checkpoint never sees them."""
-    broker = MemoryBroker(place.cluster)
-    earlier = broker.subscribe(
-        place.where,
-        "unit",
-        split_ring(1)[0],
-        start=StartPosition.EARLIEST,
-        consumer_name="earlier",
-        receiver_queue_size=100,
-    )
+    broker, earlier = place.earlier_owner()
     entries = place.publish(*[FAST_KEY] * 20_000)
     earlier.acknowledge(entries[::2])
     broker.close()
@@ -371,15 +366,7 @@ def test_what_was_acknowledged_before_the_first_start_is_settled_at_once(place: 
 
 def test_a_restart_after_the_first_batch_takes_nothing_of_before_for_a_loss(place: Place) -> None:
     """What was acknowledged before the first start is in the first checkpoint, wherever it lies."""
-    broker = MemoryBroker(place.cluster)
-    earlier = broker.subscribe(
-        place.where,
-        "unit",
-        split_ring(1)[0],
-        start=StartPosition.EARLIEST,
-        consumer_name="earlier",
-        receiver_queue_size=100,
-    )
+    broker, earlier = place.earlier_owner()
     entries = place.publish(*[FAST_KEY] * 100, publish_ms=5_000)
     earlier.acknowledge(entries[::2])
     broker.close()

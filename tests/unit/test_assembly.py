@@ -9,7 +9,7 @@ from keyshard.core import assembly as assembly_module
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.key_slot import key_slot
-from keyshard.schema.content import column
+from keyshard.schema.content import gather
 
 
 def feed(assembly: EntryAssembly, *blocks: EntryBlock) -> list[EntryBlock]:
@@ -39,7 +39,8 @@ def test_parts_are_joined_in_every_column() -> None:
     assert entry.partition_keys == ["a", "b", "c", None]
     assert entry.slots == [key_slot(key) for key in ("a", "b", "c", "o")]
     assert event_ms([entry]) == [2, 2, 4, None]
-    assert column([entry], "__properties").to_pylist() == [[("p", "1")], [("p", "1")], [], []]
+    properties = gather([entry], ["__properties"])["__properties"]
+    assert properties.to_pylist() == [[("p", "1")], [("p", "1")], [], []]
     assert entry.payload_bytes == 20
 
 
