@@ -34,9 +34,9 @@ from keyshard.core.target import Gap, Target
 from keyshard.core.window import Window
 from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
 from keyshard.runtime.acknowledger import Acknowledger
-from keyshard.runtime.receiver import Lane, Receiver
+from keyshard.runtime.receiver import RangeConsumer, Receiver
 from keyshard.runtime.retry import retry_until
-from keyshard.runtime.subscribe import Admin, close_lanes
+from keyshard.runtime.subscribe import Admin, close_range_consumers
 
 ROWS_BEHIND_MAX = 2_000
 """Rows behind the target that a range takes and drops before it rests."""
@@ -62,13 +62,18 @@ THREADS_MAX = 8
 _log = logging.getLogger(__name__)
 
 
-def last_entries(lanes: Iterable[Lane], timeout_s: float) -> dict[TopicPartition, EntryId | None]:
+def last_entries(
+    range_consumers: Iterable[RangeConsumer], timeout_s: float
+) -> dict[TopicPartition, EntryId | None]:
     """The last entry of each topic partition now.
 
     Raises:
         BrokerError: The broker did not tell.
     """
-    one_each = {lane.seat.topic_partition: lane.consumer for lane in lanes}
+    one_each = {
+        range_consumer.seat.topic_partition: range_consumer.consumer
+        for range_consumer in range_consumers
+    }
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-target") as pool:
         asked = {
             topic_partition: pool.submit(retry_until, consumer.last_entry, timeout_s)
@@ -82,7 +87,7 @@ class AvailableNow:
 
     Args:
         last: Last entry of each topic partition that belongs to the run.
-        lanes: All ranges of them.
+        range consumers: All ranges of them.
         config: The source.
         broker: Connection for Readers.
         admin: Admin REST interface, where there is one.
@@ -94,7 +99,7 @@ class AvailableNow:
     def __init__(
         self,
         last: dict[TopicPartition, EntryId | None],
-        lanes: Sequence[Lane],
+        range_consumers: Sequence[RangeConsumer],
         *,
         config: SourceConfig,
         broker: Broker,
@@ -109,7 +114,7 @@ class AvailableNow:
         self._admin = admin
         self._lock = lock
         self._window = window
-        self._lanes = lanes
+        self._range_consumers = range_consumers
         self._check = check
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         self._logged_s = -math.inf
@@ -118,20 +123,22 @@ class AvailableNow:
 
     # -- called by the receive threads ------------------------------------------------------------
 
-    def admit(self, lane: Lane, entries: Sequence[EntryBlock]) -> Sequence[EntryBlock]:
-        """Those entries that belong to the run; a lane that is behind its target comes to rest."""
-        where = lane.seat.topic_partition
+    def admit(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
+    ) -> Sequence[EntryBlock]:
+        """Those entries that belong to the run; who is behind its target comes to rest."""
+        where = range_consumer.seat.topic_partition
         target = self._targets.get(where, Target(None))
         taken = [block for block in entries if target.includes(block.id)]
         dropped = sum(block.rows for block in entries) - sum(block.rows for block in taken)
         if dropped:
-            seat = where, lane.seat.range_index
+            seat = where, range_consumer.seat.range_index
             rows, rest_s = self._behind.get(seat, (0, REST_S[0]))
             rows += dropped
             if target.reached:
-                lane.rest_until_s = math.inf
+                range_consumer.rest_until_s = math.inf
             elif rows >= ROWS_BEHIND_MAX:
-                lane.rest_until_s = time.monotonic() + rest_s
+                range_consumer.rest_until_s = time.monotonic() + rest_s
                 rows, rest_s = 0, min(2 * rest_s, REST_S[1])
             self._behind[seat] = rows, rest_s
         return taken
@@ -168,7 +175,10 @@ class AvailableNow:
                 continue
             self._check_deadline(began, now, missing)
             if now - arrived_s >= PROBE_AFTER_S and now >= probe_s:
-                if not all(lane.consumer.is_connected() for lane in self._lanes):
+                if not all(
+                    range_consumer.consumer.is_connected()
+                    for range_consumer in self._range_consumers
+                ):
                     arrived_s = now
                     continue
                 missing = self._probe(now - arrived_s)
@@ -198,7 +208,7 @@ class AvailableNow:
             receiver.stop()
         for receiver in receivers:
             receiver.join(self._config.operation_timeout_ms / 1000)
-        close_lanes(self._lanes)
+        close_range_consumers(self._range_consumers)
         self.finished = True
 
     # -- inside -----------------------------------------------------------------------------------

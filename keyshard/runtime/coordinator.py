@@ -31,13 +31,13 @@ from keyshard.errors import KeyShardError, RuntimeStoppedError
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.available_now import AvailableNow, last_entries
 from keyshard.runtime.discovery import Discovery
-from keyshard.runtime.lanes import Lanes
 from keyshard.runtime.layouts import Layouts
 from keyshard.runtime.opening import cluster_of, open_window, start_position
-from keyshard.runtime.receiver import Lane, Seat, routing_of
+from keyshard.runtime.range_consumers import RangeConsumers
+from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.settler import Settler
-from keyshard.runtime.subscribe import Admin, reopen_lane
+from keyshard.runtime.subscribe import Admin, reopen_range_consumer
 from keyshard.runtime.topics import Catalog, look
 from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
@@ -110,27 +110,29 @@ class Coordinator:
                 cluster=cluster, planned=planned,
             )  # fmt: skip
             self._pauses = Pauses(self._window)
-            self._lanes = Lanes(self._broker, self._admin, config, self)
+            self._range_consumers = RangeConsumers(self._broker, self._admin, config, self)
             start = start_position(self._admin, config, checkpoint, found)
-            lanes = self._lanes.open(found.consumed, start)
+            range_consumers = self._range_consumers.open(found.consumed, start)
             if checkpoint is not None and planned:
                 self._ending = checkpoint
-                self._lanes.hold(tp for tp in found.kept if checkpoint.partitions[tp].batch)
+                self._range_consumers.hold(
+                    tp for tp in found.kept if checkpoint.partitions[tp].batch
+                )
             if available_now:
                 self._available_now = AvailableNow(
-                    last_entries(lanes, config.operation_timeout_ms / 1000), lanes, config=config,
-                    broker=self._broker, admin=self._admin, lock=self._lock,
-                    window=self._window, check=self.check,
+                    last_entries(range_consumers, config.operation_timeout_ms / 1000),
+                    range_consumers, config=config, broker=self._broker, admin=self._admin,
+                    lock=self._lock, window=self._window, check=self.check,
                 )  # fmt: skip
             on_failure.pop_all()
         self.discovery = Discovery(
             catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
         )
         self._acknowledger = Acknowledger(
-            self._lanes.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
+            self._range_consumers.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
         self._settler = Settler(self._broker, self._admin, config, self)
-        self._lanes.serve(lanes)
+        self._range_consumers.serve(range_consumers)
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
         self.started = True
@@ -153,10 +155,10 @@ class Coordinator:
         if not self.started:
             return
         self.discovery.stop()
-        self._lanes.stop()
+        self._range_consumers.stop()
         self._settler.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
-        self._lanes.join(deadline)
+        self._range_consumers.join(deadline)
         self.discovery.join(max(0.1, deadline - time.monotonic()))
         self._settler.join(max(0.1, deadline - time.monotonic()))
         self._broker.close()
@@ -212,7 +214,7 @@ class Coordinator:
         assert bounded is not None
         if bounded.wait_for_rows(rows_max):
             return self.cut(rows_max)
-        bounded.finish(self._acknowledger, self._lanes.receivers)
+        bounded.finish(self._acknowledger, self._range_consumers.receivers)
         return None
 
     def wait_for_rows(self, timeout_s: float) -> bool:
@@ -306,16 +308,16 @@ class Coordinator:
     def is_paused(self, seat: Seat) -> bool:
         return self._pauses.include(seat.topic_partition, seat.range_index)
 
-    def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         if self._available_now is not None:
-            entries = self._available_now.admit(lane, entries)
+            entries = self._available_now.admit(range_consumer, entries)
             if not entries:
                 return
-        seat = lane.seat
+        seat = range_consumer.seat
         again: list[EntryId] = []
         misrouted = keyless = 0
         for block in entries:
-            outside, without_key = routing_of(block, lane)
+            outside, without_key = routing_of(block, range_consumer)
             misrouted += outside
             keyless += without_key
         if misrouted:
@@ -323,7 +325,7 @@ class Coordinator:
         with self._lock:
             for block in entries:
                 receipt = self._window.receive(
-                    lane.seat.topic_partition, lane.seat.range_index, block
+                    range_consumer.seat.topic_partition, range_consumer.seat.range_index, block
                 )
                 if receipt is Receipt.COMMITTED:
                     again.append(block.id)
@@ -337,29 +339,29 @@ class Coordinator:
         if again:
             self._acknowledger.submit(seat.topic_partition, again)
 
-    def reopen(self, lane: Lane) -> None:
-        reopen_lane(self._broker, self._config, lane, self._stopping)
+    def reopen(self, range_consumer: RangeConsumer) -> None:
+        reopen_range_consumer(self._broker, self._config, range_consumer, self._stopping)
 
     def fail(self, error: KeyShardError) -> None:
         with self._lock:
             if self._error is None and not self._stopping.is_set():
                 self._error = error
             self._lock.notify_all()
-        self._lanes.pause()
+        self._range_consumers.pause()
         self.discovery.stop()
 
     # -- called by the discovery thread ----------------------------------------------------------
 
     def grow(self, found: Collection[TopicPartition]) -> None:
-        lanes = self._lanes.open(found, StartPosition.EARLIEST)
+        range_consumers = self._range_consumers.open(found, StartPosition.EARLIEST)
         with self._lock:
             for topic_partition in found:
                 self._window.add_partition(topic_partition)
             self._gone.difference_update(found)
-        self._lanes.serve(lanes)
+        self._range_consumers.serve(range_consumers)
 
     def shrink(self, gone: Collection[TopicPartition]) -> None:
-        self._lanes.drop(gone)
+        self._range_consumers.drop(gone)
         with self._lock:
             for topic_partition in gone:
                 self._window.drop_partition(topic_partition, gone=True)
@@ -371,7 +373,9 @@ class Coordinator:
             ended = self._ending is not None and self._layouts.is_released(self._ending.batch_id)
         if ended and not self._acknowledger.waiting:
             assert self._ending is not None
-            self._lanes.let_go(self._ending.partitions.keys() - set(self._window.partitions))
+            self._range_consumers.let_go(
+                self._ending.partitions.keys() - set(self._window.partitions)
+            )
             self._ending = None
 
     # -- called by the settler's thread ------------------------------------------------------------

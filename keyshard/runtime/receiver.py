@@ -37,7 +37,7 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Lane:
+class RangeConsumer:
     """A seat, the consumer that has it now, and what it has received in part."""
 
     seat: Seat
@@ -59,11 +59,11 @@ class Sink(Protocol):
     def is_paused(self, seat: Seat) -> bool:
         """Whether the consumer of a seat pauses."""
 
-    def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
-        """Take entries of one lane, in delivery order."""
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
+        """Take entries of one range consumer, in delivery order."""
 
-    def reopen(self, lane: Lane) -> None:
-        """Close the lane's consumer and subscribe again; everything unacknowledged comes again."""
+    def reopen(self, range_consumer: RangeConsumer) -> None:
+        """Give it a new consumer; everything unacknowledged comes again."""
 
     def fail(self, error: KeyShardError) -> None:
         """Remember the error that ends the source."""
@@ -77,40 +77,40 @@ class _Drop:
     done: threading.Event
 
 
-def close_quietly(lane: Lane) -> None:
-    """Close a lane's consumer; a broker that is away or refuses forgets it by itself."""
+def close_quietly(range_consumer: RangeConsumer) -> None:
+    """Close a range consumer's consumer; a broker that is away or refuses forgets it by itself."""
     try:
-        lane.consumer.close()
+        range_consumer.consumer.close()
     except BrokerError as exc:
-        _log.debug("closing a consumer of %s failed: %s", lane.seat.topic_partition, exc)
+        _log.debug("closing a consumer of %s failed: %s", range_consumer.seat.topic_partition, exc)
 
 
 class Receiver:
-    """One daemon thread over some lanes.
+    """One daemon thread over some range_consumers.
 
-    A lane is ready (it is received from), paused (its topic partition is full), or idle: then the
-    client rings when something comes, and the lane costs nothing until then.
+    A range consumer is ready (it is received from), paused (its topic partition is full), or idle:
+    then the client rings when something comes, and it costs nothing until then.
     """
 
-    def __init__(self, name: str, lanes: Sequence[Lane], sink: Sink) -> None:
+    def __init__(self, name: str, range_consumers: Sequence[RangeConsumer], sink: Sink) -> None:
         self._sink = sink
         self._stopping = False
         self._changed = threading.Condition()
-        self._ready: deque[Lane] = deque(lanes)
-        self._paused: list[Lane] = []
+        self._ready: deque[RangeConsumer] = deque(range_consumers)
+        self._paused: list[RangeConsumer] = []
         self._paused_looked_s = 0.0
-        self._idle: dict[int, Lane] = {}
+        self._idle: dict[int, RangeConsumer] = {}
         self._drops: deque[_Drop] = deque()
-        self.lanes = len(lanes)
-        """Lanes it serves."""
+        self.range_consumers = len(range_consumers)
+        """RangeConsumers it serves."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, lanes: Sequence[Lane]) -> None:
-        """Serve more lanes."""
+    def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
+        """Serve more range_consumers."""
         with self._changed:
-            self.lanes += len(lanes)
-            self._ready.extend(lanes)
+            self.range_consumers += len(range_consumers)
+            self._ready.extend(range_consumers)
             self._changed.notify_all()
 
     def drop(self, topic_partitions: Collection[TopicPartition]) -> threading.Event:
@@ -150,24 +150,31 @@ class Receiver:
             self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
 
     def _apply(self, drop: _Drop) -> None:
-        def stays(lane: Lane) -> bool:
-            return lane.seat.topic_partition not in drop.topic_partitions
+        def stays(range_consumer: RangeConsumer) -> bool:
+            return range_consumer.seat.topic_partition not in drop.topic_partitions
 
         with self._changed:
             known = [*self._ready, *self._paused, *self._idle.values()]
             self._ready = deque(filter(stays, self._ready))
             self._paused = list(filter(stays, self._paused))
-            self._idle = {id(lane): lane for lane in filter(stays, self._idle.values())}
-            dropped = {id(lane): lane for lane in known if not stays(lane)}
-            for lane in dropped.values():
-                lane.ringing = None
-        for lane in dropped.values():
-            close_quietly(lane)
-            self.lanes -= 1
+            self._idle = {
+                id(range_consumer): range_consumer
+                for range_consumer in filter(stays, self._idle.values())
+            }
+            dropped = {
+                id(range_consumer): range_consumer
+                for range_consumer in known
+                if not stays(range_consumer)
+            }
+            for range_consumer in dropped.values():
+                range_consumer.ringing = None
+        for range_consumer in dropped.values():
+            close_quietly(range_consumer)
+            self.range_consumers -= 1
         drop.done.set()
 
     def _round(self) -> None:
-        """Serve every ready lane once; without one, wait until a lane rings or may go on."""
+        """Serve every ready range consumer once; without one, wait until one rings or may go on."""
         with self._changed:
             if not self._ready and not self._drops:
                 self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
@@ -178,61 +185,61 @@ class Receiver:
             self._paused_looked_s = now
             serving += self._paused
             self._paused.clear()
-        for lane in serving:
+        for range_consumer in serving:
             if self._stopping:
                 return
-            self._serve(lane)
+            self._serve(range_consumer)
         if not serving:
             self._look_for_early_ends()
 
-    def _serve(self, lane: Lane) -> None:
-        if lane.ringing is lane.consumer:
+    def _serve(self, range_consumer: RangeConsumer) -> None:
+        if range_consumer.ringing is range_consumer.consumer:
             return
-        resting = time.monotonic() < lane.rest_until_s
-        if resting or self._sink.is_paused(lane.seat):
-            self._paused.append(lane)
+        resting = time.monotonic() < range_consumer.rest_until_s
+        if resting or self._sink.is_paused(range_consumer.seat):
+            self._paused.append(range_consumer)
             return
-        if lane.rest_until_s:
-            lane.rest_until_s = 0.0
-            self._sink.reopen(lane)
-        blocks = lane.consumer.receive(RECEIVE_WAIT_MS)
+        if range_consumer.rest_until_s:
+            range_consumer.rest_until_s = 0.0
+            self._sink.reopen(range_consumer)
+        blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
         if not blocks:
-            self._rest(lane)
+            self._rest(range_consumer)
             return
-        lane.last_block_s, lane.silent_from_s = time.monotonic(), 0.0
-        if not lane.queue.suits(
+        range_consumer.last_block_s, range_consumer.silent_from_s = time.monotonic(), 0.0
+        if not range_consumer.queue.suits(
             sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
         ):
             # Nothing of it was taken: the new consumer gets it again.
-            self._reopen(lane)
+            self._reopen(range_consumer)
             return
         entries: list[EntryBlock] = []
         try:
             for i, block in enumerate(blocks):
-                entries.extend(lane.assembly.add(block, after_gap=i == 0))
+                entries.extend(range_consumer.assembly.add(block, after_gap=i == 0))
         except RedeliveryNeeded as need:
-            self._ask_again(lane, entries, need)
+            self._ask_again(range_consumer, entries, need)
             return
         if entries:
-            self._sink.deliver(lane, entries)
+            self._sink.deliver(range_consumer, entries)
         with self._changed:
-            self._ready.append(lane)
+            self._ready.append(range_consumer)
 
-    def _rest(self, lane: Lane) -> None:
-        """Let the client ring for a lane that has nothing."""
-        consumer = lane.consumer
+    def _rest(self, range_consumer: RangeConsumer) -> None:
+        """Let the client ring for a range consumer that has nothing."""
+        consumer = range_consumer.consumer
 
         def ring() -> None:
             with self._changed:
-                if lane.ringing is consumer:
-                    lane.ringing = None
-                    self._idle.pop(id(lane), None)
-                    self._ready.append(lane)
+                if range_consumer.ringing is consumer:
+                    range_consumer.ringing = None
+                    self._idle.pop(id(range_consumer), None)
+                    self._ready.append(range_consumer)
                     self._changed.notify_all()
 
         with self._changed:
-            lane.ringing = consumer
-            self._idle[id(lane)] = lane
+            range_consumer.ringing = consumer
+            self._idle[id(range_consumer)] = range_consumer
         consumer.when_ready(ring)
 
     def _look_for_early_ends(self) -> None:
@@ -244,44 +251,47 @@ class Receiver:
         now = time.monotonic()
         with self._changed:
             quiet = [
-                lane
-                for lane in self._idle.values()
-                if lane.assembly.open is not None and now - lane.last_block_s > ENTRY_QUIET_S
+                range_consumer
+                for range_consumer in self._idle.values()
+                if range_consumer.assembly.open is not None
+                and now - range_consumer.last_block_s > ENTRY_QUIET_S
             ]
-        for lane in quiet:
-            if not lane.consumer.is_connected():
-                lane.silent_from_s = 0.0
-            elif not lane.silent_from_s:
-                lane.silent_from_s = now
-            elif now - lane.silent_from_s > ENTRY_QUIET_S:
-                self._end_early(lane)
+        for range_consumer in quiet:
+            if not range_consumer.consumer.is_connected():
+                range_consumer.silent_from_s = 0.0
+            elif not range_consumer.silent_from_s:
+                range_consumer.silent_from_s = now
+            elif now - range_consumer.silent_from_s > ENTRY_QUIET_S:
+                self._end_early(range_consumer)
 
-    def _end_early(self, lane: Lane) -> None:
+    def _end_early(self, range_consumer: RangeConsumer) -> None:
         # Its consumer was asked to ring, so nobody receives from it meanwhile.
         try:
-            self._sink.deliver(lane, [lane.assembly.end_early()])
+            self._sink.deliver(range_consumer, [range_consumer.assembly.end_early()])
         except RedeliveryNeeded as need:
-            self._ask_again(lane, [], need)
+            self._ask_again(range_consumer, [], need)
 
-    def _ask_again(self, lane: Lane, entries: list[EntryBlock], need: RedeliveryNeeded) -> None:
+    def _ask_again(
+        self, range_consumer: RangeConsumer, entries: list[EntryBlock], need: RedeliveryNeeded
+    ) -> None:
         """Deliver what is whole, then make the broker deliver everything unacknowledged again."""
-        _log.debug("entry %s ended early in %s", need.entry_id, lane.seat.topic_partition)
+        _log.debug("entry %s ended early in %s", need.entry_id, range_consumer.seat.topic_partition)
         if entries:
-            self._sink.deliver(lane, entries)
-        self._reopen(lane)
+            self._sink.deliver(range_consumer, entries)
+        self._reopen(range_consumer)
 
-    def _reopen(self, lane: Lane) -> None:
-        """Make the broker deliver everything unacknowledged again, and serve the lane."""
-        self._sink.reopen(lane)
+    def _reopen(self, range_consumer: RangeConsumer) -> None:
+        """Make the broker deliver everything unacknowledged again, and serve the range_consumer."""
+        self._sink.reopen(range_consumer)
         with self._changed:
-            lane.ringing = None
-            self._idle.pop(id(lane), None)
-            self._ready.append(lane)
+            range_consumer.ringing = None
+            self._idle.pop(id(range_consumer), None)
+            self._ready.append(range_consumer)
 
 
-def routing_of(block: EntryBlock, lane: Lane) -> tuple[int, int]:
-    """Messages of an entry that lie outside the lane's range, and that have no key."""
-    hash_range, slots = lane.seat.hash_range, block.mixed_slots
+def routing_of(block: EntryBlock, range_consumer: RangeConsumer) -> tuple[int, int]:
+    """Messages of an entry that lie outside the range consumer's range, and that have no key."""
+    hash_range, slots = range_consumer.seat.hash_range, block.mixed_slots
     if slots is not None:
         known = [slot for slot in slots if slot is not None]
         return sum(slot not in hash_range for slot in known), len(slots) - len(known)

@@ -20,7 +20,7 @@ from keyshard.errors import (
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.receiver import Lane, Seat
+from keyshard.runtime.receiver import RangeConsumer, Seat
 from keyshard.runtime.retry import retry_until
 
 THREADS_MAX = 8
@@ -53,7 +53,7 @@ class Admin(Protocol):
     def close(self) -> None: ...
 
 
-def open_lanes(
+def open_range_consumers(
     broker: Broker,
     admin: Admin | None,
     config: SourceConfig,
@@ -61,7 +61,7 @@ def open_lanes(
     start: StartPosition,
     *,
     queue_bytes_max: int,
-) -> list[Lane]:
+) -> list[RangeConsumer]:
     """Subscribe every range of every topic partition; the ring is covered when this returns.
 
     Args:
@@ -73,10 +73,12 @@ def open_lanes(
     """
     stop = threading.Event()
 
-    def subscribe(seat: Seat, where: StartPosition) -> Lane:
+    def subscribe(seat: Seat, where: StartPosition) -> RangeConsumer:
         queue = ClientQueue(queue_bytes_max, config.receiver_queue_size)
         try:
-            return Lane(seat, _subscribe(broker, config, seat, where, stop, queue=queue), queue)
+            return RangeConsumer(
+                seat, _subscribe(broker, config, seat, where, stop, queue=queue), queue
+            )
         except BaseException:
             stop.set()
             raise
@@ -108,34 +110,40 @@ def open_lanes(
     return [future.result() for future in futures]
 
 
-def open_lane(
+def open_range_consumer(
     broker: Broker,
     config: SourceConfig,
     topic_partition: TopicPartition,
     hash_range: HashRange,
-) -> Lane:
+) -> RangeConsumer:
     """Subscribe one range, to acknowledge and not to receive."""
     seat = Seat(topic_partition, 0, hash_range)
     earliest = StartPosition.EARLIEST
     queue = ClientQueue(bytes_max=1, messages_max=1)
     stop = threading.Event()
-    return Lane(seat, _subscribe(broker, config, seat, earliest, stop, queue=queue), queue)
+    return RangeConsumer(seat, _subscribe(broker, config, seat, earliest, stop, queue=queue), queue)
 
 
-def close_lanes(lanes: Iterable[Lane]) -> None:
+def close_range_consumers(range_consumers: Iterable[RangeConsumer]) -> None:
     """Give every range back; acknowledgements that the client holds reach the broker."""
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-close") as pool:
-        for closing in [pool.submit(lane.consumer.close) for lane in lanes]:
+        for closing in [
+            pool.submit(range_consumer.consumer.close) for range_consumer in range_consumers
+        ]:
             closing.result()
 
 
-def reopen_lane(broker: Broker, config: SourceConfig, lane: Lane, stop: threading.Event) -> None:
-    """Give a lane a new consumer; everything unacknowledged is delivered to it again."""
-    lane.consumer.close()
+def reopen_range_consumer(
+    broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event
+) -> None:
+    """Give a range consumer a new consumer; everything unacknowledged is delivered to it again."""
+    range_consumer.consumer.close()
     earliest = StartPosition.EARLIEST
-    lane.consumer = _subscribe(broker, config, lane.seat, earliest, stop, queue=lane.queue)
-    lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
-    lane.silent_from_s = 0.0
+    range_consumer.consumer = _subscribe(
+        broker, config, range_consumer.seat, earliest, stop, queue=range_consumer.queue
+    )
+    range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
+    range_consumer.silent_from_s = 0.0
 
 
 def _subscribe(

@@ -52,17 +52,17 @@ def _order_of_commits(view: HistoryView, found: Findings) -> None:
             if row.key is None:
                 continue
             found.checked += 1
-            lane = row.lane
-            first = first_of_key.setdefault(lane, row)
+            routing_name = row.routing_name
+            first = first_of_key.setdefault(routing_name, row)
             if first.part != row.part:
                 found.violation(
                     f"key {row.key!r} lies in the parts {first.part} and {row.part} of batch "
                     f"{row.batch}",
                     *(first, row),
                 )
-            before = last.get(lane)
+            before = last.get(routing_name)
             if before is None or _order(row) >= _order(before):
-                last[lane] = row
+                last[routing_name] = row
             elif row not in stored_twice:
                 found.violation(f"{_text(row)} came after {_text(before)}", before, row)
 
@@ -76,13 +76,13 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         if event.key is None:
             continue
         found.checked += 1
-        lane, order, new = event.lane, _order(event), event.stored not in known
+        routing_name, order, new = event.routing_name, _order(event), event.stored not in known
         known.add(event.stored)
-        before, faults_then = last.get(lane, (event, faults))
-        top = highest.get(lane, event)
-        last[lane] = event, faults
+        before, faults_then = last.get(routing_name, (event, faults))
+        top = highest.get(routing_name, event)
+        last[routing_name] = event, faults
         if order >= _order(top):
-            highest[lane] = event
+            highest[routing_name] = event
         elif new and event not in stored_twice:
             found.violation(
                 f"{_text(event)} came for the first time after {_text(top)}", top, event
@@ -240,7 +240,7 @@ class _StoredTwice:
                 if _position(other) < _position(first):
                     self._first[other.message] = other
         first = self._first.get(event.message, event)
-        return first.lane == event.lane and _position(first) < _position(event)
+        return first.routing_name == event.routing_name and _position(first) < _position(event)
 
 
 def _order(event: Event) -> tuple[int, int, int]:

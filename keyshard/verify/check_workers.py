@@ -26,7 +26,7 @@ def mutual_exclusion(events: Sequence[Event]) -> Verdict:
         if event.kind == "crashed":
             _end_handlers(running, event)
         elif event.kind in _OF_HANDLERS and event.key is not None and event.has_message:
-            of_key = running[event.lane]
+            of_key = running[event.routing_name]
             mine = (event.worker, event.stored)
             if event.kind == "started":
                 found.checked += 1
@@ -42,7 +42,7 @@ def mutual_exclusion(events: Sequence[Event]) -> Verdict:
             else:
                 of_key.pop(mine, None)
                 if not of_key:
-                    del running[event.lane]
+                    del running[event.routing_name]
     return found.verdict()
 
 

@@ -140,7 +140,7 @@ class Event:
         return (self.topic, self.partition, self.ledger, self.entry)
 
     @property
-    def lane(self) -> Name:
+    def routing_name(self) -> Name:
         """Where order is promised: topic partition and key."""
         return (self.topic, self.partition, self.key)
 

@@ -146,9 +146,11 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/receiver.py",
-                "                entries.extend(lane.assembly.add(block, after_gap=i == 0))\n",
-                "                entries.extend(lane.assembly.add(block, after_gap=i == 0))\n"
-                "            lane.assembly.open = None\n",
+                "                entries.extend("
+                "range_consumer.assembly.add(block, after_gap=i == 0))\n",
+                "                entries.extend("
+                "range_consumer.assembly.add(block, after_gap=i == 0))\n"
+                "            range_consumer.assembly.open = None\n",
             ),
         ),
         killers=(killer("unit/test_receiver", "test_only_whole_entries_are_delivered"),),
@@ -171,11 +173,11 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/subscribe.py",
-                "    lane.consumer.close()\n    earliest = ",
+                "    range_consumer.consumer.close()\n    earliest = ",
                 "    earliest = ",
             ),
         ),
-        killers=(killer("unit/test_reopen_lane"),),
+        killers=(killer("unit/test_reopen_range_consumer"),),
     ),
     Mutant(
         name="skip a range in the cut for ever",

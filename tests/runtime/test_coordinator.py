@@ -42,7 +42,7 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.subscribe import open_lanes
+from keyshard.runtime.subscribe import open_range_consumers
 from keyshard.schema.content import only
 
 RING = split_ring(1)[0]
@@ -304,9 +304,9 @@ def test_acknowledgements_go_through_a_consumer_that_is_connected(bench: Bench) 
         received(coordinator, 40)
         end = cut(coordinator)
         for where in bench.where:
-            lane = coordinator._lanes.by_partition[where][0]
-            assert isinstance(lane.consumer, MemoryConsumer)
-            lane.consumer.drop()
+            range_consumer = coordinator._range_consumers.by_partition[where][0]
+            assert isinstance(range_consumer.consumer, MemoryConsumer)
+            range_consumer.consumer.drop()
         coordinator.release(end)
         wait_until(lambda: bench.backlog == 0)
 
@@ -439,7 +439,9 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(bench: Bench) ->
             with pytest.raises(BrokerError) as caught:
                 call()
             assert caught.value is error
-        wait_until(lambda: not any(r._thread.is_alive() for r in coordinator._lanes.receivers))
+        wait_until(
+            lambda: not any(r._thread.is_alive() for r in coordinator._range_consumers.receivers)
+        )
     finally:
         coordinator.stop()
 
@@ -492,7 +494,9 @@ def test_a_refused_start_gives_back_the_ranges_it_had(bench: Bench) -> None:
     busy = config(bench.topic, subscribe_timeout_ms=50)
     broker = MemoryBroker(bench.cluster)
     with pytest.raises(SubscriptionInUseError):
-        open_lanes(broker, None, busy, bench.where, StartPosition.EARLIEST, queue_bytes_max=10**6)
+        open_range_consumers(
+            broker, None, busy, bench.where, StartPosition.EARLIEST, queue_bytes_max=10**6
+        )
     free = other.subscribe(
         bench.where[1],
         "unit",

@@ -80,8 +80,8 @@ def test_partitions_that_grow_are_read_from_their_beginning(world: World) -> Non
         world.take(coordinator)
         assert world.got == world.sent
         assert coordinator.status()["topicPartitions"] == 8
-        assert len(coordinator._lanes.receivers) == 3
-        assert [r.lanes for r in coordinator._lanes.receivers] == [11, 11, 10]
+        assert len(coordinator._range_consumers.receivers) == 3
+        assert [r.range_consumers for r in coordinator._range_consumers.receivers] == [11, 11, 10]
         wait_until(lambda: world.backlog("t") == 0)
 
 
@@ -89,11 +89,11 @@ def test_threads_grow_with_the_lanes_up_to_their_limit(world: World) -> None:
     source = world.matching(".*", parallelism=1, receive_threads=2)
     with world.running(source) as coordinator:
         for count in range(4):
-            receivers = coordinator._lanes.receivers
+            receivers = coordinator._range_consumers.receivers
             assert len(receivers) == min(count, 2)
             world.cluster.create_topic(f"t-{count}")
             coordinator.discovery.round()
-        assert [r.lanes for r in coordinator._lanes.receivers] == [2, 2]
+        assert [r.range_consumers for r in coordinator._range_consumers.receivers] == [2, 2]
 
 
 @pytest.mark.parametrize("partitions", [0, 3])

@@ -14,17 +14,17 @@ from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
 from keyshard.runtime import receiver
-from keyshard.runtime.receiver import Lane, Receiver, Seat
+from keyshard.runtime.receiver import RangeConsumer, Receiver, Seat
 
 RING = split_ring(1)[0]
 
 
 class FakeSink:
-    """Remembers what was delivered; re-opens a lane with its next consumer."""
+    """Remembers what was delivered; re-opens a range consumer with its next consumer."""
 
     def __init__(self) -> None:
         self.full: set[TopicPartition] = set()
-        self.delivered: list[tuple[Lane, list[EntryBlock]]] = []
+        self.delivered: list[tuple[RangeConsumer, list[EntryBlock]]] = []
         self.failures: list[KeyShardError] = []
         self.next_consumers: list[FakeConsumer] = []
         self.error: BaseException | None = None
@@ -32,21 +32,26 @@ class FakeSink:
     def is_paused(self, seat: Seat) -> bool:
         return seat.topic_partition in self.full
 
-    def deliver(self, lane: Lane, entries: Sequence[EntryBlock]) -> None:
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         if self.error is not None:
             raise self.error
-        self.delivered.append((lane, list(entries)))
+        self.delivered.append((range_consumer, list(entries)))
 
-    def reopen(self, lane: Lane) -> None:
-        lane.consumer.close()
-        lane.consumer = self.next_consumers.pop(0)
-        lane.assembly = EntryAssembly(doubted=lane.assembly.doubted)
+    def reopen(self, range_consumer: RangeConsumer) -> None:
+        range_consumer.consumer.close()
+        range_consumer.consumer = self.next_consumers.pop(0)
+        range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
 
     def fail(self, error: KeyShardError) -> None:
         self.failures.append(error)
 
-    def of(self, lane: Lane) -> list[EntryBlock]:
-        return [entry for where, entries in self.delivered for entry in entries if where is lane]
+    def of(self, range_consumer: RangeConsumer) -> list[EntryBlock]:
+        return [
+            entry
+            for where, entries in self.delivered
+            for entry in entries
+            if where is range_consumer
+        ]
 
 
 class Started:
@@ -56,8 +61,8 @@ class Started:
         self.sink = FakeSink()
         self.receivers: list[Receiver] = []
 
-    def __call__(self, *lanes: Lane) -> Receiver:
-        made = Receiver("test-receive", lanes, self.sink)
+    def __call__(self, *range_consumers: RangeConsumer) -> Receiver:
+        made = Receiver("test-receive", range_consumers, self.sink)
         self.receivers.append(made)
         return made
 
@@ -74,96 +79,96 @@ def start() -> Iterator[Started]:
 
 def lane_of(
     *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
-) -> tuple[Lane, FakeConsumer]:
+) -> tuple[RangeConsumer, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
-    return Lane(Seat(where, 0, RING), consumer, ClientQueue(10**6, 1)), consumer
+    return RangeConsumer(Seat(where, 0, RING), consumer, ClientQueue(10**6, 1)), consumer
 
 
 def part(entry: int, *indices: int, of: int) -> EntryBlock:
     return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
 
 
-def test_entries_are_delivered_in_order_with_their_lane(start: Started) -> None:
-    lane, _ = lane_of([block(1, 0), block(1, 1)], [], [block(1, 2)])
+def test_entries_are_delivered_in_order_with_their_range_consumer(start: Started) -> None:
+    range_consumer, _ = lane_of([block(1, 0), block(1, 1)], [], [block(1, 2)])
     other, _ = lane_of([block(5, 0)], where=P1)
-    start(lane, other)
-    wait_until(lambda: len(start.sink.of(lane)) == 3 and start.sink.of(other))
-    assert ids(start.sink.of(lane)) == [(1, 0), (1, 1), (1, 2)]
+    start(range_consumer, other)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 3 and start.sink.of(other))
+    assert ids(start.sink.of(range_consumer)) == [(1, 0), (1, 1), (1, 2)]
     assert ids(start.sink.of(other)) == [(5, 0)]
 
 
 def test_only_whole_entries_are_delivered(start: Started) -> None:
-    lane, consumer = lane_of([part(0, 0, 1, of=4)], [], [part(0, 2, of=4)])
-    start(lane)
+    range_consumer, consumer = lane_of([part(0, 0, 1, of=4)], [], [part(0, 2, of=4)])
+    start(range_consumer)
     wait_until(lambda: consumer.bell)
     assert start.sink.delivered == []
     consumer.give([part(0, 3, of=4)])
     wait_until(lambda: start.sink.delivered)
-    (entry,) = start.sink.of(lane)
+    (entry,) = start.sink.of(range_consumer)
     assert entry.indices == [0, 1, 2, 3]
 
 
 def test_a_full_topic_partition_is_paused_and_the_others_go_on(start: Started) -> None:
-    lane, paused = lane_of([block(1, 0)])
+    range_consumer, paused = lane_of([block(1, 0)])
     other, consumer = lane_of([block(5, 0)], where=P1)
     start.sink.full.add(P0)
-    start(lane, other)
+    start(range_consumer, other)
     wait_until(lambda: consumer.bell)
     assert start.sink.of(other)
     assert paused.received == 0
     start.sink.full.clear()
-    wait_until(lambda: start.sink.of(lane))
+    wait_until(lambda: start.sink.of(range_consumer))
 
 
 def test_a_thread_whose_partitions_are_all_full_wakes_up_again(start: Started) -> None:
-    lane, consumer = lane_of([block(1, 0)])
+    range_consumer, consumer = lane_of([block(1, 0)])
     start.sink.full.add(P0)
-    start(lane)
+    start(range_consumer)
     threading.Event().wait(2 * receiver.PAUSED_WAIT_S)
     assert consumer.received == 0
     start.sink.full.clear()
-    wait_until(lambda: start.sink.of(lane))
+    wait_until(lambda: start.sink.of(range_consumer))
 
 
 def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Started) -> None:
     again = [block(1, 0), part(1, 0, 1, of=3), block(1, 2)]
-    lane, first = lane_of(again)
+    range_consumer, first = lane_of(again)
     start.sink.next_consumers = [FakeConsumer(script=[again])]
-    start(lane)
-    wait_until(lambda: len(start.sink.of(lane)) == 4)
-    assert ids(start.sink.of(lane)) == [(1, 0), (1, 0), (1, 1), (1, 2)]
-    assert start.sink.of(lane)[2].indices == [0, 1]
+    start(range_consumer)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 4)
+    assert ids(start.sink.of(range_consumer)) == [(1, 0), (1, 0), (1, 1), (1, 2)]
+    assert start.sink.of(range_consumer)[2].indices == [0, 1]
     assert first.closed
-    assert lane.assembly.open is None
+    assert range_consumer.assembly.open is None
 
 
 def test_a_half_received_entry_comes_whole_after_the_question(start: Started) -> None:
-    lane, _ = lane_of([part(1, 0, 1, of=3), block(1, 2)])
+    range_consumer, _ = lane_of([part(1, 0, 1, of=3), block(1, 2)])
     whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
     start.sink.next_consumers = [FakeConsumer(script=[whole])]
-    start(lane)
-    wait_until(lambda: len(start.sink.of(lane)) == 2)
-    assert [entry.indices for entry in start.sink.of(lane)] == [[0, 1, 2], [0]]
+    start(range_consumer)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 2)
+    assert [entry.indices for entry in start.sink.of(range_consumer)] == [[0, 1, 2], [0]]
 
 
 def test_connections_that_break_twice_at_the_same_index_lose_nothing(start: Started) -> None:
-    lane, _ = lane_of([part(1, 0, 1, of=3)], [block(1, 2)])
+    range_consumer, _ = lane_of([part(1, 0, 1, of=3)], [block(1, 2)])
     start.sink.next_consumers = [
         FakeConsumer(script=[[part(1, 0, 1, of=3)], [block(1, 2)]]),
         FakeConsumer(script=[[part(1, 0, 1, of=3)], [part(1, 2, of=3), block(1, 2)]]),
     ]
-    start(lane)
-    wait_until(lambda: len(start.sink.of(lane)) == 2)
-    assert [entry.indices for entry in start.sink.of(lane)] == [[0, 1, 2], [0]]
+    start(range_consumer)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 2)
+    assert [entry.indices for entry in start.sink.of(range_consumer)] == [[0, 1, 2], [0]]
 
 
 def test_silence_is_an_early_end_too(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
-    lane, _ = lane_of([part(1, 0, of=2)])
+    range_consumer, _ = lane_of([part(1, 0, of=2)])
     start.sink.next_consumers = [FakeConsumer(script=[[part(1, 0, of=2)]])]
-    start(lane)
-    wait_until(lambda: start.sink.of(lane))
-    (entry,) = start.sink.of(lane)
+    start(range_consumer)
+    wait_until(lambda: start.sink.of(range_consumer))
+    (entry,) = start.sink.of(range_consumer)
     assert entry.indices == [0]
     assert start.sink.next_consumers == []
 
@@ -172,92 +177,92 @@ def test_silence_without_a_connection_is_no_early_end(
     start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.01)
-    lane, consumer = lane_of([part(1, 0, of=2)])
+    range_consumer, consumer = lane_of([part(1, 0, of=2)])
     consumer.connected = False
-    start(lane)
+    start(range_consumer)
     wait_until(lambda: consumer.asked_connected > 3)
     assert start.sink.delivered == []
     consumer.give([part(1, 1, of=2)])
-    wait_until(lambda: start.sink.of(lane))
-    assert start.sink.of(lane)[0].whole
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert start.sink.of(range_consumer)[0].whole
 
 
 def test_an_error_of_a_consumer_ends_the_thread_and_is_told(start: Started) -> None:
     error = BrokerError("The consumer is broken.")
-    lane, _ = lane_of([block(1, 0)], error, [block(1, 1)])
-    made = start(lane)
+    range_consumer, _ = lane_of([block(1, 0)], error, [block(1, 1)])
+    made = start(range_consumer)
     made.join(5)
     assert start.sink.failures == [error]
-    assert ids(start.sink.of(lane)) == [(1, 0)]
+    assert ids(start.sink.of(range_consumer)) == [(1, 0)]
 
 
 def test_an_unforeseen_error_is_told_with_its_text(start: Started) -> None:
-    lane, _ = lane_of(ZeroDivisionError("a bug"))
-    start(lane).join(5)
+    range_consumer, _ = lane_of(ZeroDivisionError("a bug"))
+    start(range_consumer).join(5)
     (failure,) = start.sink.failures
     assert "ZeroDivisionError('a bug')" in failure.message
 
 
 def test_an_error_of_the_sink_is_told(start: Started) -> None:
     start.sink.error = error = KeyShardError("The ids were handed out twice.")
-    lane, _ = lane_of([block(1, 0)])
-    start(lane).join(5)
+    range_consumer, _ = lane_of([block(1, 0)])
+    start(range_consumer).join(5)
     assert start.sink.failures == [error]
 
 
 def test_a_stop_elsewhere_ends_the_thread_silently(start: Started) -> None:
-    lane, _ = lane_of(RuntimeStoppedError("stopped"))
-    start(lane).join(5)
+    range_consumer, _ = lane_of(RuntimeStoppedError("stopped"))
+    start(range_consumer).join(5)
     assert start.sink.failures == []
 
 
 def test_an_idle_lane_costs_nothing_until_its_client_rings(start: Started) -> None:
     busy, consumer = lane_of(*([block(1, entry)] for entry in range(200)))
     idle = [lane_of(where=P1) for _ in range(8)]
-    start(busy, *(lane for lane, _ in idle))
+    start(busy, *(range_consumer for range_consumer, _ in idle))
     wait_until(lambda: len(start.sink.of(busy)) == 200 and consumer.bell)
     wait_until(lambda: all(quiet.bell for _, quiet in idle))
     assert [quiet.received for _, quiet in idle] == [1] * 8
-    lane, quiet = idle[3]
+    range_consumer, quiet = idle[3]
     quiet.give([block(5, 0)])
-    wait_until(lambda: start.sink.of(lane))
-    assert ids(start.sink.of(lane)) == [(5, 0)]
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert ids(start.sink.of(range_consumer)) == [(5, 0)]
 
 
 def test_a_ring_of_a_consumer_that_was_replaced_is_ignored(
     start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
-    lane, first = lane_of([part(1, 0, of=2)])
+    range_consumer, first = lane_of([part(1, 0, of=2)])
     second = FakeConsumer()
     start.sink.next_consumers = [second]
-    start(lane)
+    start(range_consumer)
     wait_until(lambda: second.bell)
     first.give([block(1, 9)])
     second.give([block(1, 1)])
-    wait_until(lambda: start.sink.of(lane))
-    assert ids(start.sink.of(lane)) == [(1, 1)]
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert ids(start.sink.of(range_consumer)) == [(1, 1)]
 
 
 def test_the_thread_never_keeps_a_process_alive(start: Started) -> None:
-    lane, _ = lane_of()
-    assert start(lane)._thread.daemon
+    range_consumer, _ = lane_of()
+    assert start(range_consumer)._thread.daemon
 
 
 def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
-    lane, consumer = lane_of([block(1, 0)])
-    running = start(lane)
+    range_consumer, consumer = lane_of([block(1, 0)])
+    running = start(range_consumer)
     other, added = lane_of([block(5, 0)], where=P1)
     running.add([other])
-    wait_until(lambda: start.sink.of(lane) and start.sink.of(other))
-    assert running.lanes == 2
+    wait_until(lambda: start.sink.of(range_consumer) and start.sink.of(other))
+    assert running.range_consumers == 2
     assert running.drop({P1}).wait(5)
     assert (added.closed, consumer.closed) == (True, False)
-    assert running.lanes == 1
+    assert running.range_consumers == 1
     received = added.received
-    served = len(start.sink.of(lane))
+    served = len(start.sink.of(range_consumer))
     consumer.give([block(1, 99)])
-    wait_until(lambda: len(start.sink.of(lane)) > served)
+    wait_until(lambda: len(start.sink.of(range_consumer)) > served)
     assert added.received == received
 
 
@@ -266,8 +271,8 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
         def close(self) -> None:
             raise BrokerError("the broker is away")
 
-    lane = Lane(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
-    running = start(lane)
+    range_consumer = RangeConsumer(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
+    running = start(range_consumer)
     assert running.drop({P0}).wait(5)
-    assert running.lanes == 0
+    assert running.range_consumers == 0
     assert start.sink.failures == []

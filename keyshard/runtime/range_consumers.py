@@ -1,4 +1,4 @@
-"""The lanes of a source and the threads that receive from them; both grow and shrink while it runs.
+"""The range consumers of a source and their threads; both grow and shrink while it runs.
 
 Called by the thread that starts and stops a source, by the discovery thread between the two, and
 by the acknowledger, which only looks a consumer up.
@@ -17,8 +17,8 @@ from keyshard.config import SourceConfig
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
-from keyshard.runtime.receiver import Lane, Receiver, Sink, close_quietly
-from keyshard.runtime.subscribe import THREADS_MAX, Admin, open_lane, open_lanes
+from keyshard.runtime.receiver import RangeConsumer, Receiver, Sink, close_quietly
+from keyshard.runtime.subscribe import THREADS_MAX, Admin, open_range_consumer, open_range_consumers
 
 DROP_TIMEOUT_S = 30.0
 """Longest wait for the receive threads to close consumers, seconds."""
@@ -26,7 +26,7 @@ DROP_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
 
 
-class Lanes:
+class RangeConsumers:
     """Every hash range of every topic partition, spread over at most ``receive_threads`` threads.
 
     Args:
@@ -45,10 +45,10 @@ class Lanes:
         self._sink = sink
         self._lock = threading.Lock()
         self._stopped = False
-        self.by_partition: dict[TopicPartition, list[Lane]] = {}
+        self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
         self.receivers: list[Receiver] = []
 
-    def open(self, found: Collection[TopicPartition], start: StartPosition) -> list[Lane]:
+    def open(self, found: Collection[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
         """Subscribe every range of some topic partitions; nothing is received yet.
 
         Raises:
@@ -57,27 +57,31 @@ class Lanes:
         """
         consumers = self._config.parallelism * len(self.by_partition.keys() | set(found))
         share = self._config.window_bytes_max // (2 * max(1, consumers))
-        return open_lanes(
+        return open_range_consumers(
             self._broker, self._admin, self._config, found, start, queue_bytes_max=share
         )
 
-    def serve(self, lanes: Sequence[Lane]) -> None:
-        """Begin to receive from opened lanes."""
+    def serve(self, range_consumers: Sequence[RangeConsumer]) -> None:
+        """Begin to receive from opened range_consumers."""
         with self._lock:
             if self._stopped:
                 return
-            for lane in lanes:
-                self.by_partition.setdefault(lane.seat.topic_partition, []).append(lane)
-            threads = min(self._config.receive_threads, len(self.receivers) + len(lanes))
+            for range_consumer in range_consumers:
+                self.by_partition.setdefault(range_consumer.seat.topic_partition, []).append(
+                    range_consumer
+                )
+            threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))
             new = [
                 Receiver(f"keyshard-receive-{i}", (), self._sink)
                 for i in range(len(self.receivers), threads)
             ]
             self.receivers += new
-            shares: dict[int, list[Lane]] = {i: [] for i in range(threads)}
-            for lane in lanes:
-                least = min(shares, key=lambda i: self.receivers[i].lanes + len(shares[i]))
-                shares[least].append(lane)
+            shares: dict[int, list[RangeConsumer]] = {i: [] for i in range(threads)}
+            for range_consumer in range_consumers:
+                least = min(
+                    shares, key=lambda i: self.receivers[i].range_consumers + len(shares[i])
+                )
+                shares[least].append(range_consumer)
             for i, share in shares.items():
                 self.receivers[i].add(share)
 
@@ -107,13 +111,22 @@ class Lanes:
         A topic partition whose ranges somebody else has now is left to them, with a warning.
         """
         with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
-            lanes = [lane for lane in pool.map(self._held, topic_partitions) if lane is not None]
-        self.by_partition.update({lane.seat.topic_partition: [lane] for lane in lanes})
+            range_consumers = [
+                range_consumer
+                for range_consumer in pool.map(self._held, topic_partitions)
+                if range_consumer is not None
+            ]
+        self.by_partition.update(
+            {
+                range_consumer.seat.topic_partition: [range_consumer]
+                for range_consumer in range_consumers
+            }
+        )
 
-    def _held(self, topic_partition: TopicPartition) -> Lane | None:
+    def _held(self, topic_partition: TopicPartition) -> RangeConsumer | None:
         ring = split_ring(1)[0]
         try:
-            return open_lane(self._broker, self._config, topic_partition, ring)
+            return open_range_consumer(self._broker, self._config, topic_partition, ring)
         except KeyShardError as exc:
             _log.warning("the last batch of %s is not acknowledged: %s", topic_partition, exc)
             return None
@@ -121,8 +134,8 @@ class Lanes:
     def let_go(self, held: Collection[TopicPartition]) -> None:
         """Close what :meth:`hold` opened."""
         for topic_partition in held:
-            for lane in self.by_partition.pop(topic_partition, ()):
-                close_quietly(lane)
+            for range_consumer in self.by_partition.pop(topic_partition, ()):
+                close_quietly(range_consumer)
 
     def consumer_of(self, topic_partition: TopicPartition) -> Consumer | None:
         """A connected consumer: its acknowledgements reach the broker. ``None``: it has none.
@@ -130,12 +143,12 @@ class Lanes:
         Raises:
             BrokerUnavailableError: None of its consumers is connected now.
         """
-        lanes = self.by_partition.get(topic_partition)
-        if lanes is None:
+        range_consumers = self.by_partition.get(topic_partition)
+        if range_consumers is None:
             return None
-        for lane in lanes:
-            if lane.consumer.is_connected():
-                return lane.consumer
+        for range_consumer in range_consumers:
+            if range_consumer.consumer.is_connected():
+                return range_consumer.consumer
         raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
 
     def stop(self) -> None:

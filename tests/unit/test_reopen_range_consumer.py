@@ -1,4 +1,4 @@
-"""A lane that asks for a redelivery never leaves two owners of its range."""
+"""A range consumer that asks for a redelivery never leaves two owners of its range."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keyshard.core.assembly import EntryAssembly
 from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
-from keyshard.runtime.receiver import Lane, Seat
-from keyshard.runtime.subscribe import reopen_lane
+from keyshard.runtime.receiver import RangeConsumer, Seat
+from keyshard.runtime.subscribe import reopen_range_consumer
 
 
 class OneOwner:
@@ -31,9 +31,13 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
     old = FakeConsumer()
     broker: Any = OneOwner(old)
     assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1)})
-    lane = Lane(Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly)
-    reopen_lane(broker, config("t"), lane, threading.Event())
+    range_consumer = RangeConsumer(
+        Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly
+    )
+    reopen_range_consumer(broker, config("t"), range_consumer, threading.Event())
     assert broker.overlaps == 0
-    assert lane.consumer is broker.held
-    assert lane.assembly.open is None
-    assert lane.assembly.doubted == {EntryId(1, 0): ((0,), 1)}, "what ended early is remembered"
+    assert range_consumer.consumer is broker.held
+    assert range_consumer.assembly.open is None
+    assert range_consumer.assembly.doubted == {EntryId(1, 0): ((0,), 1)}, (
+        "what ended early is remembered"
+    )
