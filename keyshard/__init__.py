@@ -6,8 +6,14 @@
 from __future__ import annotations
 
 from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.message import Message, MessageId
+from keyshard.core.retrying import Reject, RetryLater, RetryPolicy
 from keyshard.errors import KeyShardError
+from keyshard.handling import HandlerConfig
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream
 
-__all__ = ["Checkpoint", "KeyShardError", "KeyShardSource", "SourceBatch", "SourceStream"]
+__all__ = [
+    "Checkpoint", "HandlerConfig", "KeyShardError", "KeyShardSource", "Message", "MessageId",
+    "Reject", "RetryLater", "RetryPolicy", "SourceBatch", "SourceStream",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ class SourceConfig:
     """Topic names, one or several; a single string is one topic."""
     topics_pattern: str | None = field(default=None, kw_only=True)
     """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
-    subscription: str = field(kw_only=True)
+    subscription: str = field(default="keyshard", kw_only=True)
     """Subscription that holds the backlog; one source at a time may use it."""
     service_url: str = field(default="pulsar://127.0.0.1:6650", kw_only=True)
     """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""

@@ -29,6 +29,10 @@
     ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
     ├── HistoryError                   KEYSHARD_HISTORY_INVALID
+    ├── HandlerFailedError             KEYSHARD_HANDLER_FAILED
+    ├── HandlerProcessError            KEYSHARD_HANDLER_PROCESS
+    ├── WindowFullError                KEYSHARD_WINDOW_FULL
+    ├── NotRunningError                KEYSHARD_NOT_RUNNING
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
 Each message starts with its code in brackets, says what happened and where, and what to do.
@@ -226,3 +230,27 @@ class DevBrokerError(KeyShardError):
     """The development broker cannot be fetched, started or stopped."""
 
     code = "KEYSHARD_DEVBROKER"
+
+
+class HandlerFailedError(KeyShardError):
+    """A message failed at its last attempt, and that ends the source."""
+
+    code = "KEYSHARD_HANDLER_FAILED"
+
+
+class HandlerProcessError(KeyShardError):
+    """A worker process ended while it handled a message."""
+
+    code = "KEYSHARD_HANDLER_PROCESS"
+
+
+class WindowFullError(KeyShardError):
+    """Batches that nobody acknowledges fill the window."""
+
+    code = "KEYSHARD_WINDOW_FULL"
+
+
+class NotRunningError(KeyShardError):
+    """What was asked for needs a running source."""
+
+    code = "KEYSHARD_NOT_RUNNING"

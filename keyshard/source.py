@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
+from keyshard.errors import ConfigError, NotRunningError
+from keyshard.handling import HandlerConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from keyshard.runtime.batches import Batch
     from keyshard.runtime.coordinator import Coordinator
+    from keyshard.runtime.handlers import Observer
+    from keyshard.runtime.workers import Handle
+
+
+def _handling(options: dict[str, Any]) -> HandlerConfig:
+    known = {field.name for field in fields(HandlerConfig)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"run() has no option {unknown[0]!r}. It has: {', '.join(sorted(known))}."
+        )
+    return HandlerConfig(**options)
+
 
 CUT_AGAIN_S = 0.01
 """Pause before rows that no cut took are tried again, seconds."""
@@ -41,6 +58,94 @@ class KeyShardSource(SourceConfig):
         admin = None if self.admin_url is None else connect_admin(self.admin_url)
         timeout_s = max(1, self.operation_timeout_ms // 1000)
         return Coordinator(self, lambda: connect(self.service_url, timeout_s), admin)
+
+    def run(self, handle: Handle, *, observers: Sequence[Observer] = (), **options: Any) -> None:
+        """Call ``handle`` with every message, in key order, until it is stopped.
+
+        ::
+
+            source.run(handle, lanes=16, checkpoint="file:///var/lib/app/orders.json")
+
+        A message is acknowledged after ``handle`` returned for all messages of its entry. SIGTERM,
+        Ctrl-C and :meth:`stop` end the run gracefully: running handlers finish, and what they
+        completed is committed.
+
+        Args:
+            handle: ``def`` or ``async def``, called with a :class:`keyshard.Message`. It may raise
+                :class:`keyshard.RetryLater` or :class:`keyshard.Reject`; whatever else it raises
+                is tried again by the retry policy.
+            observers: Who is told about every attempt.
+            **options: Fields of :class:`keyshard.HandlerConfig`.
+
+        Raises:
+            ConfigError: An option is wrong, or the source runs already.
+            KeyShardError: What ended the source.
+        """
+        from keyshard.runtime.handlers import HandlerRun  # noqa: PLC0415
+
+        run = HandlerRun(self.coordinator(), self, _handling(options), handle, observers)
+        self._begin(run)
+        try:
+            run.run()
+        finally:
+            self._end()
+
+    def batches(
+        self, max_rows: int = 5_000, max_wait_s: float = 1.0, *, checkpoint: str | None = None
+    ) -> Iterator[Batch]:
+        """Batches of Arrow rows, for programs that acknowledge each when they are done with it.
+
+        ::
+
+            for batch in source.batches(max_rows=5000, max_wait_s=1.0):
+                store(batch.records)
+                batch.ack()
+
+        Args:
+            max_rows: Most rows of a batch, unless one entry has more.
+            max_wait_s: Longest wait for more rows after the first, seconds.
+            checkpoint: fsspec URL of a checkpoint; with it nothing acknowledged comes again after
+                a crash, without it the last moments may.
+
+        Raises:
+            ConfigError: An option is wrong, or the source runs already.
+            WindowFullError: Nobody acknowledges.
+            KeyShardError: What ended the source.
+        """
+        from keyshard.runtime.batches import BatchRun  # noqa: PLC0415
+
+        if max_rows < 1 or max_wait_s < 0:
+            raise ConfigError("max_rows must be at least 1 and max_wait_s not negative.")
+        run = BatchRun(
+            self.coordinator(), max_rows, max_wait_s,
+            checkpoint=checkpoint, full_timeout_s=self.operation_timeout_ms / 1000,
+        )  # fmt: skip
+        self._begin(run)
+        try:
+            yield from run.batches()
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """End :meth:`run` or :meth:`batches` gracefully; returns at once, from any thread."""
+        self._active().stop()
+
+    def _begin(self, run: Any) -> None:
+        if self.__dict__.get("_running") is not None:
+            raise ConfigError("This source runs already. Make another KeyShardSource to run twice.")
+        object.__setattr__(self, "_running", run)
+
+    def _end(self) -> None:
+        object.__setattr__(self, "_running", None)
+
+    def _active(self) -> Any:
+        run = self.__dict__.get("_running")
+        if run is None:
+            raise NotRunningError("The source does not run. Call run() or batches() first.")
+        return run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
     def open(self, checkpoint: str | None = None) -> SourceStream:
         """Start consuming in this process.

@@ -129,6 +129,7 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
     content = pack(
         values,
         [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
+        ordering_keys,
         list(map(_Message.event_timestamp, messages)),
         list(map(_Message.properties, messages)),
     )
@@ -159,6 +160,7 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
                 first.publish_timestamp(),
                 sum(sizes[position:stop]),
                 (Part(content, position, stop - position),),
+                first.redelivery_count() > 0,
             )
         )
         position = stop

@@ -105,6 +105,8 @@ class EntryBlock:
     """Sum of the lengths of the values."""
     parts: tuple[Part, ...]
     """Content of the messages, in the order of ``indices``."""
+    redelivered: bool = False
+    """Whether the broker says that it delivered the entry before."""
 
     @property
     def rows(self) -> int:
@@ -124,12 +126,12 @@ class EntryBlock:
     @property
     def values(self) -> list[bytes]:
         """Payload of each message."""
-        return self._content("value")
+        return self.column("value")
 
     @property
     def partition_keys(self) -> list[str | None]:
         """Partition key of each message; ``None`` where it has none."""
-        return self._content("__key")
+        return self.column("__key")
 
     def joined(self, later: EntryBlock) -> EntryBlock:
         """This block and one with later indices of the same entry."""
@@ -142,9 +144,10 @@ class EntryBlock:
             parts=self.parts + later.parts,
         )
 
-    def _content(self, column: str) -> list[Any]:
+    def column(self, name: str) -> list[Any]:
+        """A column of the content, one value for each message."""
         return [
             value
             for part in self.parts
-            for value in part.content.column(column).slice(part.start, part.rows).to_pylist()
+            for value in part.content.column(name).slice(part.start, part.rows).to_pylist()
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from keyshard.core.admission import Sizes, take_aligned
@@ -27,13 +27,15 @@ class PartitionWindow:
     """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
     received: list[tuple[EntryBlock, int]] = field(default_factory=list)
     """Entries not yet cut, with the index of the range that received them."""
+    taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
+    """Entries handed to handlers, until a batch has them."""
     held: set[EntryId] = field(default_factory=set)
-    """Ids of all entries received, planned or expected."""
+    """Ids of all entries received, taken, planned or expected."""
     expected: set[EntryId] = field(default_factory=set)
     """Ids of a planned batch that is not read again yet."""
     rows: int = 0
     bytes: int = 0
-    """What is held, received and planned."""
+    """What is held: received, taken and planned."""
     received_rows: int = 0
     received_bytes: int = 0
     received_payload: int = 0
@@ -75,6 +77,33 @@ class PartitionWindow:
         self.received_rows = self.received_bytes = self.received_payload = 0
         self.waiting_rows = 0
         self.left_out = set()
+
+    def take_all(self) -> list[tuple[EntryBlock, int]]:
+        """Hand out everything received, in order of receipt; it stays held."""
+        taken, self.received = self.received, []
+        self.received_rows = self.received_bytes = self.received_payload = 0
+        self.waiting_rows = 0
+        self.taken.update((block.id, block) for block, _ in taken)
+        return taken
+
+    def give_back(
+        self, completed: Collection[EntryId], checkpoint_bytes_max: int
+    ) -> list[EntryBlock]:
+        """The entries of the next batch out of what handlers completed; they stay held.
+
+        Args:
+            completed: Ids of entries that were handed out.
+            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint; completed
+                entries that do not fit stay taken.
+        """
+        blocks = [self.taken[entry_id] for entry_id in sorted(completed)]
+        # Where an entry comes from is of no matter to its size in the checkpoint.
+        count = fitting(
+            self.state.delivered, [(block, 0) for block in blocks], checkpoint_bytes_max
+        )
+        for block in blocks[:count]:
+            del self.taken[block.id]
+        return blocks[:count]
 
     def hold(self, block: EntryBlock) -> None:
         """Count an entry as held."""
@@ -144,6 +173,7 @@ class PartitionWindow:
         if self.proofs:
             undelivered += [block.id for block in blocks]
             undelivered += [block.id for block, _ in self.received]
+            undelivered += self.taken
         settled = settle(self.state, self.proofs, undelivered)
         self.proofs.applied(settled.floor)
         return settled

@@ -4,15 +4,16 @@ One window serves one source. It is not thread-safe: its owner calls it under on
 
 Life of an entry::
 
-    received --cut--> planned --release--> committed (only its id is kept, in ``delivered``)
-        ^                ^
-        |                +-- replayed after a restart
-        +-- delivered again at any time: dropped, and acknowledged if committed
+    received --cut--------------------> planned --release--> committed (only its id is kept,
+        |                                ^   ^               in ``delivered``)
+        +--take--> taken --commit--------+   +-- replayed after a restart
+
+Delivered again at any time, it is dropped, and acknowledged if it is committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -182,6 +183,46 @@ class Window:
         self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
         return checkpoint
 
+    def take(self) -> list[tuple[TopicPartition, int, EntryBlock]]:
+        """Hand every received entry to handlers; it stays held until its batch is released.
+
+        Returns:
+            (topic partition, index of the range that received it, entry), in order of receipt per
+            topic partition.
+        """
+        return [
+            (topic_partition, index, block)
+            for topic_partition, window in self._partitions.items()
+            for block, index in window.take_all()
+        ]
+
+    def commit(
+        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+    ) -> tuple[Checkpoint | None, dict[TopicPartition, list[EntryId]]]:
+        """Plan a batch of entries that handlers completed.
+
+        Args:
+            completed: Entries that :meth:`take` handed out.
+
+        Returns:
+            (its end checkpoint, ``None`` for an empty batch; the entries that the checkpoint has no
+            room for).
+        """
+        room = self._budget.checkpoint_bytes_max // max(1, len(self._partitions))
+        entries: dict[TopicPartition, list[EntryBlock]] = {}
+        left: dict[TopicPartition, list[EntryId]] = {}
+        for topic_partition, ids in completed.items():
+            blocks = self._partitions[topic_partition].give_back(ids, room)
+            if blocks:
+                entries[topic_partition] = blocks
+            if len(blocks) < len(ids):
+                left[topic_partition] = sorted(ids)[len(blocks) :]
+        if not entries:
+            return None, left
+        checkpoint = self._advance(entries)
+        self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
+        return checkpoint, left
+
     def expect(self, checkpoint: Checkpoint) -> None:
         """Hold the ids of a planned batch that is going to be read again.
 
@@ -293,7 +334,7 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Rows held, received and planned."""
+        """Rows held: received, taken and planned."""
         return sum(window.rows for window in self._partitions.values())
 
     @property
@@ -304,11 +345,12 @@ class Window:
     def oldest_published_ms(self) -> int | None:
         """Publish time of the oldest row held, milliseconds since the epoch."""
         received = (block for w in self._partitions.values() for block, _ in w.received)
+        taken = (block for w in self._partitions.values() for block in w.taken.values())
         planned = (
             block for batch in self.batches.values() for part in batch.entries.values()
             for block in part
         )  # fmt: skip
-        return min((block.publish_ms for block in chain(received, planned)), default=None)
+        return min((block.publish_ms for block in chain(received, taken, planned)), default=None)
 
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""
@@ -332,8 +374,10 @@ class Window:
             ]
             planned = window.expected.union(block.id for block in blocks)
             assert len(planned) == len(blocks) + len(window.expected), "an entry is planned twice"
-            assert window.held == planned | {block.id for block, _ in window.received}
+            received = {block.id for block, _ in window.received}
+            assert window.held == planned | received | window.taken.keys()
             assert all(map(window.state.settled, planned))
+            blocks += window.taken.values()
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)
 
     def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -172,6 +172,11 @@ class Coordinator:
         """The newest checkpoint: of the last cut, else of the start."""
         return self._window.newest
 
+    @property
+    def full(self) -> bool:
+        """Whether a topic partition has no room in the window."""
+        return self._pauses.any_full
+
     def cut(self, rows_max: int | None = None) -> Checkpoint | None:
         """Plan a batch of the entries received so far; ``None`` without rows. Memory only.
 
@@ -228,6 +233,38 @@ class Coordinator:
             )
             self.check()
             return bool(self._window.received_rows)
+
+    def take(self, timeout_s: float) -> list[tuple[TopicPartition, int, EntryBlock]]:
+        """Hand out every received entry to handlers; ``[]`` when nothing came in time.
+
+        Returns:
+            (topic partition, index of the range that received it, entry), in order of receipt per
+            topic partition. They count against the window until :meth:`release`.
+
+        Raises:
+            KeyShardError: The error that ended the source.
+        """
+        with self._lock:
+            self._lock.wait_for(
+                lambda: (
+                    self._window.received_rows or self._error is not None or self._stopping.is_set()
+                ),
+                timeout_s,
+            )
+            self.check()
+            return self._window.take()
+
+    def commit(
+        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+    ) -> tuple[Checkpoint | None, dict[TopicPartition, list[EntryId]]]:
+        """Plan a batch of entries that :meth:`take` handed out; see ``Window.commit``.
+
+        Raises:
+            KeyShardError: The error that ended the source.
+        """
+        with self._lock:
+            self.check()
+            return self._window.commit(completed)
 
     def plan(self, checkpoint: Checkpoint) -> list[int]:
         """Layout partitions of the batch that ends at ``checkpoint``, ascending. Idempotent.

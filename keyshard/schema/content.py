@@ -18,6 +18,7 @@ PROPERTIES = pa.map_(pa.string(), pa.string())
 CONTENT = pa.schema([
     pa.field("value", pa.binary()),
     pa.field("__key", pa.string()),
+    pa.field("__orderingKey", pa.string()),
     pa.field("__eventTime", TIME),
     pa.field("__properties", PROPERTIES),
 ])  # fmt: skip
@@ -27,6 +28,7 @@ CONTENT = pa.schema([
 def pack(
     values: Sequence[bytes],
     partition_keys: Sequence[str | None],
+    ordering_keys: Sequence[str | None],
     event_ms: Sequence[int],
     properties: Sequence[Mapping[str, str]],
 ) -> pa.RecordBatch:
@@ -35,6 +37,7 @@ def pack(
     Args:
         values: Payloads.
         partition_keys: ``None`` for a message without key.
+        ordering_keys: ``None`` or empty for a message without one.
         event_ms: Event times, milliseconds since the epoch; 0 when unset.
         properties: Properties, mostly empty.
 
@@ -44,6 +47,7 @@ def pack(
     arrays = [
         pa.array(values, pa.binary()),
         pa.array(partition_keys, pa.string()),
+        _ordering_keys(ordering_keys),
         _event_times(event_ms),
         _properties(properties),
     ]
@@ -69,7 +73,7 @@ def entry_block(
         ordering_keys: ``None`` for a message without one.
     """
     slot, mixed_slots = slots_of(list(map(routing_key, partition_keys, ordering_keys)))
-    content = pack(values, partition_keys, event_ms, properties)
+    content = pack(values, partition_keys, ordering_keys, event_ms, properties)
     return EntryBlock(
         entry_id,
         batch_size,
@@ -101,6 +105,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         block.publish_ms,
         sum(len(part.content.column(0)[part.start].as_buffer()) for part in parts),
         parts,
+        block.redelivered,
     )
 
 
@@ -126,6 +131,12 @@ def _runs(blocks: Sequence[EntryBlock]) -> list[Part]:
             else:
                 runs.append(part)
     return runs
+
+
+def _ordering_keys(keys: Sequence[str | None]) -> pa.Array:
+    if not any(keys):
+        return pa.nulls(len(keys), pa.string())
+    return pa.array([key or None for key in keys], pa.string())
 
 
 def _event_times(event_ms: Sequence[int]) -> pa.Array:

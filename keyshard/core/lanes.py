@@ -1,0 +1,327 @@
+"""Lanes: which message a handler gets next, so that each key is worked on in one lane at a time.
+
+Life of a message::
+
+    waiting --next--> running --completed--> done; its entry is completed with its last message
+       ^                 |
+       +----- again -----+  (the key waits until a time, the other keys go on)
+
+It is not thread-safe: its owner calls it under one lock. Time comes in as an argument, in seconds
+of any clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.core.message import Message
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An entry whose messages are handled one by one."""
+
+    topic_partition: TopicPartition
+    id: EntryId
+    waiting: int
+    """Messages that are not done yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One message, its entry and the queue of its key."""
+
+    message: Message
+    entry: Entry
+    queue: KeyQueue
+    started_s: float = 0.0
+    """When the running attempt began."""
+
+
+@dataclass(slots=True, eq=False)
+class KeyQueue:
+    """Messages of one key that are not done, oldest first; the head may be running."""
+
+    key: str | None
+    slot: int | None
+    """Where the key lies on the ring; ``None`` for messages without a key."""
+    owner: int
+    """Index of the range that has it now."""
+    work: deque[Work] = field(default_factory=deque)
+    running: bool = False
+    attempts: int = 0
+    """Failed attempts of the head."""
+    failing_since_s: float = 0.0
+    """When the first attempt of the head began, if one failed."""
+    reason: str | None = None
+    """Why the newest attempt of the head failed."""
+    not_before_s: float = 0.0
+    """When the head may be tried again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Range:
+    """What waits in one range."""
+
+    ready: deque[KeyQueue] = field(default_factory=deque)
+    running: int = 0
+    listed: bool = False
+    """Whether it is among the ranges to look at."""
+
+
+class Lanes:
+    """All keys of a source, spread over its ranges.
+
+    Args:
+        ranges: Number of ranges.
+        lanes: Keys worked on at the same time in each range.
+        owner_of: Index of the range that owns a slot.
+        serialise_keyless: Whether messages without a key are one key per range, instead of each
+            a key of its own.
+    """
+
+    def __init__(
+        self,
+        ranges: int,
+        lanes: int,
+        owner_of: Callable[[int], int],
+        *,
+        serialise_keyless: bool = False,
+    ) -> None:
+        self.lanes = lanes
+        self._owner_of = owner_of
+        self._serialise_keyless = serialise_keyless
+        self._ranges = [_Range() for _ in range(ranges)]
+        self._look_at: deque[_Range] = deque()
+        self._keys: dict[str, KeyQueue] = {}
+        self._keyless: dict[int, KeyQueue] = {}
+        self._later: list[tuple[float, int, KeyQueue]] = []
+        self._later_count = 0
+        self._held = bytearray(RING_SIZE)
+        self._aside: list[KeyQueue] = []
+        self._completed: dict[TopicPartition, list[EntryId]] = {}
+        self.running: dict[KeyQueue, Work] = {}
+        """What runs, by its key."""
+        self.waiting = 0
+        """Messages that are not done and do not run."""
+        self.completed_entries = 0
+        """Entries that :meth:`take_completed` would give."""
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        topic_partition: TopicPartition,
+        range_index: int,
+        entry_id: EntryId,
+        messages: Sequence[Message],
+    ) -> None:
+        """Take the messages of a received entry, at least one, behind all others of their keys."""
+        entry = Entry(topic_partition, entry_id, len(messages))
+        self.waiting += len(messages)
+        for message in messages:
+            queue = self._queue_of(message, range_index)
+            work = Work(message, entry, queue)
+            queue.work.append(work)
+            if len(queue.work) == 1:
+                self._make_ready(queue)
+
+    def next(self, now_s: float) -> Work | None:
+        """The message to handle now; ``None`` when every lane is busy or has nothing to do."""
+        if self._later:
+            self._wake(now_s)
+        look_at, lanes = self._look_at, self.lanes
+        while look_at:
+            owner = look_at.popleft()
+            owner.listed = False
+            if owner.running >= lanes or not owner.ready:
+                continue
+            queue = owner.ready.popleft()
+            if queue.slot is not None and self._held[queue.slot]:
+                self._aside.append(queue)
+                self._list(owner)
+                continue
+            work = queue.work[0]
+            queue.running = True
+            owner.running += 1
+            self.waiting -= 1
+            work.started_s = now_s
+            self.running[queue] = work
+            self._list(owner)
+            return work
+        return None
+
+    def completed(self, work: Work) -> None:
+        """A message is done: handled, rejected, or parked."""
+        queue = work.queue
+        self._end(queue)
+        queue.work.popleft()
+        queue.attempts, queue.reason = 0, None
+        if queue.work:
+            self._make_ready(queue)
+        elif queue.key is not None:
+            del self._keys[queue.key]
+        elif self._keyless.get(queue.owner) is queue:
+            del self._keyless[queue.owner]
+        entry = work.entry
+        entry.waiting -= 1
+        if not entry.waiting:
+            self._completed.setdefault(entry.topic_partition, []).append(entry.id)
+            self.completed_entries += 1
+
+    def again(self, work: Work, not_before_s: float, reason: str) -> None:
+        """An attempt failed: the message stays the head of its key, which waits until a time."""
+        queue = work.queue
+        self._end(queue)
+        self.waiting += 1
+        if not queue.attempts:
+            queue.failing_since_s = work.started_s
+        queue.attempts += 1
+        queue.reason = reason
+        queue.not_before_s = not_before_s
+        self._later_count += 1
+        heapq.heappush(self._later, (not_before_s, self._later_count, queue))
+
+    def next_due_s(self) -> float | None:
+        """When the next key that waits for its time may go on; ``None`` when none waits."""
+        return self._later[0][0] if self._later else None
+
+    def take_completed(self) -> dict[TopicPartition, list[EntryId]]:
+        """Entries all of whose messages are done, each once."""
+        completed, self._completed = self._completed, {}
+        self.completed_entries = 0
+        return completed
+
+    def put_back(self, completed: dict[TopicPartition, list[EntryId]]) -> None:
+        """Entries that no checkpoint had room for: the next :meth:`take_completed` gives them."""
+        for topic_partition, entries in completed.items():
+            self._completed.setdefault(topic_partition, []).extend(entries)
+            self.completed_entries += len(entries)
+
+    # -- moving ranges ----------------------------------------------------------------------------
+
+    def hold(self, slots: Sequence[HashRange]) -> None:
+        """Start nothing of the keys in there until :meth:`resume`."""
+        for hash_range in slots:
+            self._held[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
+
+    def blocking(self) -> list[Work]:
+        """What runs of the keys that are held; empty when they are idle."""
+        held = self._held
+        return [w for q, w in self.running.items() if q.slot is not None and held[q.slot]]
+
+    def resume(self) -> None:
+        """Go on with all keys that were held."""
+        self._held = bytearray(RING_SIZE)
+        aside, self._aside = self._aside, []
+        for queue in aside:
+            self._make_ready(queue)
+
+    def reassign(self, ranges: int, owner_of: Callable[[int], int]) -> None:
+        """Another number of ranges, or other borders: queues go with their keys.
+
+        Keyless messages stay in the range that received them, as far as it is still there.
+        """
+        self._owner_of = owner_of
+        queues = [*self._keys.values(), *self._keyless.values()]
+        ready = [queue for owner in self._ranges for queue in owner.ready]
+        seen = {id(queue) for queue in queues}
+        others = [*ready, *self.running, *(queue for _, _, queue in self._later)]
+        queues += {id(q): q for q in others if id(q) not in seen}.values()
+        self._ranges = [_Range() for _ in range(ranges)]
+        self._look_at.clear()
+        for queue in queues:
+            queue.owner = queue.owner % ranges if queue.slot is None else owner_of(queue.slot)
+        self._keyless = {}
+        for queue in queues:
+            if queue.key is None and self._serialise_keyless:
+                self._keyless.setdefault(queue.owner, queue)
+        for queue in self.running:
+            self._ranges[queue.owner].running += 1
+        for queue in ready:
+            self._make_ready(queue)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def ranges(self) -> int:
+        """Number of ranges."""
+        return len(self._ranges)
+
+    @property
+    def runnable(self) -> int:
+        """Messages that :meth:`next` could give at once, at least; for waking workers."""
+        return sum(
+            min(len(owner.ready), self.lanes - owner.running)
+            for owner in self._look_at
+            if owner.running < self.lanes
+        )
+
+    def queue(self, key: str) -> KeyQueue | None:
+        """The queue of a key; ``None`` when it has no message that is not done."""
+        return self._keys.get(key)
+
+    def queues(self) -> Iterator[KeyQueue]:
+        """Every queue that has a message, running ones included."""
+        seen: dict[int, KeyQueue] = {id(queue): queue for queue in self._keys.values()}
+        for owner in self._ranges:
+            seen.update((id(queue), queue) for queue in owner.ready)
+        seen.update((id(queue), queue) for queue in self.running)
+        seen.update((id(queue), queue) for _, _, queue in self._later)
+        yield from seen.values()
+
+    def validate(self) -> None:
+        """Assert the invariants; tests and simulations call it after every step."""
+        for index, owner in enumerate(self._ranges):
+            running = [queue for queue in self.running if queue.owner == index]
+            assert owner.running == len(running), "a lane is counted wrong"
+        for queue in self.queues():
+            assert queue.work, "a queue without a message is kept"
+            assert queue.running == (queue in self.running), "a key is counted wrong"
+            if queue.slot is not None:
+                assert queue.owner == self._owner_of(queue.slot), "a key is in the wrong range"
+        waiting = sum(len(queue.work) - queue.running for queue in self.queues())
+        assert self.waiting == waiting, "waiting messages are counted wrong"
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _queue_of(self, message: Message, range_index: int) -> KeyQueue:
+        key = message.routing_key
+        if key is None or message.slot is None:
+            index = range_index % len(self._ranges)
+            if not self._serialise_keyless:
+                return KeyQueue(None, None, index)
+            keyless = self._keyless.get(index)
+            if keyless is None:
+                keyless = self._keyless[index] = KeyQueue(None, None, index)
+            return keyless
+        queue = self._keys.get(key)
+        if queue is None:
+            queue = self._keys[key] = KeyQueue(key, message.slot, self._owner_of(message.slot))
+        return queue
+
+    def _make_ready(self, queue: KeyQueue) -> None:
+        owner = self._ranges[queue.owner]
+        owner.ready.append(queue)
+        self._list(owner)
+
+    def _list(self, owner: _Range) -> None:
+        if not owner.listed and owner.ready and owner.running < self.lanes:
+            owner.listed = True
+            self._look_at.append(owner)
+
+    def _end(self, queue: KeyQueue) -> None:
+        del self.running[queue]
+        queue.running = False
+        owner = self._ranges[queue.owner]
+        owner.running -= 1
+        self._list(owner)
+
+    def _wake(self, now_s: float) -> None:
+        while self._later and self._later[0][0] <= now_s:
+            self._make_ready(heapq.heappop(self._later)[2])

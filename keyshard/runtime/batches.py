@@ -1,0 +1,144 @@
+"""Batches of a source for programs that acknowledge each when they are done with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.errors import WindowFullError
+from keyshard.runtime.checkpoint_store import CheckpointStore
+from keyshard.runtime.committer import Committer
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.schema.columns import SCHEMA, record_batches
+
+WAIT_S = 0.1
+"""Longest sleep between two looks at whether the run is stopped, seconds."""
+
+
+class Batch:
+    """Rows in publish order per key; acknowledged when the program says so, or never.
+
+    What is left unacknowledged fills the window, and comes again after a restart.
+    """
+
+    def __init__(
+        self, records: pa.RecordBatch, entries: dict[TopicPartition, list[EntryId]], run: BatchRun
+    ) -> None:
+        self.records = records
+        """All columns of :data:`keyshard.schema.columns.SCHEMA`."""
+        self._entries = entries
+        self._run = run
+        self._acked = False
+
+    def ack(self) -> None:
+        """Acknowledge every message of the batch, after its checkpoint is durable. Idempotent.
+
+        Batches may be acknowledged in any order, from any thread.
+
+        Raises:
+            KeyShardError: The source ended, or the checkpoint could not be stored.
+        """
+        if not self._acked:
+            self._run.commit(self._entries)
+            self._acked = True
+
+
+class BatchRun:
+    """One run over one source, in this process.
+
+    Args:
+        coordinator: The source, not started.
+        rows_max: Most rows of a batch, unless one entry has more.
+        wait_max_s: Longest wait for more rows after the first, seconds.
+        checkpoint: fsspec URL of the checkpoint; ``None``: none.
+        full_timeout_s: Time after which a full window that nobody empties is an error, seconds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        rows_max: int,
+        wait_max_s: float,
+        *,
+        checkpoint: str | None,
+        full_timeout_s: float,
+    ) -> None:
+        self._coordinator = coordinator
+        self._rows_max = rows_max
+        self._wait_max_s = wait_max_s
+        self._full_timeout_s = full_timeout_s
+        self._store = None if checkpoint is None else CheckpointStore(checkpoint)
+        self._lock = threading.Lock()
+        self._left: dict[TopicPartition, list[EntryId]] = {}
+        self._rows: deque[tuple[TopicPartition, EntryBlock]] = deque()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End the iteration; returns at once."""
+        self._stopping = True
+
+    def batches(self) -> Iterator[Batch]:
+        """Batches until :meth:`stop`; the ranges are given back when the iteration ends.
+
+        Raises:
+            WindowFullError: Nobody acknowledges.
+            KeyShardError: What ended the source.
+        """
+        text = None if self._store is None else self._store.load()
+        try:
+            self._coordinator.start(None if text is None else Checkpoint.from_json(text))
+            self._committer = Committer(self._coordinator, self._store)
+            while not self._stopping:
+                batch = self._next()
+                if batch is not None:
+                    yield batch
+        finally:
+            self._coordinator.stop()
+
+    def commit(self, entries: dict[TopicPartition, list[EntryId]]) -> None:
+        """Commit the entries of a batch, and those that found no room before."""
+        with self._lock:
+            for topic_partition, ids in entries.items():
+                self._left.setdefault(topic_partition, []).extend(ids)
+            self._left = self._committer.commit(self._left)
+
+    def _next(self) -> Batch | None:
+        deadline = 0.0
+        full_since_s = time.monotonic()
+        rows = sum(block.rows for _, block in self._rows)
+        while not self._stopping:
+            now = time.monotonic()
+            if rows >= self._rows_max or (rows and now >= deadline > 0):
+                return self._cut()
+            taken = self._coordinator.take(min(WAIT_S, deadline - now) if deadline else WAIT_S)
+            self._rows.extend((topic_partition, block) for topic_partition, _, block in taken)
+            rows += sum(block.rows for _, _, block in taken)
+            if rows and not deadline:
+                deadline = now + self._wait_max_s
+            if taken or not self._coordinator.full:
+                full_since_s = now
+            elif now - full_since_s > self._full_timeout_s:
+                raise WindowFullError(
+                    f"Batches that were not acknowledged have filled the window for "
+                    f"{self._full_timeout_s:.0f} s, so nothing more can be received. Call ack() on "
+                    "each batch, or raise window_rows_max."
+                )
+        return None
+
+    def _cut(self) -> Batch:
+        blocks: list[tuple[TopicPartition, EntryBlock]] = []
+        rows = 0
+        while self._rows and (not rows or rows + self._rows[0][1].rows <= self._rows_max):
+            blocks.append(self._rows.popleft())
+            rows += blocks[-1][1].rows
+        entries: dict[TopicPartition, list[EntryId]] = {}
+        for topic_partition, block in blocks:
+            entries.setdefault(topic_partition, []).append(block.id)
+        table = pa.Table.from_batches(record_batches(blocks, SCHEMA.names)).combine_chunks()
+        return Batch(table.to_batches()[0], entries, self)

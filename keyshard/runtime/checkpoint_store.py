@@ -1,0 +1,80 @@
+"""Keeps one text durably behind an fsspec URL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from keyshard.errors import CheckpointError, ConfigError
+
+
+class CheckpointStore:
+    """The newest checkpoint of a source; a crash leaves either the old text or the new one.
+
+    Args:
+        url: fsspec URL of a file, such as ``file:///var/lib/app/orders.json``. On a local disk the
+            text is written beside it, synced and renamed; object stores replace objects atomically.
+
+    Raises:
+        ConfigError: The URL names no known file system, or no file.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as exc:
+            raise ConfigError(
+                f"checkpoint is {url!r}: {exc}. Write an fsspec URL of a file, such as "
+                "file:///var/lib/app/orders.json."
+            ) from exc
+        if not self._path.strip("/") or url.endswith("/"):
+            raise ConfigError(f"checkpoint is {url!r}; it must name a file, not a folder.")
+        self._url = url
+
+    def load(self) -> str | None:
+        """The text stored last; ``None`` when there is none.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        try:
+            return str(self._files.cat_file(self._path).decode())
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as exc:
+            raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
+
+    def save(self, text: str) -> None:
+        """Replace the text; it is durable when this returns.
+
+        Raises:
+            CheckpointError: It could not be written; the old text stands.
+        """
+        try:
+            if isinstance(self._files, LocalFileSystem):
+                _replace(Path(self._path), text)
+            else:
+                self._files.pipe_file(self._path, text.encode())
+        except OSError as exc:
+            raise CheckpointError(
+                f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
+                "acknowledged; it comes again."
+            ) from exc
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

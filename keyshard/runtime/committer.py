@@ -1,0 +1,48 @@
+"""Makes what handlers completed durable, and acknowledges it after that.
+
+A commit has three steps::
+
+    1. commit    completed entries -> checkpoint
+    2. save      the checkpoint is durable, where the user wants one
+    3. release   forget the entries, acknowledge them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.runtime.checkpoint_store import CheckpointStore
+from keyshard.runtime.coordinator import Coordinator
+
+Entries = Mapping[TopicPartition, Collection[EntryId]]
+
+
+class Committer:
+    """Commits of one source, one after the other; its owner calls it from one thread at a time.
+
+    Args:
+        coordinator: The started source.
+        store: Where checkpoints go; ``None`` for a source without.
+    """
+
+    def __init__(self, coordinator: Coordinator, store: CheckpointStore | None) -> None:
+        self._coordinator = coordinator
+        self._store = store
+
+    def commit(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
+        """Commit completed entries.
+
+        Returns:
+            Those that the checkpoint had no room for; commit them later.
+
+        Raises:
+            KeyShardError: The source ended, or the checkpoint could not be stored. Nothing of this
+                commit is acknowledged then.
+        """
+        checkpoint, left = self._coordinator.commit(completed)
+        if checkpoint is not None:
+            if self._store is not None:
+                self._store.save(checkpoint.to_json())
+            self._coordinator.release(checkpoint)
+        return left

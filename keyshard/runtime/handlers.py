@@ -1,0 +1,332 @@
+"""Runs a handler over a source: receive, hand out by key, retry in place, commit, acknowledge.
+
+Steps of a message::
+
+    1. take      the coordinator hands out received entries; their messages queue by key
+    2. next      a worker takes the oldest message of a key that no other works on
+    3. finish    completed, or tried again in its lane, or given up by the failure policy
+    4. commit    entries all of whose messages are done: checkpoint, then acknowledge
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.hash_range import range_index
+from keyshard.core.lanes import Lanes, Work
+from keyshard.core.message import Message
+from keyshard.core.retrying import Reject, RetryLater
+from keyshard.errors import ConfigError, HandlerFailedError, KeyShardError, RuntimeStoppedError
+from keyshard.handling import WORKERS_MAX, HandlerConfig
+from keyshard.runtime.checkpoint_store import CheckpointStore
+from keyshard.runtime.committer import Committer
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.workers import (
+    AsyncWorkers,
+    Handle,
+    ProcessWorkers,
+    ThreadWorkers,
+    Workers,
+)
+from keyshard.schema.messages import messages_of
+
+COMMIT_INTERVAL_S = 0.02
+"""Shortest time between two commits, seconds."""
+COMMIT_SHARE_MAX = 0.1
+"""Most of the time that commits may take: a slow one makes the next come later."""
+BUSY_WAIT_S = 0.01
+"""Longest wait for rows while handlers run, seconds."""
+IDLE_WAIT_S = 0.1
+"""Longest wait for rows while none runs, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Told what becomes of messages, by the thread of the handler; it must be quick."""
+
+    def started(self, message: Message) -> None:
+        """An attempt begins."""
+
+    def completed(self, message: Message, seconds: float) -> None:
+        """The handler returned after ``seconds``."""
+
+    def failed(self, message: Message, seconds: float, error: BaseException) -> None:
+        """The handler raised ``error`` after ``seconds``."""
+
+
+class HandlerRun:
+    """One run of one handler over one source, in this process.
+
+    Args:
+        coordinator: The source, not started.
+        config: The source.
+        handling: How the handler is run.
+        handle: The handler, ``def`` or ``async def``.
+        observers: Who is told about every attempt.
+
+    Raises:
+        ConfigError: The handler does not fit its executor.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        config: SourceConfig,
+        handling: HandlerConfig,
+        handle: Handle,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._coordinator = coordinator
+        self._config = config
+        self._handling = handling
+        self._handle = handle
+        self._observers = tuple(observers)
+        self._mode = _mode(handling.executor, handle)
+        self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
+        ranges = config.parallelism
+        self.lanes = Lanes(
+            ranges,
+            handling.lanes,
+            lambda slot: range_index(slot, ranges),
+            serialise_keyless=handling.null_keys == "serialise",
+        )
+        self.changed = threading.Condition()
+        self._stopping = False
+        self._error: KeyShardError | None = None
+        self._commit_at_s = 0.0
+        self._done = threading.Event()
+
+    # -- for the user's thread ------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Handle messages until :meth:`stop`, SIGTERM, Ctrl-C, or an error.
+
+        Raises:
+            KeyShardError: What ended the source.
+        """
+        try:
+            self._start()
+            with _stopping_signals(self.stop):
+                try:
+                    while not self._stopping:
+                        self._turn()
+                finally:
+                    self._drain()
+        finally:
+            self._coordinator.stop()
+            self._done.set()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Start nothing more; running handlers end, what they completed is committed.
+
+        Returns at once, may be called from any thread and from a signal handler.
+        """
+        self._stopping = True
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of :meth:`run`; whether it ended."""
+        return self._done.wait(timeout_s)
+
+    # -- the desk: called by workers, which hold ``changed`` --------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._stopping
+
+    def next(self) -> Work | None:
+        return None if self._stopping else self.lanes.next(time.monotonic())
+
+    def finish(self, work: Work, error: BaseException | None) -> None:
+        if error is None:
+            self.lanes.completed(work)
+            return
+        now = time.monotonic()
+        queue = work.queue
+        since_s = queue.failing_since_s if queue.attempts else work.started_s
+        delay_s = self._handling.retry.delay_s(queue.attempts + 1, now - since_s, error)
+        if delay_s is not None:
+            self.lanes.again(work, now + delay_s, _reason(error))
+        else:
+            self._give_up(work, error)
+
+    def _give_up(self, work: Work, error: BaseException) -> None:
+        self.lanes.again(work, time.monotonic(), _reason(error))
+        self._fail(
+            HandlerFailedError(
+                f"Message {work.message.message_id} of {work.message.topic}, key "
+                f"{work.queue.key!r}, failed {work.queue.attempts} times: {work.queue.reason}. It "
+                "is not acknowledged and comes again.",
+                message_id=str(work.message.message_id),
+                key=work.queue.key,
+            )
+        )
+
+    # -- the run's own thread ----------------------------------------------------------------------
+
+    def _start(self) -> None:
+        text = None if self._store is None else self._store.load()
+        self._coordinator.start(None if text is None else Checkpoint.from_json(text))
+        self._committer = Committer(self._coordinator, self._store)
+        self._workers = self._make_workers()
+
+    def _make_workers(self) -> Workers:
+        handling = self._handling
+        if self._mode == "async":
+            return AsyncWorkers(self, self._observed_async())
+        if self._mode == "processes":
+            count = handling.workers or os.cpu_count() or 1
+            return ProcessWorkers(self, count, self._handle)
+        places = self._config.parallelism * handling.lanes
+        return ThreadWorkers(
+            self, handling.workers or min(WORKERS_MAX, places), lambda: self._observed(self._handle)
+        )
+
+    def _turn(self) -> None:
+        with self.changed:
+            busy = self.lanes.running or self.lanes.waiting or self.lanes.completed_entries
+        taken = self._coordinator.take(BUSY_WAIT_S if busy else IDLE_WAIT_S)
+        entries = [
+            (topic_partition, index, block.id, messages_of(topic_partition, block))
+            for topic_partition, index, block in taken
+        ]
+        with self.changed:
+            for entry in entries:
+                self.lanes.add(*entry)
+            due_s = self.lanes.next_due_s()
+            waiting = self.lanes.runnable + (due_s is not None and due_s <= time.monotonic())
+            if waiting:
+                self._workers.wake(waiting)
+            completed = self.lanes.completed_entries
+        if completed and time.monotonic() >= self._commit_at_s:
+            self._commit()
+
+    def _commit(self) -> None:
+        began_s = time.monotonic()
+        with self.changed:
+            completed = self.lanes.take_completed()
+        left = self._committer.commit(completed)
+        if left:
+            with self.changed:
+                self.lanes.put_back(left)
+        ended_s = time.monotonic()
+        self._commit_at_s = ended_s + max(COMMIT_INTERVAL_S, (ended_s - began_s) / COMMIT_SHARE_MAX)
+
+    def _drain(self) -> None:
+        """Wait for running handlers, and commit what they completed."""
+        self._stopping = True
+        ended = self._workers.close(self._handling.drain_timeout_s)
+        if not ended:
+            with self.changed:
+                for work in self.lanes.running.values():
+                    _log.warning(
+                        "the handler of message %s of %s, key %r, did not end within %.0f s: it is "
+                        "left behind, and the message comes again",
+                        work.message.message_id, work.message.topic, work.queue.key,
+                        self._handling.drain_timeout_s,
+                    )  # fmt: skip
+        try:
+            if self.lanes.completed_entries:
+                self._commit()
+        except RuntimeStoppedError:
+            pass
+
+    def _fail(self, error: KeyShardError) -> None:
+        if self._error is None:
+            self._error = error
+        self._stopping = True
+
+    # -- observing --------------------------------------------------------------------------------
+
+    def _observed(self, handle: Handle) -> Handle:
+        if not self._observers:
+            return handle
+
+        def observed(message: Message) -> None:
+            with self._observing(message):
+                handle(message)
+
+        return observed
+
+    def _observed_async(self) -> Callable[[Message], Any]:
+        if not self._observers:
+            return self._handle
+
+        async def observed(message: Message) -> None:
+            with self._observing(message):
+                await self._handle(message)
+
+        return observed
+
+    @contextmanager
+    def _observing(self, message: Message) -> Iterator[None]:
+        for observer in self._observers:
+            observer.started(message)
+        began_s = time.monotonic()
+        try:
+            yield
+        except BaseException as exc:
+            for observer in self._observers:
+                observer.failed(message, time.monotonic() - began_s, exc)
+            raise
+        for observer in self._observers:
+            observer.completed(message, time.monotonic() - began_s)
+
+
+def _mode(executor: str, handle: Handle) -> str:
+    if not callable(handle):
+        raise ConfigError(f"The handler is {handle!r}; give a function that takes a message.")
+    is_async = inspect.iscoroutinefunction(handle) or inspect.iscoroutinefunction(
+        getattr(handle, "__call__", None)  # noqa: B004 - an object may have a coroutine method
+    )
+    if executor == "auto":
+        return "async" if is_async else "threads"
+    if is_async != (executor == "async"):
+        kind = "an async function" if is_async else "a plain function"
+        raise ConfigError(
+            f"The handler {handle!r} is {kind}, and executor is {executor!r}. Leave executor out, "
+            "or give a handler that fits it."
+        )
+    return executor
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, (RetryLater, Reject)):
+        return error.reason
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C stop gracefully; a second one at once. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = False
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+        stop()
+
+    old = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
