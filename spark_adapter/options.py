@@ -157,6 +157,8 @@ _INTEGERS = {
     "checkpoint_bytes_max",
 }  # fmt: skip
 
+_REQUIRED = {"subscription"}
+"""Fields that a query has to name, also those with a default in Python."""
 _BOOLEANS = {"fail_on_data_loss"}
 
 
@@ -180,7 +182,7 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
         raise ConfigError(f"Give only one of {given['topics']!r} and 'topicsPattern'.")
     if not given.keys() & {"topics", "topics_pattern"}:
         raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
-    if "subscription" not in fields:
+    if not fields.keys() >= _REQUIRED:
         raise ConfigError(
             "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
             "backlog of this query."
@@ -220,7 +222,7 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
     known = {option.field: option.name for option in OPTIONS if option.field != "topics"}
     for name, field in fields.items():
         value = getattr(source, name)
-        if name == "topics" or value == field.default:
+        if name == "topics" or (value == field.default and name not in _REQUIRED):
             continue
         if name not in known:
             raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
@@ -234,7 +236,7 @@ def options_table() -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in OPTIONS:
         default = defaults[option.field]
-        shown = "" if default is None or default is dataclasses.MISSING else f"`{default}`"
+        shown = "" if default is None or option.field in _REQUIRED else f"`{default}`"
         shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
     return "\n".join(lines)

@@ -29,9 +29,8 @@ def test_a_single_string_is_one_topic() -> None:
     assert config("orders").topics == ("persistent://public/default/orders",)
 
 
-def test_the_subscription_has_no_default() -> None:
-    with pytest.raises(TypeError, match="subscription"):
-        SourceConfig("t")  # type: ignore[call-arg]
+def test_a_source_needs_no_more_than_a_topic() -> None:
+    assert SourceConfig("t").subscription == "keyshard"
 
 
 def test_defaults_are_valid_and_bounded() -> None:
