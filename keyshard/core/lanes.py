@@ -30,6 +30,8 @@ class Entry:
     id: EntryId
     waiting: int
     """Messages that are not done yet."""
+    begun: bool = False
+    """Whether a message of it was started."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +104,7 @@ class Lanes:
         self._keyless: dict[int, KeyQueue] = {}
         self._later: list[tuple[float, int, KeyQueue]] = []
         self._later_count = 0
+        self._draining = False
         self._held = bytearray(RING_SIZE)
         self._aside: list[KeyQueue] = []
         self._completed: dict[TopicPartition, list[EntryId]] = {}
@@ -142,11 +145,14 @@ class Lanes:
             if owner.running >= lanes or not owner.ready:
                 continue
             queue = owner.ready.popleft()
-            if queue.slot is not None and self._held[queue.slot]:
+            work = queue.work[0]
+            if (queue.slot is not None and self._held[queue.slot]) or (
+                self._draining and not work.entry.begun
+            ):
                 self._aside.append(queue)
                 self._list(owner)
                 continue
-            work = queue.work[0]
+            work.entry.begun = True
             queue.running = True
             owner.running += 1
             self.waiting -= 1
@@ -202,6 +208,10 @@ class Lanes:
         for topic_partition, entries in completed.items():
             self._completed.setdefault(topic_partition, []).extend(entries)
             self.completed_entries += len(entries)
+
+    def drain(self) -> None:
+        """From now on begin no entry: only finish those that have begun, so that they are whole."""
+        self._draining = True
 
     # -- moving ranges ----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import signal
 import threading
@@ -103,7 +104,7 @@ class HandlerRun:
             serialise_keyless=handling.null_keys == "serialise",
         )
         self.changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
         self._done = threading.Event()
@@ -131,7 +132,7 @@ class HandlerRun:
             raise self._error
 
     def stop(self) -> None:
-        """Start nothing more; running handlers end, what they completed is committed.
+        """Begin no entry any more; those that have begun are finished and committed.
 
         Returns at once, may be called from any thread and from a signal handler.
         """
@@ -148,7 +149,9 @@ class HandlerRun:
         return self._stopping
 
     def next(self) -> Work | None:
-        return None if self._stopping else self.lanes.next(time.monotonic())
+        if self._stopping:
+            self.lanes.drain()
+        return None if self._ended else self.lanes.next(time.monotonic())
 
     def finish(self, work: Work, error: BaseException | None) -> None:
         if error is None:
@@ -164,7 +167,7 @@ class HandlerRun:
             self._give_up(work, error)
 
     def _give_up(self, work: Work, error: BaseException) -> None:
-        self.lanes.again(work, time.monotonic(), _reason(error))
+        self.lanes.again(work, math.inf, _reason(error))
         self._fail(
             HandlerFailedError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
@@ -226,9 +229,10 @@ class HandlerRun:
         self._commit_at_s = ended_s + max(COMMIT_INTERVAL_S, (ended_s - began_s) / COMMIT_SHARE_MAX)
 
     def _drain(self) -> None:
-        """Wait for running handlers, and commit what they completed."""
+        """Let handlers finish the entries that have begun, and commit what they completed."""
         self._stopping = True
         ended = self._workers.close(self._handling.drain_timeout_s)
+        self._ended = True
         if not ended:
             with self.changed:
                 for work in self.lanes.running.values():
