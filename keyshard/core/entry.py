@@ -106,7 +106,7 @@ class EntryBlock:
     parts: tuple[Part, ...]
     """Content of the messages, in the order of ``indices``."""
     redelivered: bool = False
-    """Whether the broker says that it delivered the entry before."""
+    """Whether the broker counts a delivery before this one; a consumer that went away is none."""
 
     @property
     def rows(self) -> int:

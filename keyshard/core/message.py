@@ -39,7 +39,8 @@ class Message(NamedTuple):
     slot: int | None
     """Where it lies on the ring, 1 to 65,535; ``None`` without a key."""
     redelivered: bool
-    """Whether the broker says that it delivered the message before. It may forget that."""
+    """Whether the broker counts a delivery before this one. It counts negative acknowledgements
+    and time-outs of others, not what comes again because a consumer went away."""
 
     @property
     def routing_key(self) -> str | None:

@@ -81,6 +81,7 @@ def test_a_message_arrives_with_everything_it_was_sent_with(harness: Harness) ->
     assert (full.batch_size, full.batched, list(full.indices), full.whole) == (1, False, [0], True)
     assert full.values == [b"\x00\xff"]
     assert (full.partition_keys, full.slot) == (["key"], key_slot("order"))
+    assert (full.column("__orderingKey"), full.redelivered) == (["order"], False)
     assert dict(gather([full], ["__properties"])["__properties"][0].as_py()) == {"a": "1", "ü": "ß"}
     assert event_ms([full]) == [1_700_000_000_123]
     assert before_ms <= full.publish_ms <= time.time_ns() // 1_000_000

@@ -1,0 +1,48 @@
+"""The checkpoint store: one text, old or new, never in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keyshard.errors import CheckpointError, ConfigError
+from keyshard.runtime.checkpoint_store import CheckpointStore
+
+
+@pytest.mark.parametrize("scheme", ["file://", "memory:/", ""])
+def test_the_newest_text_is_loaded(tmp_path: Path, scheme: str) -> None:
+    store = CheckpointStore(f"{scheme}{tmp_path}/state/orders.json")
+    assert store.load() is None
+    store.save("one")
+    store.save("two, ü")
+    assert CheckpointStore(f"{scheme}{tmp_path}/state/orders.json").load() == "two, ü"
+
+
+def test_a_write_that_fails_leaves_the_old_text_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "orders.json"
+    store = CheckpointStore(f"file://{path}")
+    store.save("one")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*acknowledged"):
+        store.save("two")
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "orders.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"orders\.json"):
+        CheckpointStore(f"file://{tmp_path}/orders.json").load()
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/key", "file:///", "file:///var/lib/"])
+def test_a_url_of_no_file_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="checkpoint is"):
+        CheckpointStore(url)
