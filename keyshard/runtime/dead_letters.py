@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
 from keyshard.config import SourceConfig
@@ -23,21 +23,18 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
 from keyshard.core.letters import Kind, Letter, Marker, parse
-from keyshard.core.message import Message
 from keyshard.core.parking import Parked, Parking
 from keyshard.errors import (
     BrokerError,
     ConfigError,
     DataLossTrimmedError,
     RangeConflictError,
-    ReplayTimeoutError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.replay import READ_WAIT_MS, stretches
+from keyshard.runtime.letter_reading import fold, position_of, read
+from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
-from keyshard.schema.messages import messages_of
 
-FIRST = EntryId(0, 0)
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
 
@@ -260,34 +257,35 @@ class Replay:
             DataLossTrimmedError: It is not stored any more; by ``fail_on_data_loss``.
             ReplayTimeoutError: It could not be read before ``replay_timeout_ms``.
         """
+        timeout_s = self._letters.replay_timeout_s
         while not self._read and self._positions:
-            timeout_s = self._letters.replay_timeout_s
             self._read.extend(retry_until(lambda: self._fill(timeout_s), timeout_s))
         return self._read.popleft() if self._read else None
 
     def _fill(self, timeout_s: float) -> list[Resting]:
         """Read some of the next letters."""
         stretch = next(stretches(EntrySet.of(self._positions)))
-        wanted, found = list(stretch), []
+        wanted = list(stretch)
+        found: list[Resting] = []
         reader = self._letters.reader(wanted[0])
         try:
-            for message in _read(
-                self._letters, reader, wanted[-1], timeout_s, enough=lambda: bool(found)
-            ):
-                position = _position(message)
+            where = self._letters.topic_partition
+            for message in read(reader, where, wanted[-1], timeout_s, lambda: bool(found)):
+                position = position_of(message)
                 letter = parse(message) if position in stretch else None
                 if isinstance(letter, Letter):
                     found.append(Resting(position, letter))
         finally:
             reader.close()
-        until = found[-1].position if found else wanted[-1]
-        passed = {one.position for one in found}
-        missing = [one for one in wanted if one <= until and one not in passed]
-        if missing:
+        have = {one.position: one for one in found}
+        ready = [have[one] for one in takewhile(have.__contains__, wanted)]
+        if not ready:
+            until = found[0].position if found else None
+            missing = [one for one in wanted if until is None or one < until]
             self._letters.lost(self._key, missing)
-        while self._positions and self._positions[0] <= until:
+        for _ in ready or missing:
             self._positions.popleft()
-        return found
+        return ready
 
 
 def open_dead_letters(
@@ -323,7 +321,9 @@ def open_dead_letters(
     letters = DeadLetters(broker, where, config, consumer, state)
     try:
         replay_s = config.replay_timeout_ms / 1000
-        retry_until(lambda: _fold(letters, state, consumer, config), replay_s)
+        finished = retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)
+        for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
+            letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     except BaseException:
         letters.close()
         raise
@@ -355,95 +355,3 @@ def _hold(broker: Broker, where: TopicPartition, config: SourceConfig) -> Consum
             "parks there as the same subscription. Stop it, or name another dead_letter_topic.",
             holders=[],
         ) from exc
-
-
-def _fold(letters: DeadLetters, state: Parked, consumer: Consumer, config: SourceConfig) -> None:
-    """Read what is stored and not folded yet, and acknowledge what of it is finished with."""
-    timeout_s = config.replay_timeout_ms / 1000
-    last = consumer.last_entry()
-    folded = state.folded
-    if folded is not None:
-        state.trimmed(_first(letters, timeout_s))
-    if last is None or (folded is not None and folded >= last):
-        return
-    kept: list[EntryId] = []
-    passed: list[EntryId] = []
-    start = FIRST if folded is None else EntryId(folded.ledger, folded.entry + 1)
-    reader = letters.reader(start)
-    try:
-        for message in _read(letters, reader, last, timeout_s):
-            position = _position(message)
-            passed.append(position)
-            if _take(state, message, config.subscription):
-                kept.append(position)
-    finally:
-        reader.close()
-    resting = EntrySet.of([*kept, *(one for key in state.keys.values() for one in key.resting)])
-    finished = [one for one in passed if one not in resting]
-    for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
-        letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
-
-
-def _take(state: Parked, message: Message, subscription: str) -> bool:
-    """Fold a message of the topic; whether it stays whatever is replayed."""
-    position = _position(message)
-    try:
-        found = parse(message)
-    except ValueError as exc:
-        _log.warning("message %s of %s is no letter: %s", message.message_id, message.topic, exc)
-        found = None
-    if found is None or found.subscription != subscription:
-        state.passed(position)
-    elif isinstance(found, Marker):
-        state.replayed(position, found.key, found.up_to)
-    elif found.kind is Kind.PARKED and found.key is not None:
-        state.letter(position, found.key, found.topic_partition, found.message.message_id)
-    else:
-        state.passed(position)
-        return True
-    return False
-
-
-def _first(letters: DeadLetters, timeout_s: float) -> EntryId | None:
-    """The first entry that is stored; ``None`` without one."""
-    reader = letters.reader(FIRST)
-    try:
-        found = next(_read(letters, reader, None, timeout_s), None)
-    finally:
-        reader.close()
-    return None if found is None else _position(found)
-
-
-def _read(
-    letters: DeadLetters,
-    reader: Reader,
-    last: EntryId | None,
-    timeout_s: float,
-    enough: Callable[[], bool] = lambda: False,
-) -> Iterator[Message]:
-    """Messages up to an entry, or to the end of the topic.
-
-    Args:
-        last: The entry, inclusive; ``None``: only the end.
-        timeout_s: Deadline for all of it, seconds.
-        enough: Ends it after a read.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        blocks = reader.read(READ_WAIT_MS)
-        for block in blocks:
-            yield from messages_of(letters.topic_partition, block)
-            if last is not None and block.id >= last:
-                return
-        if enough() or (not blocks and reader.at_end()):
-            return
-        if time.monotonic() >= deadline:
-            raise ReplayTimeoutError(
-                f"Reading dead letters in {letters.topic_partition} took longer than {timeout_s:g} "
-                "s. Check the broker's load, acknowledge rejected letters, or raise "
-                "replay_timeout_ms."
-            )
-
-
-def _position(message: Message) -> EntryId:
-    return EntryId(message.message_id.ledger, message.message_id.entry)
