@@ -82,6 +82,15 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
+class Resting:
+    """A parked letter, read back."""
+
+    position: EntryId
+    """Where it lies in the dead-letter topic."""
+    letter: Letter
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
     """The letters of a key up to a position were replayed: a handler got each of them done."""
 

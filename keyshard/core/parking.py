@@ -153,32 +153,32 @@ class Parked:
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def to_json(self, chars_max: int) -> str:
-        """Canonical text for a checkpoint: the parked keys, and up to where they are folded.
+    def to_dict(self, chars_max: int) -> dict[str, Any]:
+        """The parked keys, and up to where they are folded, for a checkpoint: equal ones are equal.
 
         Args:
-            chars_max: When it would be longer, it says instead to fold from the first letter of a
-                key that is parked now; that is short, and comes to the same.
+            chars_max: When its text would be longer, it says instead to fold from the first letter
+                of a key that is parked now; that is short, and comes to the same.
         """
-        text = self._text(self.folded, self.keys)
-        if len(text) > chars_max:
+        folded = self.folded
+        # What lies behind ``folded`` and is known already is folded again, which changes nothing.
+        data = _state(folded, self.keys)
+        if len(json.dumps(data, separators=(",", ":"))) > chars_max:
             first = min(parked.start for parked in self.keys.values())
-            folded = self.folded
             if folded is not None and folded >= first:
                 folded = EntryId(first.ledger, first.entry - 1) if first.entry else None
-            text = self._text(folded, {})
-        return text
+            data = _state(folded, {})
+        return data
 
     @classmethod
-    def from_json(cls, text: str) -> Parked:
-        """Read :meth:`to_json`'s text.
+    def from_dict(cls, data: Mapping[str, Any]) -> Parked:
+        """Read :meth:`to_dict`'s form.
 
         Raises:
             CheckpointError: It is not.
         """
         result = cls()
         try:
-            data = json.loads(text)
             result._highest = None if data["folded"] is None else _parse_id(data["folded"])
             result.keys = {key: _from_dict(value) for key, value in data["keys"].items()}
         except CheckpointError:
@@ -186,15 +186,6 @@ class Parked:
         except (KeyError, ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"The parked keys cannot be read: {exc!r}.") from exc
         return result
-
-    @staticmethod
-    def _text(folded: EntryId | None, keys: Mapping[str, ParkedKey]) -> str:
-        # What lies behind ``folded`` and is known already is folded again, which changes nothing.
-        data = {
-            "folded": _id_text(folded),
-            "keys": {key: _to_dict(parked) for key, parked in keys.items()},
-        }
-        return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
     def _release(self, key: str) -> None:
         ids = self.keys.pop(key).ids
@@ -286,9 +277,16 @@ def _count(ids: Ids) -> int:
     return sum(map(len, ids.values()))
 
 
+def _state(folded: EntryId | None, keys: Mapping[str, ParkedKey]) -> dict[str, Any]:
+    return {
+        "folded": _id_text(folded),
+        "keys": {key: _to_dict(parked) for key, parked in sorted(keys.items())},
+    }
+
+
 def _to_dict(parked: ParkedKey) -> dict[str, Any]:
     return {
-        "ids": {where.name: _ids_text(ids) for where, ids in parked.ids.items()},
+        "ids": {where.name: _ids_text(ids) for where, ids in sorted(parked.ids.items())},
         "last": _id_text(parked.last),
         "resting": str(EntrySet.of(parked.resting)),
         "start": _id_text(parked.start),
@@ -312,7 +310,7 @@ def _ids_text(ids: set[MessageId]) -> dict[str, str]:
     by_index: dict[int, list[EntryId]] = {}
     for ledger, entry, index in ids:
         by_index.setdefault(index, []).append(EntryId(ledger, entry))
-    return {str(index): str(EntrySet.of(found)) for index, found in by_index.items()}
+    return {str(index): str(EntrySet.of(found)) for index, found in sorted(by_index.items())}
 
 
 def _parse_ids(data: Mapping[str, str]) -> Iterator[MessageId]:

@@ -13,16 +13,16 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
-from keyshard.core.letters import Kind, Letter, Marker, parse
+from keyshard.core.letters import Kind, Letter, Marker, Resting, parse
 from keyshard.core.parking import Parked, Parking
 from keyshard.errors import (
     BrokerError,
@@ -39,15 +39,6 @@ ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """A parked letter, read back."""
-
-    position: EntryId
-    """Where it lies in the dead-letter topic."""
-    letter: Letter
 
 
 class DeadLetters:
@@ -145,10 +136,10 @@ class DeadLetters:
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def checkpoint(self, chars_max: int) -> str:
-        """The parked keys as canonical text; :func:`open_dead_letters` goes on from there."""
+    def checkpoint(self, chars_max: int) -> dict[str, Any]:
+        """The parked keys as a JSON value; :func:`open_dead_letters` goes on from there."""
         with self.lock:
-            return self.parking.parked.to_json(chars_max)
+            return self.parking.parked.to_dict(chars_max)
 
     def close(self) -> None:
         """Flush acknowledgements and free the handles. Idempotent."""
@@ -289,7 +280,7 @@ class Replay:
 
 
 def open_dead_letters(
-    broker: Broker, topic: str, config: SourceConfig, parked: str | None = None
+    broker: Broker, topic: str, config: SourceConfig, parked: Mapping[str, Any] | None = None
 ) -> DeadLetters:
     """Hold the parked letters of a source, and know which keys are parked.
 
@@ -300,11 +291,11 @@ def open_dead_letters(
         broker: Connection to write and read through.
         topic: Full name of the dead-letter topic; Pulsar creates a missing one.
         config: The source.
-        parked: The text of :meth:`DeadLetters.checkpoint`; ``None``: the whole topic is read.
+        parked: What :meth:`DeadLetters.checkpoint` gave; ``None``: the whole topic is read.
 
     Raises:
         ConfigError: The topic is partitioned.
-        CheckpointError: The text cannot be read.
+        CheckpointError: What the checkpoint says of parked keys cannot be read.
         SubscriptionInUseError: Another source parks there as the same subscription.
         ReplayTimeoutError: The topic could not be read before ``replay_timeout_ms``.
         BrokerError: The broker cannot be reached, or refused.
@@ -316,7 +307,7 @@ def open_dead_letters(
             f"The dead-letter topic {topic} is partitioned, and letters need one order. Name a "
             "topic without partitions as dead_letter_topic."
         )
-    state = Parked() if parked is None else Parked.from_json(parked)
+    state = Parked() if parked is None else Parked.from_dict(parked)
     consumer = _hold(broker, where, config)
     letters = DeadLetters(broker, where, config, consumer, state)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from helpers import P0
 from keyshard.core.entry import EntryId
@@ -52,7 +53,7 @@ class World:
         self.handled: dict[str, list[int]] = {key: [] for key in keys}
         self.letters: list[Stored] = []
         self.first = 0
-        self.saved: list[str] = []
+        self.saved: list[dict[str, Any]] = []
         self.crashes = 0
         self.start(None)
 
@@ -70,9 +71,9 @@ class World:
 
     # -- the process ------------------------------------------------------------------------------
 
-    def start(self, checkpoint: str | None) -> None:
+    def start(self, checkpoint: dict[str, Any] | None) -> None:
         """Fold what is stored, and receive what is not acknowledged."""
-        parked = Parked() if checkpoint is None else Parked.from_json(checkpoint)
+        parked = Parked() if checkpoint is None else Parked.from_dict(checkpoint)
         if checkpoint is not None:
             end = len(self.letters)
             parked.trimmed(self.position(self.first) if self.first < end else None)
@@ -95,7 +96,7 @@ class World:
             assert one.up_to is not None
             parked.replayed(position, one.key, one.up_to)
 
-    def crash(self, *, forget: bool, checkpoint: str | None = None) -> None:
+    def crash(self, *, forget: bool, checkpoint: dict[str, Any] | None = None) -> None:
         """Kill the process, and start it again.
 
         Args:
