@@ -23,7 +23,7 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
 from keyshard.core.letters import Kind, Letter, Marker, Resting, parse
-from keyshard.core.parking import Parked, Parking
+from keyshard.core.parking import Parked, Parking, State
 from keyshard.errors import (
     BrokerError,
     ConfigError,
@@ -123,11 +123,32 @@ class DeadLetters:
         with self.lock:
             return self.parking.unpark(key)
 
-    def replay(self, key: str) -> Replay:
-        """The letters of a draining key; nothing of it runs and no letter of it is on its way."""
+    def first(self, key: str) -> Resting | None:
+        """Read the first resting letter of a key; ``None`` while none is confirmed.
+
+        Raises:
+            KeyShardError: As for :meth:`Replay.next`.
+        """
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            positions = [] if parked is None else list(parked.resting)
+        return Replay(self, key, positions).next()
+
+    def is_first(self, key: str, position: EntryId) -> bool:
+        """Whether a key is draining, and its first resting letter lies there."""
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            draining = self.parking.state(key) is State.DRAINING
+            return draining and parked is not None and parked.resting[0] == position
+
+    def replay(self, key: str, first: Resting) -> Replay:
+        """The letters of a draining key behind its first one. Memory only.
+
+        Nothing of the key runs and no letter of it is on its way; from now on none is written.
+        """
         with self.lock:
             positions = self.parking.drained(key)
-        return Replay(self, key, positions)
+        return Replay(self, key, [one for one in positions if one > first.position])
 
     def failed_again(self, key: str) -> None:
         """A letter failed too often: its key stays parked, with this letter and the rest."""
