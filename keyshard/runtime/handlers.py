@@ -228,12 +228,12 @@ class HandlerRun:
             self._config,
             None if checkpoint is None else checkpoint.parked,
         )
-        self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
         parked_chars_max = self._config.checkpoint_bytes_max // PARKED_SHARE
         self._committer = Committer(
             self._coordinator, self._store, lambda: letters.checkpoint(parked_chars_max)
         )
         self._workers = self._make_workers()
+        self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
 
     def _make_workers(self) -> Workers:
         handling = self._handling
