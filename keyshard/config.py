@@ -133,6 +133,14 @@ class SourceConfig:
             raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
 
     @property
+    def default_dead_letter_topic(self) -> str:
+        """Where letters go unless another topic is named; never consumed by this source."""
+        if self.topics_pattern is None:
+            return f"{self.topics[0]}-{self.subscription}-DLQ"
+        pattern = TopicPattern.parse(self.topics_pattern)
+        return f"persistent://{pattern.tenant}/{pattern.namespace}/{self.subscription}-DLQ"
+
+    @property
     def in_memory(self) -> bool:
         """Whether the broker is an in-memory cluster of this process."""
         return _MEMORY_URL.fullmatch(self.service_url) is not None

@@ -130,6 +130,22 @@ class KeyShardSource(SourceConfig):
         """End :meth:`run` or :meth:`batches` gracefully; returns at once, from any thread."""
         self._active().stop()
 
+    def unpark(self, key: str) -> bool:
+        """Let a parked key out: its dead letters are replayed in order, then newer messages pass.
+
+        Returns at once; a letter that fails again parks the key again.
+
+        Args:
+            key: The routing key: the ordering key, else the partition key.
+
+        Returns:
+            Whether the key is parked, or was and is on its way out.
+
+        Raises:
+            NotRunningError: :meth:`run` does not run.
+        """
+        return bool(self._active().unpark(key))
+
     def _begin(self, run: Any) -> None:
         if self.__dict__.get("_running") is not None:
             raise ConfigError("This source runs already. Make another KeyShardSource to run twice.")

@@ -48,8 +48,8 @@ What it does not do: negative acknowledgement and delayed messages.
 Time is virtual: ``now_ms`` of the cluster is its only clock, and nothing here starts a thread or
 sleeps. What is due by the clock happens when somebody next calls the cluster or a handle; entries
 are dispatched in the thread that publishes, receives, acknowledges or subscribes. Only a
-``receive`` or ``read`` that is told to wait does so in real time. The same calls in the same order
-do the same.
+``receive`` or ``read`` that is told to wait does so in real time, and a ``send`` that has no
+connection. The same calls in the same order do the same.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from keyshard.broker.memory_cluster import MemoryCluster
 from keyshard.broker.memory_connection import MemoryBroker
 from keyshard.broker.memory_limits import LookAhead, UnackedLimits
 from keyshard.broker.memory_log import Batching, Message
+from keyshard.broker.memory_producer import MemoryProducer
 
 __all__ = [
     "Batching",
@@ -66,6 +67,7 @@ __all__ = [
     "MemoryBroker",
     "MemoryCluster",
     "MemoryConsumer",
+    "MemoryProducer",
     "MemoryReader",
     "Message",
     "UnackedLimits",

@@ -373,8 +373,8 @@ class MemoryCluster:
         """Drop consumers for a while; those that were connected then reconnect, in their order."""
         dropped = [client.drop(of) for client in self._clients]
         yield
-        for client, consumers in zip(self._clients, dropped, strict=True):
-            client.reconnect(consumers)
+        for client, handles in zip(self._clients, dropped, strict=True):
+            client.reconnect(handles)
 
     def _reload(self, where: Collection[TopicPartition], *, lossy: bool) -> None:
         for topic_partition in where:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from keyshard.broker.memory_client import Connection, MemoryConsumer, MemoryReader
+from keyshard.broker.memory_producer import MemoryProducer
 from keyshard.broker.port import StartPosition
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
@@ -25,6 +26,7 @@ class MemoryBroker:
         self._cluster = cluster
         self._consumers: list[MemoryConsumer] = []
         self._readers: list[MemoryReader] = []
+        self._producers: list[MemoryProducer] = []
         self._frozen = False
         self._closed = False
         self._connection = Connection(
@@ -76,37 +78,49 @@ class MemoryBroker:
             self._readers.append(reader)
         return reader
 
-    def drop(self, of: Collection[TopicPartition] | None = None) -> list[MemoryConsumer]:
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> MemoryProducer:
+        with self._cluster.lock:
+            self._check_open()
+            self._cluster.open_log(topic_partition)
+            producer = MemoryProducer(
+                self._cluster.lock, self._cluster.publish, topic_partition, send_timeout_ms
+            )
+            self._producers.append(producer)
+        return producer
+
+    def drop(
+        self, of: Collection[TopicPartition] | None = None
+    ) -> list[MemoryConsumer | MemoryProducer]:
         """Lose the connection: the broker forgets the consumers, which do not notice.
 
-        They keep what is in their queues, and their acknowledgements are lost.
+        They keep what is in their queues, and their acknowledgements are lost. Producers wait.
 
         Args:
-            of: Only consumers of these topic partitions.
+            of: Only consumers and producers of these topic partitions.
 
         Returns:
             Those that were connected.
         """
         with self._cluster.lock:
             found = [
-                consumer
-                for consumer in self._consumers
-                if consumer.is_connected() and (of is None or consumer.topic_partition in of)
+                handle
+                for handle in self._handles
+                if handle.is_connected() and (of is None or handle.topic_partition in of)
             ]
-            for consumer in found:
-                consumer.drop()
+            for handle in found:
+                handle.drop()
             return found
 
-    def reconnect(self, consumers: Iterable[MemoryConsumer] | None = None) -> None:
-        """Bring every dropped consumer back with an empty queue.
+    def reconnect(self, dropped: Iterable[MemoryConsumer | MemoryProducer] | None = None) -> None:
+        """Bring every dropped consumer back with an empty queue, and every producer.
 
         One whose range somebody else took meanwhile stays without connection and says nothing,
         as Pulsar's client does; call it again to let it retry. A frozen client does nothing.
         """
         with self._cluster.lock:
             if not self._frozen:
-                for consumer in self._consumers if consumers is None else consumers:
-                    consumer.reconnect()
+                for handle in self._handles if dropped is None else dropped:
+                    handle.reconnect()
 
     def disconnect(self) -> None:
         """Lose the connection and get it back at once; what is unacknowledged comes again."""
@@ -137,6 +151,11 @@ class MemoryBroker:
         with self._cluster.lock:
             self._close_all(flush=True)
 
+    @property
+    def _handles(self) -> list[MemoryConsumer | MemoryProducer]:
+        """What loses its connection with the client."""
+        return [*self._consumers, *self._producers]
+
     def _close_all(self, *, flush: bool) -> None:
         self._closed = True
         for consumer in self._consumers:
@@ -146,6 +165,8 @@ class MemoryBroker:
                 consumer.abandon()
         for reader in self._readers:
             reader.close()
+        for producer in self._producers:
+            producer.close()
         self._cluster.detach(self)
 
     def _answers(self) -> bool:

@@ -7,7 +7,7 @@ library into :mod:`keyshard.errors`, with ``raise ... from``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -104,6 +104,42 @@ class Reader(Protocol):
         """Free the handle. Idempotent."""
 
 
+class Producer(Protocol):
+    """Publishes to one topic partition, one message at a time and each an entry of its own.
+
+    Any thread may send. What one thread sends is stored in the order of its calls.
+    """
+
+    def send(
+        self,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        """Publish a message; returns when the broker has confirmed that it is stored.
+
+        Args:
+            key: Partition key; ``None`` for none.
+            ordering_key: Ordering key; ``None`` for none.
+            properties: Properties; default none.
+            event_ms: Event time, milliseconds since the epoch; 0 when unset.
+
+        Returns:
+            Where it is stored.
+
+        Raises:
+            BrokerUnavailableError: No confirmation before the deadline (retriable). The message
+                may be stored all the same, so another attempt may store it twice.
+            BrokerError: The broker refused it, or the producer is closed.
+        """
+
+    def close(self) -> None:
+        """Free the handle. Idempotent."""
+
+
 class Broker(Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
 
@@ -139,6 +175,16 @@ class Broker(Protocol):
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
         """Read from ``start``, inclusive; if it is gone, from the next entry that is stored.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        """Publish to ``topic_partition``; Pulsar creates a topic that is missing.
+
+        Args:
+            send_timeout_ms: Longest wait of one send for its confirmation, milliseconds.
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).

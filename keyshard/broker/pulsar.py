@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import _pulsar
 import pulsar
 
 from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar_errors import translated
+from keyshard.broker.pulsar_producer import PulsarProducer
 from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import slots_of
-from keyshard.errors import (
-    BrokerError,
-    BrokerUnavailableError,
-    ChunkedMessageError,
-    RangeConflictError,
-    TopicNotFoundError,
-)
+from keyshard.errors import ChunkedMessageError
 from keyshard.schema.content import pack
 
 RECEIVE_WAIT_MS = 10
@@ -36,44 +32,11 @@ RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 READ_MESSAGES_MAX = 1_000
 """Messages one :meth:`PulsarReader.read` returns at most."""
 
-_UNAVAILABLE = (
-    pulsar.Timeout,
-    pulsar.ConnectError,
-    pulsar.LookupError,
-    pulsar.ServiceUnitNotReady,
-    pulsar.BrokerPersistenceError,
-    pulsar.BrokerMetadataError,
-    pulsar.TooManyLookupRequestException,
-    pulsar.UnknownError,
-    pulsar.NotConnected,
-)
 _Message = _pulsar.Message
 _BATCH_SIZE_TAG = 6 << 3
 """Tag byte of field 6, ``batch_size``, a varint."""
 _FIRST_CHUNK_TAG = 7 << 3 | 2
 """Tag byte of field 7, ``first_chunk_message_id``, a message."""
-
-
-@contextmanager
-def _translated(action: str, what: object) -> Iterator[None]:
-    """Turn the client's exceptions into keyshard's."""
-    try:
-        yield
-    except (pulsar.ConsumerAssignError, pulsar.ConsumerBusy) as exc:
-        raise RangeConflictError(
-            f"Could not {action} {what}: another consumer holds the range or the subscription "
-            f"({exc}). Stop it, or use another subscription name."
-        ) from exc
-    except pulsar.TopicNotFound as exc:
-        raise TopicNotFoundError(
-            f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
-        ) from exc
-    except _UNAVAILABLE as exc:
-        raise BrokerUnavailableError(
-            f"Could not {action} {what}: {exc}. Check service.url and that the broker is running."
-        ) from exc
-    except pulsar.PulsarException as exc:
-        raise BrokerError(f"Could not {action} {what}: {exc}.") from exc
 
 
 class _IdFacts(NamedTuple):
@@ -229,7 +192,7 @@ class PulsarConsumer:
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         deadline = time.monotonic() + timeout_ms / 1000
-        with _translated("receive from", self._topic_partition):
+        with translated("receive from", self._topic_partition):
             # Alone: a reconnect may lie between it and what is in the client's queue now.
             messages = self._take_first() or self._raw.batch_receive()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
@@ -244,7 +207,7 @@ class PulsarConsumer:
             if not self._closed:
                 callback()
 
-        with _translated("receive from", self._topic_partition):
+        with translated("receive from", self._topic_partition):
             self._raw.receive_async(arrived)
 
     def _take_first(self) -> list[Any]:
@@ -254,12 +217,12 @@ class PulsarConsumer:
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         partition = self._topic_partition.partition
         acknowledge, message_id = self._raw.acknowledge, _pulsar.MessageId
-        with _translated("acknowledge in", self._topic_partition):
+        with translated("acknowledge in", self._topic_partition):
             for ledger, entry in entries:
                 acknowledge(message_id(partition, ledger, entry, -1))
 
     def last_entry(self) -> EntryId | None:
-        with _translated("ask for the last entry of", self._topic_partition):
+        with translated("ask for the last entry of", self._topic_partition):
             last = self._raw.get_last_message_id()
         return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
 
@@ -270,7 +233,7 @@ class PulsarConsumer:
         if self._closed:
             return
         self._closed = True
-        with _translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+        with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
             self._consumer.close()
 
 
@@ -286,7 +249,7 @@ class PulsarReader:
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         messages: list[Any] = []
         wait_ms = timeout_ms
-        with _translated("read from", self._topic_partition):
+        with translated("read from", self._topic_partition):
             try:
                 while len(messages) < READ_MESSAGES_MAX:
                     messages.append(self._raw.read_next(wait_ms))
@@ -296,14 +259,14 @@ class PulsarReader:
         return _to_blocks(messages, self._topic_partition)
 
     def at_end(self) -> bool:
-        with _translated("look for the end of", self._topic_partition):
+        with translated("look for the end of", self._topic_partition):
             return not self._reader.has_message_available()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with _translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+        with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
             self._reader.close()
 
 
@@ -317,7 +280,7 @@ class PulsarBroker:
 
     def __init__(self, service_url: str, operation_timeout_s: int = 30) -> None:
         self._service_url = service_url
-        with _translated("connect to", service_url):
+        with translated("connect to", service_url):
             # A Python logger would take the GIL while the client holds its own locks.
             self._client = pulsar.Client(
                 service_url,
@@ -327,7 +290,7 @@ class PulsarBroker:
         self._closed = False
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        with _translated("look up", f"{topic} at {self._service_url}"):
+        with translated("look up", f"{topic} at {self._service_url}"):
             names = self._client.get_topic_partitions(topic)
         return tuple(sorted(TopicPartition.parse(name) for name in names))
 
@@ -346,7 +309,7 @@ class PulsarBroker:
             if start is StartPosition.EARLIEST
             else pulsar.InitialPosition.Latest
         )
-        with _translated("subscribe to", f"{topic_partition} as {subscription!r} [{hash_range}]"):
+        with translated("subscribe to", f"{topic_partition} as {subscription!r} [{hash_range}]"):
             consumer = self._client.subscribe(
                 topic_partition.name,
                 subscription,
@@ -365,7 +328,7 @@ class PulsarBroker:
         return PulsarConsumer(consumer, topic_partition, hash_range)
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
-        with _translated("open a reader on", topic_partition):
+        with translated("open a reader on", topic_partition):
             reader = self._client.create_reader(
                 topic_partition.name,
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
@@ -373,9 +336,19 @@ class PulsarBroker:
             )
         return PulsarReader(reader, topic_partition)
 
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
+        with translated("open a producer on", topic_partition):
+            producer = self._client.create_producer(
+                topic_partition.name,
+                batching_enabled=False,
+                block_if_queue_full=True,
+                send_timeout_millis=send_timeout_ms,
+            )
+        return PulsarProducer(producer, topic_partition)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with _translated("disconnect from", self._service_url), suppress(pulsar.AlreadyClosed):
+        with translated("disconnect from", self._service_url), suppress(pulsar.AlreadyClosed):
             self._client.close()

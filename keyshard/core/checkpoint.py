@@ -108,6 +108,9 @@ class Checkpoint:
     partitions: Mapping[TopicPartition, PartitionCheckpoint] = field(default_factory=dict)
     merged: int | None = None
     """Number of layout partitions when ranges share them; ``None``: one per range."""
+    parked: Mapping[str, Any] | None = None
+    """Keys whose messages rest in the dead-letter topic, as
+    :meth:`keyshard.core.parking.Parked.to_dict` says it; ``None``: only the topic says it."""
 
     @property
     def batch_id(self) -> str:
@@ -117,9 +120,11 @@ class Checkpoint:
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys in canonical order."""
         merged = {} if self.merged is None else {"merged": self.merged}
+        parked = {} if self.parked is None else {"parked": dict(self.parked)}
         return {
             "cluster": self.cluster,
             **merged,
+            **parked,
             "partitions": {
                 partition.name: state.to_dict()
                 for partition, state in sorted(self.partitions.items(), key=lambda kv: kv[0].name)
@@ -169,6 +174,9 @@ class Checkpoint:
             merged = data.get("merged")
             if merged is not None and (type(merged) is not int or not 1 <= merged < ranges):
                 raise ValueError(f"merged is {merged!r}")
+            parked = data.get("parked")
+            if parked is not None and not isinstance(parked, Mapping):
+                raise ValueError(f"parked is {parked!r}")
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -179,4 +187,4 @@ class Checkpoint:
             raise CheckpointError(f"Field {exc} is missing in {name}.") from exc
         except (ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"Cannot read {name}: {exc}.") from exc
-        return cls(cluster, subscription, ranges, partitions, merged)
+        return cls(cluster, subscription, ranges, partitions, merged, parked)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.core.letters import Resting
 from keyshard.core.message import Message
 
 
@@ -39,10 +40,13 @@ class Work:
     """One message, its entry and the queue of its key."""
 
     message: Message
-    entry: Entry
+    entry: Entry | None
+    """``None`` for a dead letter that is replayed: its entry is done already."""
     queue: KeyQueue
     started_s: float = 0.0
     """When the running attempt began."""
+    resting: Resting | None = None
+    """The dead letter that is replayed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,12 +151,13 @@ class Lanes:
             queue = owner.ready.popleft()
             work = queue.work[0]
             if (queue.slot is not None and self._held[queue.slot]) or (
-                self._draining and not work.entry.begun
+                self._draining and not (work.entry and work.entry.begun)
             ):
                 self._aside.append(queue)
                 self._list(owner)
                 continue
-            work.entry.begun = True
+            if work.entry is not None:
+                work.entry.begun = True
             queue.running = True
             owner.running += 1
             self.waiting -= 1
@@ -175,6 +180,8 @@ class Lanes:
         elif self._keyless.get(queue.owner) is queue:
             del self._keyless[queue.owner]
         entry = work.entry
+        if entry is None:
+            return
         entry.waiting -= 1
         if not entry.waiting:
             self._completed.setdefault(entry.topic_partition, []).append(entry.id)
@@ -192,6 +199,26 @@ class Lanes:
         queue.not_before_s = not_before_s
         self._later_count += 1
         heapq.heappush(self._later, (not_before_s, self._later_count, queue))
+
+    def insert(self, resting: Resting) -> None:
+        """Replay a dead letter before all other messages of its key, which does not run."""
+        queue = self._queue_of(resting.letter.message, 0)
+        assert queue.key is not None, "a message without key is never parked"
+        assert not queue.running
+        assert not queue.attempts, "a parked key is not tried again"
+        queue.work.appendleft(Work(resting.letter.message, None, queue, resting=resting))
+        self.waiting += 1
+        if len(queue.work) == 1:
+            self._make_ready(queue)
+
+    def replace(self, work: Work, resting: Resting) -> None:
+        """A replayed dead letter is done, and another one takes its place before the rest."""
+        queue = work.queue
+        self._end(queue)
+        queue.work[0] = Work(resting.letter.message, None, queue, resting=resting)
+        self.waiting += 1
+        queue.attempts, queue.reason = 0, None
+        self._make_ready(queue)
 
     def next_due_s(self) -> float | None:
         """When the next key that waits for its time may go on; ``None`` when none waits."""

@@ -9,7 +9,9 @@ A commit has three steps::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.runtime.checkpoint_store import CheckpointStore
@@ -24,9 +26,16 @@ class Committer:
     Args:
         coordinator: The started source.
         store: Where checkpoints go; ``None`` for a source without.
+        parked: Tells which keys are parked, for the checkpoint.
     """
 
-    def __init__(self, coordinator: Coordinator, store: CheckpointStore | None) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: CheckpointStore | None,
+        parked: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._parked = parked
         self._coordinator = coordinator
         self._store = store
 
@@ -43,6 +52,7 @@ class Committer:
         checkpoint, left = self._coordinator.commit(completed)
         if checkpoint is not None:
             if self._store is not None:
-                self._store.save(checkpoint.to_json())
+                parked = None if self._parked is None else self._parked()
+                self._store.save(replace(checkpoint, parked=parked).to_json())
             self._coordinator.release(checkpoint)
         return left

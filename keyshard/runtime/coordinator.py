@@ -165,6 +165,11 @@ class Coordinator:
         if self._admin:
             self._admin.close()
 
+    @property
+    def broker(self) -> Broker:
+        """The connection of the started source; :meth:`stop` closes it."""
+        return self._broker
+
     # -- what hosts call ----------------------------------------------------------------------
 
     @property

@@ -28,11 +28,20 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes, Work
 from keyshard.core.message import Message
 from keyshard.core.retrying import Reject, RetryLater
-from keyshard.errors import ConfigError, HandlerFailedError, KeyShardError, RuntimeStoppedError
+from keyshard.core.topic_pattern import TopicPattern
+from keyshard.errors import (
+    ConfigError,
+    HandlerFailedError,
+    KeyShardError,
+    NotRunningError,
+    RuntimeStoppedError,
+)
 from keyshard.handling import WORKERS_MAX, HandlerConfig
 from keyshard.runtime.checkpoint_store import CheckpointStore
 from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.dead_letters import open_dead_letters
+from keyshard.runtime.parked_lanes import ParkedLanes
 from keyshard.runtime.workers import (
     AsyncWorkers,
     Handle,
@@ -46,6 +55,8 @@ COMMIT_INTERVAL_S = 0.02
 """Shortest time between two commits, seconds."""
 COMMIT_SHARE_MAX = 0.1
 """Most of the time that commits may take: a slow one makes the next come later."""
+PARKED_SHARE = 4
+"""What part of a checkpoint's size the parked keys may take: one in so many."""
 BUSY_WAIT_S = 0.01
 """Longest wait for rows while handlers run, seconds."""
 IDLE_WAIT_S = 0.1
@@ -108,6 +119,8 @@ class HandlerRun:
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
         self._done = threading.Event()
+        self._dead_letter_topic = _dead_letter_topic(config, handling)
+        self._parked: ParkedLanes | None = None
 
     # -- for the user's thread ------------------------------------------------------------------
 
@@ -138,9 +151,21 @@ class HandlerRun:
         """
         self._stopping = True
 
+    def unpark(self, key: str) -> bool:
+        """Let a parked key out; ``False`` when it is not parked. Returns at once."""
+        with self.changed:
+            if self._parked is None:
+                raise NotRunningError("The source is starting; its parked keys are not known yet.")
+            return self._parked.unpark(key)
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of :meth:`run`; whether it ended."""
         return self._done.wait(timeout_s)
+
+    @property
+    def _letters(self) -> ParkedLanes:
+        assert self._parked is not None, "handlers run after the dead letters were read"
+        return self._parked
 
     # -- the desk: called by workers, which hold ``changed`` --------------------------------------
 
@@ -151,11 +176,18 @@ class HandlerRun:
     def next(self) -> Work | None:
         if self._stopping:
             self.lanes.drain()
-        return None if self._ended else self.lanes.next(time.monotonic())
+        now = time.monotonic()
+        while not self._ended and (work := self.lanes.next(now)) is not None:
+            if not self._letters.claims(work):
+                return work
+        return None
 
     def finish(self, work: Work, error: BaseException | None) -> None:
         if error is None:
-            self.lanes.completed(work)
+            if work.resting is None:
+                self.lanes.completed(work)
+            else:
+                self._letters.handled(work)
             return
         now = time.monotonic()
         queue = work.queue
@@ -167,8 +199,10 @@ class HandlerRun:
             self._give_up(work, error)
 
     def _give_up(self, work: Work, error: BaseException) -> None:
+        if self._letters.give_up(work, error, _reason(error)):
+            return
         self.lanes.again(work, math.inf, _reason(error))
-        self._fail(
+        self.fail(
             HandlerFailedError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
                 f"{work.queue.key!r}, failed {work.queue.attempts} times: {work.queue.reason}. It "
@@ -178,13 +212,31 @@ class HandlerRun:
             )
         )
 
+    def wake(self) -> None:
+        """Let workers start what is runnable; called with ``changed`` held."""
+        due_s = self.lanes.next_due_s()
+        waiting = self.lanes.runnable + (due_s is not None and due_s <= time.monotonic())
+        if waiting:
+            self._workers.wake(waiting)
+
     # -- the run's own thread ----------------------------------------------------------------------
 
     def _start(self) -> None:
         text = None if self._store is None else self._store.load()
-        self._coordinator.start(None if text is None else Checkpoint.from_json(text))
-        self._committer = Committer(self._coordinator, self._store)
+        checkpoint = None if text is None else Checkpoint.from_json(text)
+        self._coordinator.start(checkpoint)
+        letters = open_dead_letters(
+            self._coordinator.broker,
+            self._dead_letter_topic,
+            self._config,
+            None if checkpoint is None else checkpoint.parked,
+        )
+        parked_chars_max = self._config.checkpoint_bytes_max // PARKED_SHARE
+        self._committer = Committer(
+            self._coordinator, self._store, lambda: letters.checkpoint(parked_chars_max)
+        )
         self._workers = self._make_workers()
+        self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
 
     def _make_workers(self) -> Workers:
         handling = self._handling
@@ -209,10 +261,7 @@ class HandlerRun:
         with self.changed:
             for entry in entries:
                 self.lanes.add(*entry)
-            due_s = self.lanes.next_due_s()
-            waiting = self.lanes.runnable + (due_s is not None and due_s <= time.monotonic())
-            if waiting:
-                self._workers.wake(waiting)
+            self.wake()
             completed = self.lanes.completed_entries
         if completed and time.monotonic() >= self._commit_at_s:
             self._commit()
@@ -231,8 +280,10 @@ class HandlerRun:
     def _drain(self) -> None:
         """Let handlers finish the entries that have begun, and commit what they completed."""
         self._stopping = True
+        deadline = time.monotonic() + self._handling.drain_timeout_s
         ended = self._workers.close(self._handling.drain_timeout_s)
         self._ended = True
+        self._letters.close(max(0.1, deadline - time.monotonic()))
         if not ended:
             with self.changed:
                 for work in self.lanes.running.values():
@@ -248,7 +299,7 @@ class HandlerRun:
         except RuntimeStoppedError:
             pass
 
-    def _fail(self, error: KeyShardError) -> None:
+    def fail(self, error: KeyShardError) -> None:
         if self._error is None:
             self._error = error
         self._stopping = True
@@ -305,6 +356,18 @@ def _mode(executor: str, handle: Handle) -> str:
             "or give a handler that fits it."
         )
     return executor
+
+
+def _dead_letter_topic(config: SourceConfig, handling: HandlerConfig) -> str:
+    default = config.default_dead_letter_topic
+    topic = handling.dead_letter_topic or default
+    pattern = None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
+    if topic in config.topics or (topic != default and pattern and pattern.matches(topic)):
+        raise ConfigError(
+            f"dead_letter_topic is {topic}, which this source consumes: its letters would become "
+            "letters again. Name another topic."
+        )
+    return topic
 
 
 def _reason(error: BaseException) -> str:

@@ -35,6 +35,7 @@ class Catalog:
         self._broker = broker
         self._admin = admin
         self._topics = tuple(config.topics)
+        self._dead_letters = config.default_dead_letter_topic
         self._pattern = (
             None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
         )
@@ -50,6 +51,7 @@ class Catalog:
             return self._topics
         assert self._admin is not None, "a pattern needs admin_url"
         found = self._admin.topics(self._pattern.tenant, self._pattern.namespace)
+        found = found - {self._dead_letters}
         return tuple(sorted(topic for topic in found if self._pattern.matches(topic)))
 
     def partitions(self, topic: str, *, was_partitioned: bool) -> tuple[TopicPartition, ...]:

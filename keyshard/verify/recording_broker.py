@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
+from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import key_slot
@@ -82,6 +82,9 @@ class RecordingBroker:
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
         return self._broker.reader(topic_partition, start)
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        return self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)
 
     def close(self) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from keyshard.broker.memory import Batching, Message
@@ -101,6 +102,9 @@ class BreakableHarness(Harness, Protocol):
 
     def crash(self) -> None:
         """Kill the broker and start it again."""
+
+    def away(self) -> AbstractContextManager[None]:
+        """Kill the broker; it is started again when the block ends."""
 
     def wipe(self) -> None:
         """Kill the broker, delete all its data and start it again."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
 
@@ -89,6 +90,14 @@ class MemoryHarness:
 
     def crash(self) -> None:
         self._cluster.crash()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        for broker in self._brokers:
+            broker.drop()
+        yield
+        for broker in self._brokers:
+            broker.reconnect()
 
     def wipe(self) -> None:
         self._cluster.wipe()

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,12 @@ class BreakablePulsarHarness(PulsarHarness):
 
     def crash(self) -> None:
         self._dev_broker.kill()
+        self._dev_broker.start()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self._dev_broker.kill()
+        yield
         self._dev_broker.start()
 
     def wipe(self) -> None:

@@ -7,13 +7,13 @@ client to be acknowledged is lost with the connection, not with one consumer of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer
 from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.broker.port import Reader, StartPosition
+from keyshard.broker.port import Producer, Reader, StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
@@ -165,6 +165,12 @@ class Client:
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
         inner = self.network.request(lambda: self._inner.reader(topic_partition, start))
         return _Reader(self.network, inner)
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        inner = self.network.request(
+            lambda: self._inner.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        )
+        return _Producer(self.network, inner)
 
     def close(self) -> None:
         self.network.travel()
@@ -319,6 +325,33 @@ class _Reader:
 
     def at_end(self) -> bool:
         return self._network.request(self._inner.at_end)
+
+    def close(self) -> None:
+        self._network.scheduler.point()
+        self._inner.close()
+
+
+class _Producer:
+    """Implements the ``Producer`` port."""
+
+    def __init__(self, network: Network, inner: Producer) -> None:
+        self._network = network
+        self._inner = inner
+
+    def send(
+        self,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        return self._network.request(
+            lambda: self._inner.send(
+                value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
+            )
+        )
 
     def close(self) -> None:
         self._network.scheduler.point()

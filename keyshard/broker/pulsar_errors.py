@@ -1,0 +1,49 @@
+"""What pulsar-client raises, as keyshard's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pulsar
+
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    RangeConflictError,
+    TopicNotFoundError,
+)
+
+_UNAVAILABLE = (
+    pulsar.Timeout,
+    pulsar.ConnectError,
+    pulsar.LookupError,
+    pulsar.ServiceUnitNotReady,
+    pulsar.BrokerPersistenceError,
+    pulsar.BrokerMetadataError,
+    pulsar.TooManyLookupRequestException,
+    pulsar.UnknownError,
+    pulsar.NotConnected,
+)
+
+
+@contextmanager
+def translated(action: str, what: object) -> Iterator[None]:
+    """Turn the client's exceptions into keyshard's."""
+    try:
+        yield
+    except (pulsar.ConsumerAssignError, pulsar.ConsumerBusy) as exc:
+        raise RangeConflictError(
+            f"Could not {action} {what}: another consumer holds the range or the subscription "
+            f"({exc}). Stop it, or use another subscription name."
+        ) from exc
+    except pulsar.TopicNotFound as exc:
+        raise TopicNotFoundError(
+            f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
+        ) from exc
+    except _UNAVAILABLE as exc:
+        raise BrokerUnavailableError(
+            f"Could not {action} {what}: {exc}. Check service.url and that the broker is running."
+        ) from exc
+    except pulsar.PulsarException as exc:
+        raise BrokerError(f"Could not {action} {what}: {exc}.") from exc

@@ -1,0 +1,168 @@
+"""Dead letters: what a message in a dead-letter topic says of itself, in its properties.
+
+Two things lie in a dead-letter topic. A *letter* is a message that no handler got done: value,
+keys, event time and properties of the original, and what happened to it in properties that begin
+with ``keyshard.``. A *marker* says that the letters of one key, up to a position, were replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from enum import Enum
+
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.key_slot import key_slot, routing_key
+from keyshard.core.message import Message, MessageId
+
+PREFIX = "keyshard."
+"""Begins the name of every property that keyshard adds to a letter."""
+ERROR_CHARS_MAX = 1_000
+"""Most characters of an error that a letter keeps."""
+REPLAYED = "replayed"
+"""Kind of a marker."""
+
+
+class Kind(str, Enum):
+    """Why a message became a letter."""
+
+    PARKED = "parked"
+    """Its key is parked: it failed too often, or one before it did. It waits to be replayed."""
+    REJECTED = "rejected"
+    """The handler said that it never succeeds, or it has no key and should have one."""
+    DEAD_LETTER = "dead_letter"
+    """It failed too often, and its key went on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message on its way to a dead-letter topic, or back."""
+
+    message: Message
+    """The original, with its own topic, position and properties."""
+    subscription: str
+    """Subscription of the source that gave it up."""
+    kind: Kind
+    attempts: int
+    """Failed attempts; 0 for one that no handler saw."""
+    error: str
+    """Why the newest attempt failed, or what it waits for."""
+
+    @property
+    def key(self) -> str | None:
+        """Routing key of the original."""
+        return self.message.routing_key
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        """Where the original was published."""
+        return TopicPartition(self.message.topic, self.message.partition)
+
+    @property
+    def event_ms(self) -> int:
+        """Event time of the original, milliseconds since the epoch; 0 when unset."""
+        time = self.message.event_time
+        return 0 if time is None else _milliseconds(time)
+
+    def properties(self) -> dict[str, str]:
+        """Properties of the message in the dead-letter topic: the original's, and the letter's."""
+        message = self.message
+        own = {
+            "kind": self.kind.value,
+            "subscription": self.subscription,
+            "topic": message.topic,
+            "partition": str(message.partition),
+            "messageId": str(message.message_id),
+            "publishTime": str(_milliseconds(message.publish_time)),
+            "attempts": str(self.attempts),
+            "error": self.error[:ERROR_CHARS_MAX],
+        }
+        return {**message.properties, **{PREFIX + name: value for name, value in own.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """A parked letter, read back."""
+
+    position: EntryId
+    """Where it lies in the dead-letter topic."""
+    letter: Letter
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The letters of a key up to a position were replayed: a handler got each of them done."""
+
+    key: str
+    subscription: str
+    up_to: EntryId
+    """Position in the dead-letter topic, inclusive."""
+
+    def properties(self) -> dict[str, str]:
+        """Properties of the message that is the marker; its partition key is the key."""
+        own = {
+            "kind": REPLAYED,
+            "subscription": self.subscription,
+            "upTo": f"{self.up_to.ledger}:{self.up_to.entry}",
+        }
+        return {PREFIX + name: value for name, value in own.items()}
+
+
+def parse(found: Message) -> Letter | Marker | None:
+    """What a message of a dead-letter topic is; ``None`` when it is neither letter nor marker.
+
+    Raises:
+        ValueError: It says that it is one, but not all that belongs to it.
+    """
+    own = {
+        name.removeprefix(PREFIX): value
+        for name, value in found.properties.items()
+        if name.startswith(PREFIX)
+    }
+    kind = own.get("kind")
+    if kind is None:
+        return None
+    try:
+        if kind == REPLAYED:
+            if found.key is None:
+                raise ValueError("a marker without key")
+            return Marker(found.key, own["subscription"], EntryId(*_numbers(own["upTo"], 2)))
+        return Letter(
+            _original(found, own),
+            own["subscription"],
+            Kind(kind),
+            int(own["attempts"]),
+            own["error"],
+        )
+    except KeyError as exc:
+        raise ValueError(f"property {PREFIX}{exc.args[0]} is missing") from exc
+
+
+def _original(found: Message, own: Mapping[str, str]) -> Message:
+    """The message that became a letter."""
+    key = routing_key(found.key, found.ordering_key)
+    return Message(
+        found.value,
+        found.key,
+        found.ordering_key,
+        MessageId(*_numbers(own["messageId"], 3)),
+        own["topic"],
+        int(own["partition"]),
+        datetime.fromtimestamp(int(own["publishTime"]) / 1000, timezone.utc),
+        found.event_time,
+        {name: value for name, value in found.properties.items() if not name.startswith(PREFIX)},
+        None if key is None else key_slot(key),
+        redelivered=True,
+    )
+
+
+def _numbers(text: str, count: int) -> list[int]:
+    numbers = [int(part) for part in text.split(":")]
+    if len(numbers) != count or min(numbers) < 0:
+        raise ValueError(f"{text!r} is no position")
+    return numbers
+
+
+def _milliseconds(time: datetime) -> int:
+    return round(time.timestamp() * 1000)

@@ -1,0 +1,369 @@
+"""The dead-letter topic of a source: what is written to it, and read back from it.
+
+A subscription of its own, ``<subscription>-parked``, keeps the letters: a topic without one loses
+them. Its only consumer never receives; it holds the whole ring, so that two sources cannot park in
+one topic as the same subscription, and acknowledges what is finished with: letters that were
+replayed, markers, and whatever is neither. Rejected letters and dead letters of keys that went on
+stay until somebody acknowledges them.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
+from keyshard.config import SourceConfig
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.hash_range import split_ring
+from keyshard.core.letters import Kind, Letter, Marker, Resting, parse
+from keyshard.core.parking import Parked, Parking, State
+from keyshard.errors import (
+    BrokerError,
+    ConfigError,
+    DataLossTrimmedError,
+    RangeConflictError,
+    SubscriptionInUseError,
+)
+from keyshard.runtime.letter_reading import fold, position_of, read
+from keyshard.runtime.replay import stretches
+from keyshard.runtime.retry import retry_until
+
+ACKNOWLEDGE_AT_ONCE_MAX = 1_000
+"""Entries acknowledged in one call while the topic is read at the start."""
+
+_log = logging.getLogger(__name__)
+
+
+class DeadLetters:
+    """Made by :func:`open_dead_letters`. Any thread may call it; every wait has a deadline.
+
+    Args:
+        broker: Connection to write and read through.
+        topic_partition: The dead-letter topic.
+        config: The source.
+        consumer: Acknowledges.
+        parked: What the topic says.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        topic_partition: TopicPartition,
+        config: SourceConfig,
+        consumer: Consumer,
+        parked: Parked,
+    ) -> None:
+        self.topic_partition = topic_partition
+        self.parking = Parking(parked)
+        self.lock = threading.Lock()
+        """Guards :attr:`parking`."""
+        self._broker = broker
+        self._config = config
+        self._consumer = consumer
+        self._timeout_s = config.operation_timeout_ms / 1000
+        self._producer: Producer | None = None
+        self._producer_lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def send(self, letter: Letter) -> None:
+        """Write a letter; returns when it is confirmed, and then its message counts as completed.
+
+        A parked message that has a letter already is not written again.
+
+        Raises:
+            BrokerUnavailableError: No confirmation before ``operation_timeout_ms``. The letter may
+                be stored all the same; the message must stay unacknowledged.
+            BrokerError: The broker refused it.
+        """
+        key, message = letter.key, letter.message
+        if letter.kind is not Kind.PARKED:
+            self._send_letter(letter)
+            return
+        assert key is not None, "a message without key cannot be parked"
+        where, parked = letter.topic_partition, self.parking.parked
+        with self.lock:
+            known = parked.keys.get(key)
+            if known is not None and known.knows(where, message.message_id):
+                return
+        self._tracked(
+            lambda: self._send_letter(letter),
+            lambda position: parked.letter(position, key, where, message.message_id),
+        )
+
+    def done(self, key: str, resting: EntryId) -> None:
+        """A handler got a letter of a replay done: mark that, then acknowledge the letter.
+
+        The marker of the last one releases the key.
+
+        Raises:
+            BrokerError: As for :meth:`send`; the letter is replayed again after a restart.
+        """
+        with self.lock:
+            up_to = self.parking.up_to(key, resting)
+        marker = Marker(key, self._config.subscription, up_to)
+        position = self._tracked(
+            lambda: self._send(b"", key=key, properties=marker.properties()),
+            lambda position: self.parking.replayed(position, key, up_to),
+        )
+        self.acknowledge([resting, position])
+
+    # -- replaying --------------------------------------------------------------------------------
+
+    def unpark(self, key: str) -> bool:
+        """Ask for a key to be let out; ``False`` when it is not parked, or is on its way."""
+        with self.lock:
+            return self.parking.unpark(key)
+
+    def first(self, key: str) -> Resting | None:
+        """Read the first resting letter of a key; ``None`` while none is confirmed.
+
+        Raises:
+            KeyShardError: As for :meth:`Replay.next`.
+        """
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            positions = [] if parked is None else list(parked.resting)
+        return Replay(self, key, positions).next()
+
+    def is_first(self, key: str, position: EntryId) -> bool:
+        """Whether a key is draining, and its first resting letter lies there."""
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            draining = self.parking.state(key) is State.DRAINING
+            return draining and parked is not None and parked.resting[0] == position
+
+    def replay(self, key: str, first: Resting) -> Replay:
+        """The letters of a draining key behind its first one. Memory only.
+
+        Nothing of the key runs and no letter of it is on its way; from now on none is written.
+        """
+        with self.lock:
+            positions = self.parking.drained(key)
+        return Replay(self, key, [one for one in positions if one > first.position])
+
+    def failed_again(self, key: str) -> None:
+        """A letter failed too often: its key stays parked, with this letter and the rest."""
+        with self.lock:
+            self.parking.failed_again(key)
+
+    # -- the part of a checkpoint -----------------------------------------------------------------
+
+    def checkpoint(self, chars_max: int) -> dict[str, Any]:
+        """The parked keys as a JSON value; :func:`open_dead_letters` goes on from there."""
+        with self.lock:
+            return self.parking.parked.to_dict(chars_max)
+
+    def close(self) -> None:
+        """Flush acknowledgements and free the handles. Idempotent."""
+        self._stopping.set()
+        for handle in (self._producer, self._consumer):
+            if handle is not None:
+                handle.close()
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def reader(self, start: EntryId) -> Reader:
+        """A Reader from a position on."""
+        return self._broker.reader(self.topic_partition, start)
+
+    def lost(self, key: str, missing: Sequence[EntryId]) -> None:
+        """Letters of a key are not stored any more; where that is accepted, they are done.
+
+        Raises:
+            DataLossTrimmedError: Unless ``fail_on_data_loss`` is false.
+        """
+        error = DataLossTrimmedError(
+            f"{len(missing)} letters of key {key!r} are no longer stored in {self.topic_partition},"
+            f" first {missing[0].ledger}:{missing[0].entry}: retention, TTL or somebody else "
+            "removed them before they were replayed. Restore the topic, or set failOnDataLoss to "
+            "false if the loss is accepted.",
+            topic_partition=self.topic_partition.name,
+            missing=str(EntrySet.of(missing)),
+        )
+        if self._config.fail_on_data_loss:
+            raise error
+        _log.warning("%s Left out, because failOnDataLoss is false.", error)
+        self.done(key, missing[-1])
+
+    @property
+    def replay_timeout_s(self) -> float:
+        """Longest time to read the next letters of a replay, seconds."""
+        return self._config.replay_timeout_ms / 1000
+
+    def _tracked(self, send: Callable[[], EntryId], fold: Callable[[EntryId], object]) -> EntryId:
+        """Send something and fold it. What failed keeps the checkpoint's position behind it."""
+        what, parked = object(), self.parking.parked
+        with self.lock:
+            parked.sending(what)
+        position = send()
+        with self.lock:
+            fold(position)
+            parked.sent(what)
+        return position
+
+    def _send_letter(self, letter: Letter) -> EntryId:
+        message = letter.message
+        return self._send(
+            message.value,
+            key=message.key,
+            ordering_key=message.ordering_key,
+            properties=letter.properties(),
+            event_ms=letter.event_ms,
+        )
+
+    def _send(
+        self,
+        value: bytes,
+        *,
+        key: str | None,
+        properties: dict[str, str],
+        ordering_key: str | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        def attempt() -> EntryId:
+            return self._open_producer().send(
+                value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
+            )
+
+        return retry_until(attempt, self._timeout_s, stop=self._stopping)
+
+    def _open_producer(self) -> Producer:
+        with self._producer_lock:
+            if self._producer is None:
+                self._producer = self._broker.producer(
+                    self.topic_partition, send_timeout_ms=self._config.operation_timeout_ms
+                )
+            return self._producer
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        """Entries of the dead-letter topic are finished with; a failure is made good later."""
+        try:
+            self._consumer.acknowledge(entries)
+        except BrokerError as exc:
+            # They are read once more at the next start, and found to be finished with.
+            _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc)
+
+
+class Replay:
+    """Resting letters of one key, in order; made by :meth:`DeadLetters.replay`."""
+
+    def __init__(self, letters: DeadLetters, key: str, positions: Sequence[EntryId]) -> None:
+        self._letters = letters
+        self._key = key
+        self._positions = deque(positions)
+        self._read: deque[Resting] = deque()
+
+    def next(self) -> Resting | None:
+        """The next letter; ``None`` after the last.
+
+        Raises:
+            DataLossTrimmedError: It is not stored any more; by ``fail_on_data_loss``.
+            ReplayTimeoutError: It could not be read before ``replay_timeout_ms``.
+        """
+        timeout_s = self._letters.replay_timeout_s
+        while not self._read and self._positions:
+            self._read.extend(retry_until(lambda: self._fill(timeout_s), timeout_s))
+        return self._read.popleft() if self._read else None
+
+    def _fill(self, timeout_s: float) -> list[Resting]:
+        """Read some of the next letters."""
+        stretch = next(stretches(EntrySet.of(self._positions)))
+        wanted = list(stretch)
+        found: list[Resting] = []
+        reader = self._letters.reader(wanted[0])
+        try:
+            where = self._letters.topic_partition
+            for message in read(reader, where, wanted[-1], timeout_s, lambda: bool(found)):
+                position = position_of(message)
+                letter = parse(message) if position in stretch else None
+                if isinstance(letter, Letter):
+                    found.append(Resting(position, letter))
+        finally:
+            reader.close()
+        have = {one.position: one for one in found}
+        ready = [have[one] for one in takewhile(have.__contains__, wanted)]
+        if not ready:
+            until = found[0].position if found else None
+            missing = [one for one in wanted if until is None or one < until]
+            self._letters.lost(self._key, missing)
+        for _ in ready or missing:
+            self._positions.popleft()
+        return ready
+
+
+def open_dead_letters(
+    broker: Broker, topic: str, config: SourceConfig, parked: Mapping[str, Any] | None = None
+) -> DeadLetters:
+    """Hold the parked letters of a source, and know which keys are parked.
+
+    Call it when the ranges are subscribed and before the first receive: whoever held them before
+    can write no letter any more that counts.
+
+    Args:
+        broker: Connection to write and read through.
+        topic: Full name of the dead-letter topic; Pulsar creates a missing one.
+        config: The source.
+        parked: What :meth:`DeadLetters.checkpoint` gave; ``None``: the whole topic is read.
+
+    Raises:
+        ConfigError: The topic is partitioned.
+        CheckpointError: What the checkpoint says of parked keys cannot be read.
+        SubscriptionInUseError: Another source parks there as the same subscription.
+        ReplayTimeoutError: The topic could not be read before ``replay_timeout_ms``.
+        BrokerError: The broker cannot be reached, or refused.
+    """
+    timeout_s = config.operation_timeout_ms / 1000
+    where = TopicPartition(topic)
+    if retry_until(lambda: broker.partitions(topic), timeout_s) != (where,):
+        raise ConfigError(
+            f"The dead-letter topic {topic} is partitioned, and letters need one order. Name a "
+            "topic without partitions as dead_letter_topic."
+        )
+    state = Parked() if parked is None else Parked.from_dict(parked)
+    consumer = _hold(broker, where, config)
+    letters = DeadLetters(broker, where, config, consumer, state)
+    try:
+        replay_s = config.replay_timeout_ms / 1000
+        finished = retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)
+        for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
+            letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+    except BaseException:
+        letters.close()
+        raise
+    letters.parking = Parking(state)
+    if state.keys:
+        _log.warning(
+            "%d keys of %r are parked in %s, %s first; source.unpark(key) lets a key out",
+            len(state.keys), config.subscription, topic, min(state.keys),
+        )  # fmt: skip
+    return letters
+
+
+def _hold(broker: Broker, where: TopicPartition, config: SourceConfig) -> Consumer:
+    def attempt() -> Consumer:
+        return broker.subscribe(
+            where,
+            f"{config.subscription}-parked",
+            split_ring(1)[0],
+            start=StartPosition.EARLIEST,
+            consumer_name=f"keyshard-{socket.gethostname()}-parked",
+            receiver_queue_size=1,
+        )
+
+    try:
+        return retry_until(attempt, config.subscribe_timeout_ms / 1000)
+    except RangeConflictError as exc:
+        raise SubscriptionInUseError(
+            f"Subscription '{config.subscription}-parked' of {where} is in use: another source "
+            "parks there as the same subscription. Stop it, or name another dead_letter_topic.",
+            holders=[],
+        ) from exc

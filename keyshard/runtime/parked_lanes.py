@@ -1,0 +1,227 @@
+"""What lanes do with messages that no handler gets done: dead letters, parked keys, replays.
+
+A message that becomes a letter keeps its lane until the letter is confirmed, so the letters of a
+key are written one after the other, in its order. Letters that are replayed take the lane of their
+key, each until its marker is confirmed, and newer messages wait behind them. The state of a key
+changes only while the lock of the run is held, or while its lane is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from keyshard.core.entry import TopicPartition
+from keyshard.core.lanes import Lanes, Work
+from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.parking import State
+from keyshard.core.retrying import Reject
+from keyshard.errors import KeyShardError
+from keyshard.handling import HandlerConfig
+from keyshard.runtime.dead_letters import DeadLetters, Replay
+
+THREADS = 4
+"""Letters and markers that wait for their confirmation at the same time."""
+NO_KEY = "it has no key, and null_keys is 'reject'"
+
+_log = logging.getLogger(__name__)
+
+
+class Run(Protocol):
+    """The handler run, as far as parking needs it."""
+
+    changed: threading.Condition
+    """Guards the lanes."""
+    lanes: Lanes
+
+    def wake(self) -> None:
+        """Something may be runnable; ``changed`` is held."""
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source."""
+
+
+class ParkedLanes:
+    """Writes letters and replays them, in a few threads of its own.
+
+    Args:
+        run: Whose lanes they are.
+        letters: The dead-letter topic.
+        handling: The policies.
+        subscription: Of the source.
+    """
+
+    def __init__(
+        self, run: Run, letters: DeadLetters, handling: HandlerConfig, subscription: str
+    ) -> None:
+        self.letters = letters
+        self._run = run
+        self._parks = handling.on_failure == "park"
+        self._stops = handling.on_failure == "stop"
+        self._rejects_keyless = handling.null_keys == "reject"
+        self._subscription = subscription
+        self._behind: dict[str, str] = {}
+        self._first: dict[str, Resting] = {}
+        self._replays: dict[str, Replay] = {}
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
+        self._under_way: set[Future[None]] = set()
+        self._closed = False
+
+    # -- called with the lock held ----------------------------------------------------------------
+
+    def claims(self, work: Work) -> bool:
+        """Whether a message that was handed out is not for the handler; then it is seen to."""
+        if work.resting is not None:
+            return False
+        key = work.queue.key
+        if key is None:
+            if self._rejects_keyless:
+                self._write(work, Kind.REJECTED, 0, NO_KEY)
+            return self._rejects_keyless
+        if self.letters.parking.state(key) is not None:
+            behind = self._behind.get(key, "letters of a run before")
+            self._write(work, Kind.PARKED, 0, f"its key is parked behind {behind}")
+            return True
+        if self._was_replayed(key, work):
+            self._run.lanes.completed(work)
+            return True
+        return False
+
+    def handled(self, work: Work) -> None:
+        """A handler got a replayed letter done."""
+        self._submit(work, lambda: self._advance(work))
+
+    def give_up(self, work: Work, error: BaseException, reason: str) -> bool:
+        """A message will not be tried again; ``False`` when that must end the source."""
+        rejected = isinstance(error, Reject)
+        if self._stops and not rejected:
+            return False
+        attempts, key = work.queue.attempts + 1, work.queue.key
+        if rejected or not self._parks or key is None:
+            self._write(work, Kind.REJECTED if rejected else Kind.DEAD_LETTER, attempts, reason)
+            return True
+        message_id = work.message.message_id
+        _log.warning(
+            "key %r is parked: message %s of %s failed %d times: %s",
+            key, message_id, work.message.topic, attempts, reason,
+        )  # fmt: skip
+        self._behind[key] = f"message {message_id}"
+        if work.resting is None:
+            self.letters.parking.park(key)
+            self._write(work, Kind.PARKED, attempts, reason)
+        else:
+            self.letters.failed_again(key)
+            del self._replays[key]
+            self._run.lanes.completed(work)
+        return True
+
+    def unpark(self, key: str) -> bool:
+        """Let a key out; ``False`` when it is not parked."""
+        state = self.letters.parking.state(key)
+        if state is State.PARKED and self.letters.unpark(key):
+            self._submit(None, lambda: self._prepare(key))
+        return state is not None
+
+    # -- life cycle -------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for letters that are under way, at most ``timeout_s`` seconds, and free all."""
+        with self._run.changed:
+            self._closed = True
+            waiting = list(self._under_way)
+        wait(waiting, timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.letters.close()
+
+    # -- in the threads ---------------------------------------------------------------------------
+
+    def _write(self, work: Work, kind: Kind, attempts: int, error: str) -> None:
+        letter = Letter(work.message, self._subscription, kind, attempts, error)
+        self._submit(work, lambda: self._written(work, letter))
+
+    def _written(self, work: Work, letter: Letter) -> None:
+        self.letters.send(letter)
+        if work.resting is not None:
+            self._advance(work)
+            return
+        key = work.queue.key
+        with self._run.changed:
+            self._run.lanes.completed(work)
+            if key is not None and self.letters.parking.state(key) is State.DRAINING:
+                if key in self._first:
+                    self._begin(key)
+                else:
+                    self._submit(None, lambda: self._prepare(key))
+            self._run.wake()
+
+    def _advance(self, work: Work) -> None:
+        """A letter of a replay is done: mark it, and go on with the next one."""
+        key, resting = work.queue.key, work.resting
+        assert key is not None
+        assert resting is not None
+        self.letters.done(key, resting.position)
+        following = self._replays[key].next()
+        with self._run.changed:
+            if following is not None:
+                self._run.lanes.replace(work, following)
+            else:
+                del self._replays[key]
+                self._behind.pop(key, None)
+                self._run.lanes.completed(work)
+                _log.info("key %r is no longer parked", key)
+            self._run.wake()
+
+    def _prepare(self, key: str) -> None:
+        """Read the first letter of a draining key; newer messages still become letters."""
+        first = self.letters.first(key)
+        with self._run.changed:
+            # Another thread may have been faster; what is first stays first until the replay.
+            if first is not None and self.letters.is_first(key, first.position):
+                self._first[key] = first
+                self._begin(key)
+                self._run.wake()
+
+    def _begin(self, key: str) -> None:
+        """Replay a draining key, if nothing of it runs; called with the lock held."""
+        queue = self._run.lanes.queue(key)
+        if self._closed or (queue is not None and queue.running):
+            return
+        first = self._first.pop(key)
+        self._replays[key] = self.letters.replay(key, first)
+        self._run.lanes.insert(first)
+
+    def _submit(self, work: Work | None, action: Callable[[], None]) -> None:
+        """Do something in a thread; called with the lock held, or by one of the threads."""
+
+        def task() -> None:
+            try:
+                action()
+            except KeyShardError as exc:
+                self._failed(work, exc)
+            except Exception as exc:  # noqa: BLE001 - the end must reach the user as an event
+                _log.exception("writing dead letters ended unexpectedly")
+                self._failed(work, KeyShardError(f"Dead letters ended unexpectedly: {exc!r}."))
+
+        if self._closed:
+            return
+        future = self._pool.submit(task)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+
+    def _failed(self, work: Work | None, error: KeyShardError) -> None:
+        with self._run.changed:
+            if work is not None:
+                self._run.lanes.again(work, time.monotonic(), str(error))
+            if not self._closed:
+                self._run.fail(error)
+
+    def _was_replayed(self, key: str, work: Work) -> bool:
+        parked, message = self.letters.parking.parked, work.message
+        if not parked.released:
+            return False
+        where = TopicPartition(message.topic, message.partition)
+        return parked.is_replayed(key, where, message.message_id)

@@ -1,0 +1,133 @@
+"""A source on the in-memory broker whose handler fails for some keys, and its dead-letter topic."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import tenacity
+
+from helpers import wait_until
+from keyshard import KeyShardSource, Message, Reject, RetryPolicy
+from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.core.entry import TopicPartition
+from keyshard.core.letters import Letter, Marker, parse
+from keyshard.errors import KeyShardError, NotRunningError
+from keyshard.schema.messages import messages_of
+
+TWO_ATTEMPTS = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+
+
+class Place:
+    """A topic with two partitions; values are sequence numbers per key.
+
+    Args:
+        name: Of the in-memory cluster.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        self.cluster = MemoryCluster.named(name)
+        self.topic = self.cluster.create_topic("orders", partitions=2)
+        self.dead_letters = TopicPartition(f"{self.topic}-keyshard-DLQ")
+        self.broken: set[str | None] = set()
+        """Keys for which the handler raises."""
+        self.rejected: set[bytes] = set()
+        """Values that the handler rejects."""
+        self.handled: defaultdict[str | None, list[int]] = defaultdict(list)
+        self.tried: defaultdict[str | None, list[int]] = defaultdict(list)
+        self.published: defaultdict[str, int] = defaultdict(int)
+
+    def publish(self, *keys: str, ordering_key: str | None = None) -> None:
+        """One message for each key."""
+        for key in keys:
+            value = b"%d" % self.published[key]
+            self.published[key] += 1
+            self.cluster.publish(
+                self.topic, Stored(value, key, ordering_key, {"trace": f"{key}-{value.decode()}"})
+            )
+
+    def handle(self, message: Message) -> None:
+        key, number = message.routing_key, int(message.value)
+        self.tried[key].append(number)
+        if message.value in self.rejected:
+            raise Reject("not an order")
+        if key in self.broken:
+            raise ValueError(f"cannot handle {key}")
+        self.handled[key].append(number)
+
+    def run(self, handle: Any = None, **options: Any) -> Run:
+        """Start a source over it in a thread."""
+        return Run(self, handle or self.handle, options)
+
+    def backlog(self, subscription: str = "keyshard") -> int:
+        where = self.cluster.partitions(self.topic)
+        return sum(self.cluster.backlog(one, subscription) for one in where)
+
+    def stored(self) -> list[Message]:
+        """Everything in the dead-letter topic."""
+        log = self.cluster.log(self.dead_letters)
+        entries = [log.get(ordinal) for ordinal in range(log.first, len(log))]
+        return [
+            message
+            for entry in entries
+            if entry is not None
+            for message in messages_of(self.dead_letters, entry.block())
+        ]
+
+    def letters(self) -> list[Letter]:
+        found = map(parse, self.stored())
+        return [one for one in found if isinstance(one, Letter)]
+
+    def markers(self) -> list[Marker]:
+        return [one for one in map(parse, self.stored()) if isinstance(one, Marker)]
+
+    def resting(self) -> int:
+        """Entries that the subscription of the dead-letter topic keeps."""
+        return self.cluster.backlog(self.dead_letters, "keyshard-parked")
+
+
+class Run:
+    """A running source; stopped at the end of the block."""
+
+    def __init__(self, place: Place, handle: Any, options: dict[str, Any]) -> None:
+        self.error: KeyShardError | None = None
+        fields = {"parallelism", "operation_timeout_ms", "subscribe_timeout_ms", "subscription"}
+        settings = {name: options.pop(name) for name in fields & options.keys()}
+        given = {"parallelism": 3, "starting_position": "earliest", "service_url": place.url}
+        self.source = KeyShardSource(place.topic, **(given | settings))
+        self._options = {"lanes": 4, "retry": TWO_ATTEMPTS} | options
+
+        def run() -> None:
+            try:
+                self.source.run(handle, **self._options)
+            except KeyShardError as exc:
+                self.error = exc
+
+        self.thread = threading.Thread(target=run, daemon=True)
+
+    def __enter__(self) -> Run:
+        self.thread.start()
+        wait_until(self._started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread.is_alive():
+            self.source.stop()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def _started(self) -> bool:
+        try:
+            self.source.unpark("no such key")
+        except NotRunningError:
+            return self.error is not None
+        return True
+
+
+def numbers(values: Sequence[Letter]) -> list[int]:
+    """Sequence numbers of some letters."""
+    return [int(letter.message.value) for letter in values]

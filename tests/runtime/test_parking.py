@@ -1,0 +1,363 @@
+"""Parked keys on the in-memory broker: in order into the dead-letter topic, and out of it again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from helpers import wait_until
+from keyshard import Message
+from keyshard.broker.memory import Message as Stored
+from keyshard.core.letters import Kind
+from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
+from parking_place import Place, numbers
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.cluster.validate()
+
+
+EXECUTORS = ["threads", "async"]
+
+
+def handler(place: Place, executor: str) -> object:
+    async def handle(message: Message) -> None:
+        place.handle(message)
+
+    return handle if executor == "async" else place.handle
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
+    place: Place, executor: str
+) -> None:
+    place.broken = {"b"}
+    place.publish(*"abc" * 10)
+    with place.run(handler(place, executor)):
+        wait_until(lambda: place.backlog() == 0)
+        place.publish(*"abc")
+        wait_until(lambda: len(place.letters()) == 11 and place.backlog() == 0)
+    assert place.handled == {"a": list(range(11)), "c": list(range(11))}
+    assert place.tried["b"] == [0, 0], "only the first message of a parked key is tried"
+    letters = place.letters()
+    assert numbers(letters) == list(range(11))
+    assert {letter.kind for letter in letters} == {Kind.PARKED}
+    assert [letter.attempts for letter in letters] == [2] + [0] * 10
+    assert letters[0].error == "ValueError: cannot handle b"
+    assert str(letters[0].message.message_id) in letters[1].error
+    assert place.resting() == 11, "letters are kept by a subscription of their own"
+
+
+def test_a_letter_is_the_message_with_what_happened_to_it_as_properties(place: Place) -> None:
+    place.broken = {"o"}
+    seen: list[Message] = []
+
+    def handle(message: Message) -> None:
+        seen.append(message)
+        place.handle(message)
+
+    place.publish("k", ordering_key="o")
+    with place.run(handle):
+        wait_until(lambda: len(place.letters()) == 1)
+        (stored,) = place.stored()
+        assert (stored.value, stored.key, stored.ordering_key) == (b"0", "k", "o")
+        assert stored.properties["trace"] == "k-0"
+        assert stored.properties["keyshard.kind"] == "parked"
+        assert stored.properties["keyshard.messageId"] == str(seen[0].message_id)
+        assert stored.properties["keyshard.topic"] == place.topic
+        assert stored.properties["keyshard.partition"] == str(seen[0].partition)
+        assert stored.properties["keyshard.attempts"] == "2"
+        place.broken.clear()
+        place_unparked = len(seen)
+        wait_until(lambda: place.backlog() == 0)
+    with place.run(handle) as run:
+        assert run.source.unpark("o")
+        wait_until(lambda: place.handled["o"] == [0])
+    again = seen[place_unparked]
+    assert again._replace(redelivered=False) == seen[0]._replace(redelivered=False)
+    assert abs(again.publish_time - seen[0].publish_time) < timedelta(milliseconds=1)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_unpark_replays_in_order_and_then_newer_messages_pass(place: Place, executor: str) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 20)
+    with place.run(handler(place, executor)) as run:
+        wait_until(lambda: len(place.letters()) == 20)
+        place.broken.clear()
+        place.publish(*"ab" * 5)
+        assert run.source.unpark("b")
+        place.publish(*"ab" * 5)
+        wait_until(lambda: len(place.handled["b"]) == 30)
+        wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
+        assert not run.source.unpark("b"), "it is parked no more"
+    assert place.handled == {"a": list(range(30)), "b": list(range(30))}
+
+
+def test_newer_messages_wait_behind_a_slow_replay_whatever_comes(place: Place) -> None:
+    place.broken = {"b"}
+    gate = threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.routing_key == "b" and message.value == b"3" and not place.broken:
+            assert gate.wait(20)
+        place.handle(message)
+
+    place.publish(*"b" * 6)
+    with place.run(handle) as run:
+        wait_until(lambda: len(place.letters()) == 6)
+        place.broken.clear()
+        run.source.unpark("b")
+        wait_until(lambda: place.handled["b"] == [0, 1, 2])
+        place.publish(*"ab" * 30)
+        wait_until(lambda: len(place.handled["a"]) == 30)
+        assert place.handled["b"] == [0, 1, 2]
+        assert run.source.unpark("b"), "it is on its way out"
+        gate.set()
+        wait_until(lambda: len(place.handled["b"]) == 36)
+        wait_until(lambda: place.backlog() == 0)
+    assert place.handled["b"] == list(range(36))
+    assert len(place.letters()) == 6, "what came during the replay is no letter"
+
+
+def test_a_letter_that_fails_again_parks_its_key_with_the_rest(place: Place) -> None:
+    place.broken = {"b"}
+    stops_at = [2]
+
+    def handle(message: Message) -> None:
+        if not place.broken and int(message.value) == stops_at[0]:
+            raise ValueError("still")
+        place.handle(message)
+
+    place.publish(*"b" * 5)
+    with place.run(handle) as run:
+        wait_until(lambda: len(place.letters()) == 5)
+        place.broken.clear()
+        run.source.unpark("b")
+        wait_until(lambda: place.handled["b"] == [0, 1])
+        place.publish("b")
+        wait_until(lambda: len(place.letters()) == 6 and place.backlog() == 0)
+        assert place.handled["b"] == [0, 1]
+        stops_at[0] = -1
+        run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) == 6)
+    assert place.handled["b"] == list(range(6))
+    assert numbers(place.letters()) == list(range(6))
+
+
+def test_a_restart_knows_the_parked_keys_before_it_handles_anything(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 5)
+    with place.run():
+        wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
+    place.broken.clear()
+    place.publish(*"ab" * 5)
+    with place.run() as run:
+        wait_until(lambda: len(place.handled["a"]) == 10 and place.backlog() == 0)
+        assert "b" not in place.handled
+        assert numbers(place.letters()) == list(range(10))
+        run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) == 10 and place.resting() == 0)
+    assert place.handled["b"] == list(range(10))
+
+
+def test_a_restart_goes_on_with_a_replay_where_it_was(place: Place) -> None:
+    place.broken = {"b"}
+    gate = threading.Event()
+
+    def handle(message: Message) -> None:
+        if not place.broken and message.value == b"2":
+            gate.wait(20)
+        place.handle(message)
+
+    place.publish(*"b" * 5)
+    with place.run(handle, drain_timeout_s=0.1) as run:
+        wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
+        place.broken.clear()
+        run.source.unpark("b")
+        wait_until(lambda: len(place.markers()) == 2)
+    gate.set()
+    wait_until(lambda: place.handled["b"] == [0, 1, 2])
+    with place.run() as run:
+        run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) == 6)
+    # The handler that was left behind got its message done, and nobody marked it.
+    assert place.handled["b"] == [0, 1, 2, 2, 3, 4]
+
+
+def test_messages_that_come_again_behind_their_letters_are_dropped(place: Place) -> None:
+    place.publish("b")
+    with place.run():
+        wait_until(lambda: len(place.handled["b"]) == 1 and place.backlog() == 0)
+        # The broker has just written its cursor; what is acknowledged now it will forget.
+        place.broken = {"b"}
+        place.publish(*"b" * 5)
+        wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
+    place.cluster.crash()
+    assert place.backlog() == 5
+    place.broken.clear()
+    with place.run() as run:
+        run.source.unpark("b")
+        place.publish("b")
+        wait_until(lambda: place.backlog() == 0 and len(place.handled["b"]) >= 7)
+    assert place.handled["b"] == list(range(7)), "each once"
+    assert len(place.letters()) == 5
+
+
+def test_a_checkpoint_holds_the_parked_keys(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    place.broken = {"b"}
+    place.publish(*"ab" * 5)
+    with place.run(checkpoint=f"file://{path}"):
+        wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
+    parked = json.loads(path.read_text())["parked"]
+    assert list(parked["keys"]) == ["b"]
+    place.broken.clear()
+    with place.run(checkpoint=f"file://{path}") as run:
+        place.publish(*"ab" * 5)
+        wait_until(lambda: len(place.letters()) == 10)
+        run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) == 10)
+    assert place.handled["b"] == list(range(10))
+    with place.run(checkpoint=f"file://{path}"):
+        place.publish("a")
+        wait_until(lambda: len(place.handled["a"]) == 11 and place.backlog() == 0)
+    assert json.loads(path.read_text())["parked"]["keys"] == {}
+
+
+@pytest.mark.parametrize("on_failure", ["park", "dead_letter", "stop"])
+def test_a_rejected_message_becomes_a_letter_and_its_key_goes_on(
+    place: Place, on_failure: str
+) -> None:
+    place.rejected = {b"1"}
+    place.publish(*"a" * 4)
+    with place.run(on_failure=on_failure) as run:
+        wait_until(lambda: place.backlog() == 0)
+        assert not run.source.unpark("a")
+    assert place.handled["a"] == [0, 2, 3]
+    assert place.tried["a"] == [0, 1, 2, 3]
+    (letter,) = place.letters()
+    assert (letter.kind, letter.attempts, letter.error) == (Kind.REJECTED, 1, "not an order")
+    with place.run():
+        place.publish("a")
+        wait_until(lambda: place.handled["a"] == [0, 2, 3, 4])
+    assert place.resting() == 1, "it stays until somebody takes it"
+
+
+def test_a_message_may_go_without_its_key(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 3)
+    with place.run(on_failure="dead_letter"):
+        wait_until(lambda: place.backlog() == 0)
+        place.broken.clear()
+        place.publish("b")
+        wait_until(lambda: place.handled["b"] == [3])
+    assert place.tried["b"] == [0, 0, 1, 1, 2, 2, 3]
+    assert [(letter.kind, letter.attempts) for letter in place.letters()] == [
+        (Kind.DEAD_LETTER, 2)
+    ] * 3
+
+
+def test_a_letter_that_is_rejected_at_its_replay_is_done(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"b" * 3)
+    with place.run() as run:
+        wait_until(lambda: len(place.letters()) == 3)
+        place.broken.clear()
+        place.rejected = {b"1"}
+        run.source.unpark("b")
+        wait_until(lambda: place.handled["b"] == [0, 2] and not run.source.unpark("b"))
+    assert [letter.kind for letter in place.letters()] == [Kind.PARKED] * 3 + [Kind.REJECTED]
+    assert place.resting() == 1
+
+
+def test_the_stop_policy_ends_the_source_and_writes_nothing(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish("b")
+    with place.run(on_failure="stop") as run:
+        run.thread.join(20)
+    assert isinstance(run.error, HandlerFailedError)
+    assert place.letters() == []
+    assert place.backlog() == 1
+
+
+def test_messages_without_key_are_rejected_when_that_is_asked_for(place: Place) -> None:
+    place.cluster.publish(place.topic, Stored(b"0"), Stored(b"1"), Stored(b"2", key="a"))
+    with place.run(null_keys="reject"):
+        wait_until(lambda: place.backlog() == 0)
+    assert place.tried == {"a": [2]}
+    assert sorted(numbers(place.letters())) == [0, 1]
+    assert {letter.kind for letter in place.letters()} == {Kind.REJECTED}
+
+
+@pytest.mark.parametrize("null_keys", ["spread", "serialise"])
+def test_a_message_without_key_cannot_park_others(place: Place, null_keys: str) -> None:
+    place.broken = {None}
+    place.cluster.publish(place.topic, *(Stored(b"%d" % n) for n in range(3)))
+    with place.run(null_keys=null_keys):
+        wait_until(lambda: place.backlog() == 0)
+    assert sorted(numbers(place.letters())) == [0, 1, 2]
+    assert {letter.kind for letter in place.letters()} == {Kind.DEAD_LETTER}
+
+
+def test_nothing_is_acknowledged_while_its_letter_is_not_confirmed(place: Place) -> None:
+    place.broken = {"b"}
+    with place.run(operation_timeout_ms=1_000) as run:
+        place.publish("b")
+        wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
+        for client in list(place.cluster._clients):
+            for producer in client._producers:
+                producer.drop()
+        place.publish("b")
+        run.thread.join(20)
+    assert isinstance(run.error, BrokerUnavailableError)
+    assert place.backlog() == 1
+    assert len(place.letters()) == 1
+    with place.run():
+        wait_until(lambda: place.backlog() == 0)
+    assert numbers(place.letters()) == [0, 1]
+
+
+def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
+    keys = [f"key-{number}" for number in range(30)]
+    bad = set(keys[:10])
+    place.broken = set(bad)
+    with place.run() as run:
+        for _ in range(10):
+            place.publish(*keys)
+        wait_until(lambda: len({letter.key for letter in place.letters()}) == 10)
+        place.broken.clear()
+        for key in sorted(bad):
+            run.source.unpark(key)
+            place.publish(*keys)
+        wait_until(lambda: place.backlog() == 0)
+        for key in sorted(bad):
+            run.source.unpark(key)
+        wait_until(lambda: sum(map(len, place.handled.values())) == 30 * 20)
+        wait_until(lambda: place.resting() == 0)
+    assert place.handled == {key: list(range(20)) for key in keys}
+
+
+def test_the_dead_letter_topic_must_not_be_consumed_itself(place: Place) -> None:
+    with pytest.raises(ConfigError, match="which this source consumes"):
+        place.run(dead_letter_topic="orders").source.run(
+            place.handle, dead_letter_topic=place.topic
+        )
+
+
+def test_a_partitioned_dead_letter_topic_is_refused(place: Place) -> None:
+    place.cluster.create_topic("letters", partitions=2)
+    run = place.run(dead_letter_topic="letters")
+    with run:
+        run.thread.join(20)
+    assert isinstance(run.error, ConfigError)
+    assert "partitioned" in str(run.error)
