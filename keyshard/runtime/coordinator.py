@@ -429,6 +429,11 @@ class Coordinator:
             )
             self._ending = None
 
+    @property
+    def epoch(self) -> int:
+        """Number of the assignment generation; grows with every rescale."""
+        return self._range_consumers.epoch
+
     # -- called by who rescales --------------------------------------------------------------------
 
     def rescaler(self, work: Work, drain_timeout_s: float) -> Rescaler:
