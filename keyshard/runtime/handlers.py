@@ -32,6 +32,8 @@ from keyshard.handling import WORKERS_MAX, HandlerConfig
 from keyshard.runtime.checkpoint_store import CheckpointStore
 from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.lane_moves import LaneMoves
+from keyshard.runtime.rescale import Rescaler
 from keyshard.runtime.workers import (
     AsyncWorkers,
     Handle,
@@ -107,6 +109,8 @@ class HandlerRun:
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
         self._done = threading.Event()
+        self.rescaler: Rescaler | None = None
+        """Moves ranges, once the run has started."""
 
     # -- for the user's thread ------------------------------------------------------------------
 
@@ -182,6 +186,19 @@ class HandlerRun:
         self._coordinator.start(None if text is None else Checkpoint.from_json(text))
         self._committer = Committer(self._coordinator, self._store)
         self._workers = self._make_workers()
+        self.rescaler = self._coordinator.rescaler(
+            LaneMoves(self.lanes, self.changed, self._wake), self._handling.drain_timeout_s
+        )
+
+    def _wake(self, messages: int) -> None:
+        if self._handling.workers is None:
+            self._workers.grow(self._places)
+        self._workers.wake(messages)
+
+    @property
+    def _places(self) -> int:
+        """Most threads that handlers run in: one for each lane."""
+        return min(WORKERS_MAX, self.lanes.ranges * self._handling.lanes)
 
     def _make_workers(self) -> Workers:
         handling = self._handling
@@ -190,9 +207,8 @@ class HandlerRun:
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
             return ProcessWorkers(self, count, self._handle)
-        places = self._config.parallelism * handling.lanes
         return ThreadWorkers(
-            self, handling.workers or min(WORKERS_MAX, places), lambda: self._observed(self._handle)
+            self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
 
     def _turn(self) -> None:

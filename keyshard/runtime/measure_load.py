@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keyshard.core.entry import EntryBlock
-from keyshard.core.key_slot import key_slot
+from keyshard.core.key_slot import routing_key
 from keyshard.core.slot_load import SlotLoad
 
 
@@ -15,7 +15,7 @@ def measure(load: SlotLoad, block: EntryBlock) -> None:
                 load.add(slot)
     elif block.slot is not None:
         part = block.parts[0]
-        key = part.content.column("__key")[part.start].as_py()
-        # An ordering key routes a message whatever its partition key is.
-        known = key is not None and key_slot(key) == block.slot
-        load.add(block.slot, block.rows, key if known else None)
+        key, ordering_key = (
+            part.content.column(name)[part.start].as_py() for name in ("__key", "__orderingKey")
+        )
+        load.add(block.slot, block.rows, routing_key(key, ordering_key))

@@ -2,17 +2,20 @@
 
 ::
 
-    1. intent     what loses its hash range or its owner receives nothing more; nothing is begun of
-                  keys that get another owner
-    2. drain      what is worked on of those keys ends; at the deadline all stays as it was
+    1. intent     consumers whose hash range or owner changes receive nothing more
+    2. drain      nothing is begun of keys that get another owner, and what is worked on of them
+                  ends; then the same for the other keys of those consumers, which go on until
+                  then; at the deadline all stays as it was
     3. close      the receive threads close those consumers, which hands over acknowledgements
     4. epoch + 1
     5. subscribe  the new hash ranges, for as long as the broker says conflict or does not answer
     6. adopt      window and lanes follow, receiving and handlers go on
 
-Consumers whose hash range and owner stay are not touched. What is received and not done stays with
-its key, and the new consumer's deliveries of it are dropped: nothing comes twice. When 3 or 5
-fails, the old assignment is subscribed again; when that fails too, the source ends with the error.
+Consumers whose hash range and owner stay are not touched, and their keys go on. No handler works on
+a key whose slot has no consumer here: somebody else could have it in that moment. What is received
+and not done stays with its key, and the new consumer's deliveries of it are dropped: nothing comes
+twice. When 3 or 5 fails, the old assignment is subscribed again; when that fails too, the source
+ends with the error.
 
 A rescale is not durable: a restart begins with the ``parallelism`` that is configured.
 """
@@ -30,6 +33,7 @@ from keyshard.config import SourceConfig
 from keyshard.core.assignment import (
     Assignment,
     fewest_moved,
+    joined,
     moved_ranges,
     moved_slots,
     reassign,
@@ -63,10 +67,10 @@ class Work(Protocol):
     """What works on keys; called by the thread that rescales."""
 
     def hold(self, slots: Sequence[HashRange]) -> None:
-        """Begin nothing more of keys that lie there."""
+        """Begin nothing more of keys that lie there, beside those that are held already."""
 
-    def wait_idle(self, slots: Sequence[HashRange], timeout_s: float) -> Blocking | None:
-        """Wait until nothing of those keys is worked on; else the longest that still is."""
+    def wait_idle(self, timeout_s: float) -> Blocking | None:
+        """Wait until nothing of held keys is worked on; else the longest that still is."""
 
     def reassign(self, owners: Sequence[int]) -> None:
         """Take the owner of each slot; what waits goes with its key."""
@@ -80,7 +84,7 @@ class NoWork:
 
     def hold(self, slots: Sequence[HashRange]) -> None: ...
 
-    def wait_idle(self, slots: Sequence[HashRange], timeout_s: float) -> Blocking | None:  # noqa: ARG002
+    def wait_idle(self, timeout_s: float) -> Blocking | None:  # noqa: ARG002
         return None
 
     def reassign(self, owners: Sequence[int]) -> None: ...
@@ -228,9 +232,10 @@ class Rescaler:
         moving = moved_ranges(consumers.assignment, new)
         began_s = time.monotonic()
         consumers.suspend(leaving)
-        work.hold(moving)
         try:
-            self._drain(moving)
+            for slots in moving, joined({seat.hash_range for seat in leaving}):
+                work.hold(slots)
+                self._drain(began_s)
             opened = self._exchange(leaving, new)
             work.reassign(self._host.adopt(new, budget))
             consumers.serve(opened)
@@ -239,12 +244,12 @@ class Rescaler:
             work.resume()
         return _pauses(opened, began_s)
 
-    def _drain(self, moving: Sequence[HashRange]) -> None:
-        deadline_s = time.monotonic() + self._drain_timeout_s
+    def _drain(self, began_s: float) -> None:
+        deadline_s = began_s + self._drain_timeout_s
         while True:
             self._host.check()
             left_s = deadline_s - time.monotonic()
-            blocking = self._work.wait_idle(moving, max(0.0, min(DRAIN_LOOK_S, left_s)))
+            blocking = self._work.wait_idle(max(0.0, min(DRAIN_LOOK_S, left_s)))
             if blocking is None:
                 return
             if left_s <= 0:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers import key_in, wait_until
 from keyshard.broker.memory import Message
-from keyshard.core.assignment import assign, reassign
+from keyshard.core.assignment import assign, joined, moved_ranges, reassign
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import (
@@ -132,7 +132,7 @@ def test_a_handler_that_hangs_leaves_everything_as_it_was(make_world: MakeWorld)
     with pytest.raises(DrainTimeoutError, match=r"key 'k7' .*3:4:0 for 12\.5 s") as caught:
         world.rescaler.rescale(8)
     assert caught.value.facts == {"key": "k7", "message_id": "3:4:0", "running_s": 12.5}
-    assert world.work.held is None, "everything is begun again"
+    assert not world.work.held, "everything is begun again"
     assert world.ring() == before
     assert [one.seat for one in world.consumers[TopicPartition(world.topic, 0)]] == seats
     world.more()
@@ -141,19 +141,21 @@ def test_a_handler_that_hangs_leaves_everything_as_it_was(make_world: MakeWorld)
     world.check()
 
 
-def test_only_what_moves_is_held_and_work_is_told_the_owners(make_world: MakeWorld) -> None:
-    world = make_world(4, 0.05)
+def test_what_moves_is_held_first_and_then_the_rest_of_its_consumers(make_world: MakeWorld) -> None:
+    world = make_world(8, 0.05)
     world.work.blocking = Blocking(None, "1:1:0", 1.0)
-    held: list[object] = []
-    world.work.resume = lambda: held.append(world.work.held)  # type: ignore[method-assign]
     with pytest.raises(DrainTimeoutError):
-        world.rescaler.rescale(8)
+        world.rescaler.rescale(11)
+    assert world.work.holds == [moved_ranges(assign(8), reassign(assign(8), 11))]
     world.work.blocking = None
-    world.rescaler.rescale(8)
-    (first, again) = held
-    assert first == again
-    assert sum(map(len, first)) == 32_768  # type: ignore[call-overload]
-    assert max(world.work.owners) == 7
+    world.rescaler.rescale(11)
+    assert world.work.holds[1:] == [world.work.holds[0], split_ring(1)]
+    assert max(world.work.owners) == 10
+    del world.work.holds[:]
+    world.rescaler.rescale(10)
+    leaving = joined(reassign(assign(8), 11)[10])
+    assert world.work.holds[0] == leaving
+    assert sum(map(len, world.work.holds[1])) < 65_536 / 2, "most consumers are not touched"
 
 
 def test_the_broker_may_be_away_for_a_while(make_world: MakeWorld) -> None:
