@@ -21,6 +21,8 @@
     ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT
     ├── AcknowledgeError               KEYSHARD_ACKNOWLEDGE_FAILED
     ├── RuntimeStoppedError            KEYSHARD_STOPPED
+    ├── DrainTimeoutError              KEYSHARD_DRAIN_TIMEOUT
+    ├── RescaleError                   KEYSHARD_RESCALE_FAILED
     ├── BatchReleasedError             KEYSHARD_BATCH_RELEASED
     ├── BatchUnknownError              KEYSHARD_BATCH_UNKNOWN
     ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
@@ -176,6 +178,18 @@ class RuntimeStoppedError(KeyShardError):
     """The runtime was stopped, or was asked for work before it was started."""
 
     code = "KEYSHARD_STOPPED"
+
+
+class DrainTimeoutError(KeyShardError):
+    """A handler did not end in time, so no range changed hands; everything is as it was."""
+
+    code = "KEYSHARD_DRAIN_TIMEOUT"
+
+
+class RescaleError(KeyShardError):
+    """The broker did not let ranges change hands, or not all of them."""
+
+    code = "KEYSHARD_RESCALE_FAILED"
 
 
 class BatchReleasedError(KeyShardError):

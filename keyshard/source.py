@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from keyshard.runtime.batches import Batch
     from keyshard.runtime.coordinator import Coordinator
     from keyshard.runtime.handlers import Observer
+    from keyshard.runtime.rescale import Rescaler, RescaleReport
     from keyshard.runtime.workers import Handle
 
 
@@ -125,6 +126,30 @@ class KeyShardSource(SourceConfig):
             yield from run.batches()
         finally:
             self._end()
+
+    def rescale(self, ranges: int | None = None, *, balance: bool = False) -> RescaleReport:
+        """Move ranges while :meth:`run` or :meth:`batches` goes on, in another thread.
+
+        As little of the ring as possible changes hands. Handlers that work on keys of it end
+        first, then their range is subscribed by its new owner; other keys go on meanwhile. Not
+        from a handler, which would wait for itself. A restart begins with ``parallelism`` again.
+
+        Args:
+            ranges: Number of ranges from now on, 1 to 65,536.
+            balance: Instead: give the ranges there are equal loads, as measured since the start.
+
+        Raises:
+            ConfigError: Both are given, or none, or ``ranges`` is outside its limits.
+            NotRunningError: The source does not run.
+            DrainTimeoutError: A handler did not end within ``drain_timeout_s``; nothing has moved.
+            RescaleError: The broker did not let the ranges change hands.
+        """
+        if (ranges is None) != balance:
+            raise ConfigError("Give rescale() either a number of ranges or balance=True.")
+        rescaler: Rescaler | None = self._active().rescaler
+        if rescaler is None:
+            raise NotRunningError("The source is still starting. Try again in a moment.")
+        return rescaler.balance() if ranges is None else rescaler.rescale(ranges)
 
     def stop(self) -> None:
         """End :meth:`run` or :meth:`batches` gracefully; returns at once, from any thread."""

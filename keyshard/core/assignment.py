@@ -55,7 +55,7 @@ def reassign(assignment: Assignment, count: int) -> Assignment:
     for owner, own in enumerate(kept):
         taken, free = _divide(free, wanted[owner] - _slots(own))
         kept[owner] = own + taken
-    return tuple(map(_joined, kept))
+    return tuple(map(joined, kept))
 
 
 def moved_slots(old: Assignment, new: Assignment) -> int:
@@ -67,6 +67,51 @@ def moved_slots(old: Assignment, new: Assignment) -> int:
         for after in has
     )
     return RING_SIZE - stay
+
+
+def fewest_moved(assignment: Assignment, count: int) -> int:
+    """Fewest slots that change hands when ``count`` owners get sizes that differ by at most one.
+
+    Who stays keeps at most the smaller size, and one slot more if it has that and is among those
+    who may have the larger size.
+    """
+    small, larger = divmod(RING_SIZE, count)
+    stay = [_slots(ranges) for ranges in assignment[:count]]
+    one_more = min(larger, sum(size > small for size in stay))
+    return RING_SIZE - sum(min(size, small) for size in stay) - one_more
+
+
+def slot_owners(assignment: Assignment) -> list[int]:
+    """The owner of each slot."""
+    owners = [0] * RING_SIZE
+    for owner, ranges in enumerate(assignment):
+        for part in ranges:
+            owners[part.start : part.end + 1] = [owner] * len(part)
+    return owners
+
+
+def moved_ranges(old: Assignment, new: Assignment) -> tuple[HashRange, ...]:
+    """The parts of the ring whose owner is another one in ``new``, ascending."""
+    moved = [
+        HashRange(max(before.start, after.start), min(before.end, after.end))
+        for had_by, had in enumerate(old)
+        for before in had
+        for has_by, has in enumerate(new)
+        for after in has
+        if had_by != has_by and before.start <= after.end and after.start <= before.end
+    ]
+    return joined(moved)
+
+
+def joined(ranges: Iterable[HashRange]) -> tuple[HashRange, ...]:
+    """Ascending, neighbours as one range."""
+    whole: list[HashRange] = []
+    for hash_range in sorted(ranges):
+        if whole and whole[-1].end + 1 == hash_range.start:
+            whole[-1] = HashRange(whole[-1].start, hash_range.end)
+        else:
+            whole.append(hash_range)
+    return tuple(whole)
 
 
 def _slots(ranges: Iterable[HashRange]) -> int:
@@ -85,14 +130,3 @@ def _divide(ranges: Iterable[HashRange], slots: int) -> tuple[list[HashRange], l
             rest.append(HashRange(max(hash_range.start, border), hash_range.end))
         slots = max(0, slots - len(hash_range))
     return first, rest
-
-
-def _joined(ranges: Iterable[HashRange]) -> tuple[HashRange, ...]:
-    """Ascending, neighbours as one range."""
-    joined: list[HashRange] = []
-    for hash_range in sorted(ranges):
-        if joined and joined[-1].end + 1 == hash_range.start:
-            joined[-1] = HashRange(joined[-1].start, hash_range.end)
-        else:
-            joined.append(hash_range)
-    return tuple(joined)

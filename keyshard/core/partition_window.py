@@ -69,6 +69,25 @@ class PartitionWindow:
         self.received_payload += block.payload_bytes
         self.hold(block)
 
+    def reassign(self, owners: Sequence[int]) -> None:
+        """Others own the ring now: what is received is theirs, keyless entries stay as they are.
+
+        Args:
+            owners: The range that owns each slot.
+        """
+        ranges = max(owners) + 1
+        received = [
+            (block, index % ranges if block.slot is None else owners[block.slot])
+            for block, index in self.received
+        ]
+        self.left_out = {
+            index
+            for (_, before), (_, index) in zip(self.received, received, strict=True)
+            if before in self.left_out
+        }
+        self.received = received
+        self.owners = frozenset()
+
     def drop_received(self) -> None:
         """Forget what is received and in no batch."""
         for block, _ in self.received:

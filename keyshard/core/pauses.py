@@ -55,6 +55,12 @@ class Pauses:
         """Something is held no longer, or is put back."""
         self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
 
+    def reassigned(self) -> None:
+        """Others own the ring now: other ranges hold what does not fit."""
+        for topic_partition in self._window.partitions:
+            self.fitted(topic_partition)
+        self.released()
+
     def dropped(self, topic_partition: TopicPartition) -> None:
         """A topic partition is consumed no longer, so the others have a larger share."""
         self._named.pop(topic_partition, None)

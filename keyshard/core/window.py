@@ -121,6 +121,20 @@ class Window:
         window.drop_received()
         window.gone = gone
 
+    def reassign(self, owners: Sequence[int], budget: Budget) -> None:
+        """Others own the ring now: their number counts from the next cut on.
+
+        Planned batches keep the layout that their checkpoints say.
+
+        Args:
+            owners: The range that owns each slot.
+            budget: Most that the window holds from now on.
+        """
+        self._ranges = max(owners) + 1
+        self._budget = budget
+        for window in self._partitions.values():
+            window.reassign(owners)
+
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Whether the partition's share of the budget is used up: its consumers pause."""
         return self._fill(self._partitions[topic_partition]) >= 1

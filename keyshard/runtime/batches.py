@@ -15,6 +15,7 @@ from keyshard.errors import WindowFullError
 from keyshard.runtime.checkpoint_store import CheckpointStore
 from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.rescale import NoWork, Rescaler
 from keyshard.schema.columns import SCHEMA, record_batches
 
 WAIT_S = 0.1
@@ -78,6 +79,8 @@ class BatchRun:
         self._left: dict[TopicPartition, list[EntryId]] = {}
         self._rows: deque[tuple[TopicPartition, EntryBlock]] = deque()
         self._stopping = False
+        self.rescaler: Rescaler | None = None
+        """Moves ranges, once the run has started."""
 
     def stop(self) -> None:
         """End the iteration; returns at once."""
@@ -94,6 +97,7 @@ class BatchRun:
         try:
             self._coordinator.start(None if text is None else Checkpoint.from_json(text))
             self._committer = Committer(self._coordinator, self._store)
+            self.rescaler = self._coordinator.rescaler(NoWork(), drain_timeout_s=0.0)
             while not self._stopping:
                 batch = self._next()
                 if batch is not None:

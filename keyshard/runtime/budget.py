@@ -51,15 +51,28 @@ def unacknowledged_limits(
 
 
 def window_budget(
-    config: SourceConfig, admin: Admin | None, topic_partitions: Collection[TopicPartition]
+    config: SourceConfig,
+    admin: Admin | None,
+    topic_partitions: Collection[TopicPartition],
+    consumers: int,
 ) -> Budget:
-    """The budget of a source's window; says so when the broker's limits make it smaller."""
+    """The budget of a source's window; says so when the broker's limits make it smaller.
+
+    Args:
+        config: The source.
+        admin: Admin REST interface, where there is one.
+        topic_partitions: What it consumes.
+        consumers: Number of consumers in each topic partition.
+
+    Raises:
+        BrokerUnavailableError: The admin interface does not answer in time.
+    """
     timeout_s = config.operation_timeout_ms / 1000
     limits = unacknowledged_limits(admin, topic_partitions, timeout_s)
     rows_max = partition_rows_max(
         window_rows_max=config.window_rows_max,
         topic_partitions=len(topic_partitions),
-        ranges=config.parallelism,
+        ranges=consumers,
         queue=config.receiver_queue_size,
         per_consumer=limits.per_consumer,
         per_subscription=limits.per_subscription,

@@ -22,20 +22,24 @@ import pyarrow as pa
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
+from keyshard.core.assignment import Assignment, slot_owners
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs
-from keyshard.core.window import Receipt
+from keyshard.core.slot_load import SlotLoad
+from keyshard.core.window import Budget, Receipt
 from keyshard.errors import KeyShardError, RuntimeStoppedError
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.available_now import AvailableNow, last_entries
 from keyshard.runtime.discovery import Discovery
 from keyshard.runtime.layouts import Layouts
+from keyshard.runtime.measure_load import measure
 from keyshard.runtime.opening import cluster_of, open_window, start_position
 from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
 from keyshard.runtime.replay import replay
+from keyshard.runtime.rescale import Rescaler, Work
 from keyshard.runtime.settler import Settler
 from keyshard.runtime.subscribe import Admin, reopen_range_consumer
 from keyshard.runtime.topics import Catalog, look
@@ -63,6 +67,9 @@ class Coordinator:
         self._lock = threading.Condition()
         self._stopping = threading.Event()
         self._error: KeyShardError | None = None
+        self._load: SlotLoad | None = None
+        self.changing = threading.Lock()
+        """Held while consumers come and go: by discovery, and by who rescales."""
         self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
         self._available_now: AvailableNow | None = None
@@ -111,6 +118,7 @@ class Coordinator:
             )  # fmt: skip
             self._pauses = Pauses(self._window)
             self._range_consumers = RangeConsumers(self._broker, self._admin, config, self)
+            self._owners = slot_owners(self._range_consumers.assignment)
             start = start_position(self._admin, config, checkpoint, found)
             range_consumers = self._range_consumers.open(found.consumed, start)
             if checkpoint is not None and planned:
@@ -329,7 +337,7 @@ class Coordinator:
         """What goes on, from memory: plain JSON values. All counts are since the start."""
         with self._lock:
             return {
-                "ranges": self._config.parallelism,
+                "ranges": len(self._range_consumers.assignment),
                 **self._watch.status(self._window),
                 "rangesPaused": self._pauses.for_checkpoint,
                 "settlingError": self._settler.error,
@@ -348,7 +356,9 @@ class Coordinator:
     # -- called by the receive threads ----------------------------------------------------------
 
     def is_paused(self, seat: Seat) -> bool:
-        return self._pauses.include(seat.topic_partition, seat.range_index)
+        return self._range_consumers.suspends(seat) or self._pauses.include(
+            seat.topic_partition, seat.range_index
+        )
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         if self._available_now is not None:
@@ -365,12 +375,14 @@ class Coordinator:
         if misrouted:
             self._watch.misrouted(seat, misrouted)
         with self._lock:
+            if not self._range_consumers.owns(seat):
+                return  # it is delivered again, to who owns it now
             for block in entries:
-                receipt = self._window.receive(
-                    range_consumer.seat.topic_partition, range_consumer.seat.range_index, block
-                )
+                receipt = self._window.receive(seat.topic_partition, seat.range_index, block)
                 if receipt is Receipt.COMMITTED:
                     again.append(block.id)
+                elif receipt is Receipt.ACCEPTED and self._load is not None:
+                    measure(self._load, block)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
             was_full = self._pauses.any_full
@@ -395,20 +407,22 @@ class Coordinator:
     # -- called by the discovery thread ----------------------------------------------------------
 
     def grow(self, found: Collection[TopicPartition]) -> None:
-        range_consumers = self._range_consumers.open(found, StartPosition.EARLIEST)
-        with self._lock:
-            for topic_partition in found:
-                self._window.add_partition(topic_partition)
-            self._gone.difference_update(found)
-        self._range_consumers.serve(range_consumers)
+        with self.changing:
+            range_consumers = self._range_consumers.open(found, StartPosition.EARLIEST)
+            with self._lock:
+                for topic_partition in found:
+                    self._window.add_partition(topic_partition)
+                self._gone.difference_update(found)
+            self._range_consumers.serve(range_consumers)
 
     def shrink(self, gone: Collection[TopicPartition]) -> None:
-        self._range_consumers.drop(gone)
-        with self._lock:
-            for topic_partition in gone:
-                self._window.drop_partition(topic_partition, gone=True)
-                self._pauses.dropped(topic_partition)
-            self._gone.update(gone)
+        with self.changing:
+            self._range_consumers.drop(gone)
+            with self._lock:
+                for topic_partition in gone:
+                    self._window.drop_partition(topic_partition, gone=True)
+                    self._pauses.dropped(topic_partition)
+                self._gone.update(gone)
 
     def tidy(self) -> None:
         with self._lock:
@@ -420,6 +434,32 @@ class Coordinator:
             )
             self._ending = None
 
+    @property
+    def epoch(self) -> int:
+        """Number of the assignment generation; grows with every rescale."""
+        return self._range_consumers.epoch
+
+    # -- called by who rescales --------------------------------------------------------------------
+
+    def rescaler(self, work: Work, drain_timeout_s: float) -> Rescaler:
+        """Who moves ranges while the source runs; from now on the load is measured."""
+        self._load = SlotLoad()
+        return Rescaler(
+            self, self._range_consumers, self._config, self._admin,
+            work=work, drain_timeout_s=drain_timeout_s,
+        )  # fmt: skip
+
+    def load(self) -> SlotLoad:
+        with self._lock:
+            return SlotLoad() if self._load is None else self._load.copy()
+
+    def adopt(self, assignment: Assignment, budget: Budget) -> list[int]:
+        with self._lock:
+            self._owners = slot_owners(assignment)
+            self._window.reassign(self._owners, budget)
+            self._pauses.reassigned()
+            return self._owners
+
     # -- called by the settler's thread ------------------------------------------------------------
 
     def holes_views(self) -> dict[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
@@ -427,10 +467,9 @@ class Coordinator:
             views = {tp: self._window.holes_view(tp) for tp in self._window.partitions}
             return {tp: view for tp, view in views.items() if view is not None}
 
-    def prove(
-        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int]
-    ) -> None:
+    def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         with self._lock:
+            owners = frozenset(map(self._owners.__getitem__, owed))
             self._window.prove(topic_partition, proofs, owners)
             self._pauses.fitted(topic_partition)
             self._lock.notify_all()

@@ -41,7 +41,9 @@ from keyshard.runtime.checkpoint_store import CheckpointStore
 from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.dead_letters import open_dead_letters
+from keyshard.runtime.lane_moves import LaneMoves
 from keyshard.runtime.parked_lanes import ParkedLanes
+from keyshard.runtime.rescale import Rescaler
 from keyshard.runtime.workers import (
     AsyncWorkers,
     Handle,
@@ -121,6 +123,8 @@ class HandlerRun:
         self._done = threading.Event()
         self._dead_letter_topic = _dead_letter_topic(config, handling)
         self._parked: ParkedLanes | None = None
+        self.rescaler: Rescaler | None = None
+        """Moves ranges, once the run has started."""
 
     # -- for the user's thread ------------------------------------------------------------------
 
@@ -214,6 +218,8 @@ class HandlerRun:
 
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
+        if self._handling.workers is None:
+            self._workers.grow(self._places)
         due_s = self.lanes.next_due_s()
         waiting = self.lanes.runnable + (due_s is not None and due_s <= time.monotonic())
         if waiting:
@@ -237,6 +243,14 @@ class HandlerRun:
         )
         self._workers = self._make_workers()
         self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
+        self.rescaler = self._coordinator.rescaler(
+            LaneMoves(self.lanes, self.changed, self.wake), self._handling.drain_timeout_s
+        )
+
+    @property
+    def _places(self) -> int:
+        """Most threads that handlers run in: one for each lane."""
+        return min(WORKERS_MAX, self.lanes.ranges * self._handling.lanes)
 
     def _make_workers(self) -> Workers:
         handling = self._handling
@@ -245,9 +259,8 @@ class HandlerRun:
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
             return ProcessWorkers(self, count, self._handle)
-        places = self._config.parallelism * handling.lanes
         return ThreadWorkers(
-            self, handling.workers or min(WORKERS_MAX, places), lambda: self._observed(self._handle)
+            self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
 
     def _turn(self) -> None:

@@ -60,7 +60,8 @@ def open_window(
         config.parallelism,
         checkpoint.partitions if checkpoint else {},
     )
-    window = Window(base, config.parallelism, window_budget(config, admin, found.consumed))
+    budget = window_budget(config, admin, found.consumed, config.parallelism)
+    window = Window(base, config.parallelism, budget)
     for topic_partition in found.consumed:
         window.add_partition(topic_partition)
     if checkpoint is not None and planned:

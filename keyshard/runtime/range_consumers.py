@@ -1,7 +1,7 @@
 """The range consumers of a source and their threads; both grow and shrink while it runs.
 
-Called by the thread that starts and stops a source, by the discovery thread between the two, and
-by the acknowledger, which only looks a consumer up.
+Called by the thread that starts and stops a source; between the two by the discovery thread and by
+who rescales, one at a time; and by the acknowledger, which only looks a consumer up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.assignment import Assignment, assign
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
-from keyshard.runtime.receiver import RangeConsumer, Receiver, Sink, close_quietly
+from keyshard.runtime.receiver import Drop, RangeConsumer, Receiver, Seat, Sink, close_quietly
 from keyshard.runtime.subscribe import THREADS_MAX, Admin, open_range_consumer, open_range_consumers
 
 DROP_TIMEOUT_S = 30.0
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 class RangeConsumers:
     """Every hash range of every topic partition, spread over at most ``receive_threads`` threads.
+
+    One consumer has one contiguous hash range; an owner of several has several consumers in each
+    topic partition.
 
     Args:
         broker: Connection to subscribe through.
@@ -45,21 +49,59 @@ class RangeConsumers:
         self._sink = sink
         self._lock = threading.Lock()
         self._stopped = False
+        self._only_held: set[TopicPartition] = set()
+        self._seats: set[Seat] = set()
+        self._suspended: frozenset[Seat] = frozenset()
+        self.assignment: Assignment = assign(config.parallelism)
+        """Hash ranges of each owner, as they are subscribed."""
+        self.epoch = 0
+        """Number of the assignment generation; seats that come from now on have it."""
         self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
+        """Lists are replaced, never changed: the acknowledger goes through them."""
         self.receivers: list[Receiver] = []
 
-    def open(self, found: Collection[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
+    def open(self, found: Iterable[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
         """Subscribe every range of some topic partitions; nothing is received yet.
 
         Raises:
             SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
             BrokerError: The broker cannot be reached, or refused.
         """
-        consumers = self._config.parallelism * len(self.by_partition.keys() | set(found))
-        share = self._config.window_bytes_max // (2 * max(1, consumers))
+        return self.take(self.seats(found, self.assignment), start)
+
+    def take(
+        self, seats: Sequence[Seat], start: StartPosition = StartPosition.EARLIEST
+    ) -> list[RangeConsumer]:
+        """Subscribe every one of some seats, or none; nothing is received yet.
+
+        Raises:
+            SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        kept = sum(map(len, self.by_partition.values()))
+        share = self._config.window_bytes_max // (2 * max(1, kept + len(seats)))
         return open_range_consumers(
-            self._broker, self._admin, self._config, found, start, queue_bytes_max=share
+            self._broker, self._admin, self._config, seats, start, queue_bytes_max=share
         )
+
+    def seats(self, where: Iterable[TopicPartition], assignment: Assignment) -> list[Seat]:
+        """What there is to own of some topic partitions, from now on."""
+        return [
+            Seat(topic_partition, owner, hash_range, self.epoch)
+            for topic_partition in where
+            for owner, ranges in enumerate(assignment)
+            for hash_range in ranges
+        ]
+
+    @property
+    def consumed(self) -> list[TopicPartition]:
+        """Topic partitions that are received from."""
+        return [where for where in self.by_partition if where not in self._only_held]
+
+    @property
+    def owned(self) -> list[Seat]:
+        """Seats that have a consumer to receive from."""
+        return [one.seat for where in self.consumed for one in self.by_partition[where]]
 
     def serve(self, range_consumers: Sequence[RangeConsumer]) -> None:
         """Begin to receive from opened range_consumers."""
@@ -67,9 +109,9 @@ class RangeConsumers:
             if self._stopped:
                 return
             for range_consumer in range_consumers:
-                self.by_partition.setdefault(range_consumer.seat.topic_partition, []).append(
-                    range_consumer
-                )
+                where = range_consumer.seat.topic_partition
+                self.by_partition[where] = [*self.by_partition.get(where, ()), range_consumer]
+                self._seats.add(range_consumer.seat)
             threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))
             new = [
                 Receiver(f"keyshard-receive-{i}", (), self._sink)
@@ -91,19 +133,52 @@ class RangeConsumers:
         Raises:
             BrokerUnavailableError: A receive thread is busy with a broker that does not answer.
         """
-        deadline = time.monotonic() + DROP_TIMEOUT_S
-        with self._lock:
-            waiting = [receiver.drop(gone) for receiver in self.receivers]
-        for done in waiting:
-            while not done.wait(0.05):
-                if time.monotonic() < deadline and not self._stopped:
-                    continue
-                raise BrokerUnavailableError(
-                    f"Consumers of {', '.join(sorted(tp.name for tp in gone))[:200]} could not be "
-                    f"closed within {DROP_TIMEOUT_S:.0f} s. Check the broker; it is tried again."
-                )
+        self.close({one.seat for where in gone for one in self.by_partition.get(where, ())})
         for topic_partition in gone:
             self.by_partition.pop(topic_partition, None)
+
+    def suspend(self, seats: Iterable[Seat]) -> None:
+        """Receive nothing more for some seats, until others or none are named."""
+        self._suspended = frozenset(seats)
+
+    def suspends(self, seat: Seat) -> bool:
+        """Whether a seat is suspended; may be asked by any thread."""
+        return bool(self._suspended) and seat in self._suspended
+
+    def owns(self, seat: Seat) -> bool:
+        """Whether a seat is one of those now; what comes for another is late."""
+        return seat in self._seats
+
+    def close(self, seats: Collection[Seat]) -> None:
+        """Close the consumers of some seats; returns when that is done, or nothing more will be.
+
+        Raises:
+            BrokerUnavailableError: A receive thread is busy with a broker that does not answer. Its
+                consumers stay, those of the others are closed.
+        """
+        deadline = time.monotonic() + DROP_TIMEOUT_S
+        with self._lock:
+            drops = [(receiver, receiver.drop(seats)) for receiver in self.receivers]
+        late = [drop for receiver, drop in drops if not self._is_done(receiver, drop, deadline)]
+        closed = {seat for _, drop in drops for seat in drop.closed}
+        self._seats -= closed
+        for where in {seat.topic_partition for seat in closed}:
+            self.by_partition[where] = [
+                one for one in self.by_partition[where] if one.seat not in closed
+            ]
+        if late:
+            names = sorted({seat.topic_partition.name for seat in seats})
+            raise BrokerUnavailableError(
+                f"Consumers of {', '.join(names)[:200]} could not be closed within "
+                f"{DROP_TIMEOUT_S:.0f} s. Check the broker; it is tried again."
+            )
+
+    def _is_done(self, receiver: Receiver, drop: Drop, deadline_s: float) -> bool:
+        """Wait until a receiver has closed what it was told to; whether it has."""
+        while not drop.done.wait(0.05):
+            if (time.monotonic() > deadline_s or self._stopped) and receiver.keep(drop):
+                return False
+        return True
 
     def hold(self, topic_partitions: Iterable[TopicPartition]) -> None:
         """Subscribe only to acknowledge: one consumer of the whole ring, never received from.
@@ -116,12 +191,9 @@ class RangeConsumers:
                 for range_consumer in pool.map(self._held, topic_partitions)
                 if range_consumer is not None
             ]
-        self.by_partition.update(
-            {
-                range_consumer.seat.topic_partition: [range_consumer]
-                for range_consumer in range_consumers
-            }
-        )
+        held = {one.seat.topic_partition: [one] for one in range_consumers}
+        self._only_held |= held.keys()
+        self.by_partition.update(held)
 
     def _held(self, topic_partition: TopicPartition) -> RangeConsumer | None:
         ring = split_ring(1)[0]
@@ -133,6 +205,7 @@ class RangeConsumers:
 
     def let_go(self, held: Collection[TopicPartition]) -> None:
         """Close what :meth:`hold` opened."""
+        self._only_held -= set(held)
         for topic_partition in held:
             for range_consumer in self.by_partition.pop(topic_partition, ()):
                 close_quietly(range_consumer)

@@ -29,11 +29,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What one consumer owns: a hash range of a topic partition."""
+    """What one consumer owns: a hash range of a topic partition, since an epoch.
+
+    A range may own several hash ranges; each has a seat in each topic partition.
+    """
 
     topic_partition: TopicPartition
     range_index: int
+    """Who owns it."""
     hash_range: HashRange
+    epoch: int = 0
+    """Number of the assignment generation in which it was subscribed."""
 
 
 @dataclass(slots=True)
@@ -51,6 +57,8 @@ class RangeConsumer:
     """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
     ringing: Consumer | None = None
     """The consumer that was asked to ring and has not yet: it must not be received from."""
+    subscribed_s: float = field(default_factory=time.monotonic)
+    """When its first consumer was there, on the monotonic clock."""
 
 
 class Sink(Protocol):
@@ -69,12 +77,15 @@ class Sink(Protocol):
         """Remember the error that ends the source."""
 
 
-@dataclass(slots=True)
-class _Drop:
-    """Topic partitions whose consumers a receiver closes between two rounds."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop:
+    """Seats whose consumers a receiver closes between two rounds."""
 
-    topic_partitions: Collection[TopicPartition]
-    done: threading.Event
+    seats: Collection[Seat]
+    closed: set[Seat] = field(default_factory=set)
+    """Those of them that the receiver had, and has closed, whatever the broker said."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set when nothing more is to be closed."""
 
 
 def close_quietly(range_consumer: RangeConsumer) -> None:
@@ -100,7 +111,7 @@ class Receiver:
         self._paused: list[RangeConsumer] = []
         self._paused_looked_s = 0.0
         self._idle: dict[int, RangeConsumer] = {}
-        self._drops: deque[_Drop] = deque()
+        self._drops: deque[Drop] = deque()
         self.range_consumers = len(range_consumers)
         """RangeConsumers it serves."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,17 +124,26 @@ class Receiver:
             self._ready.extend(range_consumers)
             self._changed.notify_all()
 
-    def drop(self, topic_partitions: Collection[TopicPartition]) -> threading.Event:
-        """Close the consumers of some topic partitions, between two rounds; set when it is done.
+    def drop(self, seats: Collection[Seat]) -> Drop:
+        """Close the consumers of some seats, between two rounds; others' seats pass by.
 
         The thread does it itself, so that no consumer is closed while it is received from or
         re-opened.
         """
-        drop = _Drop(topic_partitions, threading.Event())
+        drop = Drop(seats)
         with self._changed:
             self._drops.append(drop)
             self._changed.notify_all()
-        return drop.done
+        return drop
+
+    def keep(self, drop: Drop) -> bool:
+        """Take an order to close back; whether nothing of it has begun."""
+        with self._changed:
+            try:
+                self._drops.remove(drop)
+            except ValueError:
+                return False
+        return True
 
     def stop(self) -> None:
         """Take nothing more; returns without waiting."""
@@ -139,7 +159,7 @@ class Receiver:
         try:
             while not self._stopping:
                 while self._drops:
-                    self._apply(self._drops.popleft())
+                    self._apply_next_drop()
                 self._round()
         except RuntimeStoppedError:
             pass
@@ -149,11 +169,15 @@ class Receiver:
             _log.exception("receiving ended unexpectedly")
             self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
 
-    def _apply(self, drop: _Drop) -> None:
-        def stays(range_consumer: RangeConsumer) -> bool:
-            return range_consumer.seat.topic_partition not in drop.topic_partitions
-
+    def _apply_next_drop(self) -> None:
         with self._changed:
+            if not self._drops:
+                return
+            drop = self._drops.popleft()
+
+            def stays(range_consumer: RangeConsumer) -> bool:
+                return range_consumer.seat not in drop.seats
+
             known = [*self._ready, *self._paused, *self._idle.values()]
             self._ready = deque(filter(stays, self._ready))
             self._paused = list(filter(stays, self._paused))
@@ -168,10 +192,13 @@ class Receiver:
             }
             for range_consumer in dropped.values():
                 range_consumer.ringing = None
-        for range_consumer in dropped.values():
-            close_quietly(range_consumer)
-            self.range_consumers -= 1
-        drop.done.set()
+        try:
+            for range_consumer in dropped.values():
+                self.range_consumers -= 1
+                drop.closed.add(range_consumer.seat)
+                close_quietly(range_consumer)
+        finally:
+            drop.done.set()
 
     def _round(self) -> None:
         """Serve every ready range consumer once; without one, wait until one rings or may go on."""

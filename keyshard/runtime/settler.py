@@ -14,7 +14,6 @@ from keyshard.core.broker_state import BrokerState
 from keyshard.core.checkpoint import PartitionCheckpoint
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import range_index
 from keyshard.core.settling import FIRST, Lasting, Proofs, borders_of, holes_of, proofs_of_ledgers
 from keyshard.errors import KeyShardError
 from keyshard.runtime.inspect_holes import Inspection, inspect_holes
@@ -40,10 +39,8 @@ class SettlerHost(Protocol):
     def holes_views(self) -> Mapping[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
         """State and held ids of each topic partition with holes or several ledgers."""
 
-    def prove(
-        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int]
-    ) -> None:
-        """Take evidence, and the ranges that owe an entry of a hole."""
+    def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
+        """Take evidence, and the slots of entries that lie in holes and are still to come."""
 
 
 class _Watched:
@@ -135,7 +132,7 @@ class Settler:
         proofs.merge(self._read_over(topic_partition, watched, now_ms, holes - proofs.settled))
         # What is no entry must not enter a checkpoint: ledgers would seem longer than they are.
         proofs.settled -= borders
-        self._host.prove(topic_partition, proofs, self._owners(watched.existing, proofs.settled))
+        self._host.prove(topic_partition, proofs, _owed(watched.existing, proofs.settled))
 
     def _read_over(
         self, topic_partition: TopicPartition, watched: _Watched, now_ms: int, holes: EntrySet
@@ -176,12 +173,12 @@ class Settler:
             proofs.published_ms = time.time_ns() // 1_000_000
         return proofs
 
-    def _owners(self, existing: Mapping[EntryId, int | None], settled: EntrySet) -> frozenset[int]:
-        return frozenset(
-            range_index(slot, self._config.parallelism)
-            for entry_id, slot in existing.items()
-            if slot is not None and entry_id not in settled
-        )
+
+def _owed(existing: Mapping[EntryId, int | None], settled: EntrySet) -> frozenset[int]:
+    """Slots of entries that exist and are not settled."""
+    return frozenset(
+        slot for entry_id, slot in existing.items() if slot is not None and entry_id not in settled
+    )
 
 
 def _first_stored(found: Inspection) -> EntryId | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
@@ -14,13 +14,13 @@ from keyshard.core.assembly import EntryAssembly
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
+from keyshard.core.hash_range import HashRange
 from keyshard.errors import (
     BrokerError,
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.receiver import RangeConsumer, Seat
+from keyshard.runtime.receiver import RangeConsumer, Seat, close_quietly
 from keyshard.runtime.retry import retry_until
 
 THREADS_MAX = 8
@@ -57,12 +57,12 @@ def open_range_consumers(
     broker: Broker,
     admin: Admin | None,
     config: SourceConfig,
-    topic_partitions: Collection[TopicPartition],
+    seats: Sequence[Seat],
     start: StartPosition,
     *,
     queue_bytes_max: int,
 ) -> list[RangeConsumer]:
-    """Subscribe every range of every topic partition; the ring is covered when this returns.
+    """Subscribe every one of some seats, or none.
 
     Args:
         queue_bytes_max: Memory that the client queue of one consumer may take, bytes.
@@ -83,17 +83,16 @@ def open_range_consumers(
             stop.set()
             raise
 
-    def create(topic_partition: TopicPartition) -> None:
-        subscribe(Seat(topic_partition, 0, ring[0]), start).consumer.close()
+    def create(seat: Seat) -> None:
+        subscribe(seat, start).consumer.close()
 
-    ring = split_ring(config.parallelism)
-    seats = [Seat(where, i, part) for where in topic_partitions for i, part in enumerate(ring)]
+    firsts = {seat.topic_partition: seat for seat in reversed(seats)}
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
         made: list[Future[None]] = []
         if start is not StartPosition.EARLIEST:
             # Only the subscription begins there. A consumer that brings a deleted topic back by a
             # reconnect begins where the new one does.
-            made = [pool.submit(create, topic_partition) for topic_partition in topic_partitions]
+            made = [pool.submit(create, seat) for seat in firsts.values()]
             wait(made)
         futures = [pool.submit(subscribe, seat, StartPosition.EARLIEST) for seat in seats]
     outcomes = [future.exception() for future in made] + [future.exception() for future in futures]
@@ -101,10 +100,10 @@ def open_range_consumers(
     if errors:
         for future in futures:
             if future.exception() is None:
-                future.result().consumer.close()
+                close_quietly(future.result())
     for error in errors:
         if isinstance(error, RangeConflictError):
-            raise _in_use(admin, config, topic_partitions) from error
+            raise _in_use(admin, config, sorted(firsts)) from error
     if errors:
         raise errors[0]
     return [future.result() for future in futures]

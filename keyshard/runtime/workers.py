@@ -49,31 +49,39 @@ class Workers(Protocol):
     def wake(self, messages: int) -> None:
         """There are so many messages to start; the desk's lock is held."""
 
+    def grow(self, count: int) -> None:
+        """There may be more lanes than before: run as many handlers at once, where threads do."""
+
     def close(self, timeout_s: float) -> bool:
         """The desk is closed: wait for running handlers; whether all have ended."""
 
 
 class ThreadWorkers:
-    """A fixed number of daemon threads.
+    """Daemon threads, never fewer than before.
 
     Args:
         desk: Where work comes from.
-        count: Number of threads.
+        count: Number of threads to begin with.
         handles: Makes the function that a thread calls for each message.
     """
 
     def __init__(self, desk: Desk, count: int, handles: Callable[[], Handle]) -> None:
-        self.count = count
+        self.count = 0
         self._desk = desk
+        self._handles = handles
         self._idle = 0
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(handles,), name=f"keyshard-work-{i}", daemon=True
-            )
-            for i in range(count)
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        self._start_threads(count)
+
+    def grow(self, count: int) -> None:
+        self._start_threads(count)
+
+    def _start_threads(self, count: int) -> None:
+        for number in range(self.count, count):
+            thread = threading.Thread(target=self._run, name=f"keyshard-work-{number}", daemon=True)
+            self._threads.append(thread)
             thread.start()
+        self.count = max(self.count, count)
 
     def wake(self, messages: int) -> None:
         if self._idle:
@@ -87,8 +95,8 @@ class ThreadWorkers:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, handles: Callable[[], Handle]) -> None:
-        desk, handle = self._desk, handles()
+    def _run(self) -> None:
+        desk, handle = self._desk, self._handles()
         work: Work | None = None
         error: BaseException | None = None
         while True:
@@ -130,6 +138,9 @@ class AsyncWorkers:
         if messages and not self._awake:
             self._awake = True
             self._loop.call_soon_threadsafe(self._start)
+
+    def grow(self, count: int) -> None:
+        """Coroutines need no threads."""
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -267,6 +278,9 @@ class ProcessWorkers(ThreadWorkers):
             ) from exc
         self._processes: list[ProcessHandle] = []
         super().__init__(desk, count, lambda: ProcessHandle(pickled, self._processes.append))
+
+    def grow(self, count: int) -> None:
+        """More processes than cores would not do more."""
 
     def close(self, timeout_s: float) -> bool:
         ended = super().close(timeout_s)

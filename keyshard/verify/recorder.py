@@ -60,9 +60,18 @@ class Recorder:
         self._worker = worker
         self._clock = clock
 
-    def broker(self, broker: Broker) -> RecordingBroker:
-        """A broker that also writes ranges, deliveries and acknowledgements to the history."""
-        return RecordingBroker(broker, self._history.write_all, self._worker, self._clock)
+    def broker(
+        self, broker: Broker, epoch: Callable[[], int | None] = lambda: None
+    ) -> RecordingBroker:
+        """A broker that also writes ranges, deliveries and acknowledgements to the history.
+
+        Args:
+            broker: What does the work.
+            epoch: Number of the assignment generation now, where somebody counts.
+        """
+        return RecordingBroker(
+            broker, self._history.write_all, self._worker, self._clock, epoch=epoch
+        )
 
     def sent(self, topic: str, per_key: Mapping[str, int]) -> None:
         """A workload was published, and confirmed.

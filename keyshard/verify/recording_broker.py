@@ -37,6 +37,7 @@ class RecordingBroker:
         write: Takes events, from any thread.
         worker: Who owns the ranges.
         clock: Seconds.
+        epoch: Number of the assignment generation now; ``None``: nobody counts.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class RecordingBroker:
         write: Callable[[Iterable[Event]], None],
         worker: str,
         clock: Callable[[], float],
+        *,
+        epoch: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._broker = broker
         self._write = write
         self._worker = worker
         self._clock = clock
+        self._epoch = epoch
         self._lock = threading.Lock()
         self._open: set[_RecordingConsumer] = set()
 
@@ -77,7 +81,8 @@ class RecordingBroker:
         recording = _RecordingConsumer(consumer, self)
         with self._lock:
             self._open.add(recording)
-        self._write([self._event("range_gained", consumer, range=str(hash_range))])
+        gained = self._event("range_gained", consumer, range=str(hash_range), epoch=self._epoch())
+        self._write([gained])
         return recording
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:

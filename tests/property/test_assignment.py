@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.assignment import Assignment, assign, moved_slots, reassign
+from keyshard.core import assignment
+from keyshard.core.assignment import Assignment, assign, moved_ranges, moved_slots, reassign
 from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
 from keyshard.errors import ConfigError
 
@@ -22,7 +23,7 @@ def sizes(assignment: Assignment) -> list[int]:
 
 
 def fewest_moved(old: Assignment, count: int) -> int:
-    """The optimum, from what each owner has and no more.
+    """The optimum, from what each owner has and no more: what core says of it is checked too.
 
     Who stays keeps at most the smaller size, and one slot more if it has that and is among those
     who may have the larger size.
@@ -30,7 +31,9 @@ def fewest_moved(old: Assignment, count: int) -> int:
     small, larger = divmod(RING_SIZE, count)
     stay = sizes(old)[:count]
     one_more = min(larger, sum(size > small for size in stay))
-    return RING_SIZE - sum(min(size, small) for size in stay) - one_more
+    fewest = RING_SIZE - sum(min(size, small) for size in stay) - one_more
+    assert assignment.fewest_moved(old, count) == fewest
+    return fewest
 
 
 @BOUNDED
@@ -65,18 +68,33 @@ def test_moved_slots_are_those_whose_owner_differs(before: int, after: int) -> N
         for at in (old, new)
     ]
     assert moved_slots(old, new) == sum(owners[0][slot] != owners[1][slot] for slot in owners[0])
+    moved = {slot for part in moved_ranges(old, new) for slot in slots_of(part)}
+    assert moved == {slot for slot in owners[0] if owners[0][slot] != owners[1][slot]}
     assert moved_slots(old, old) == 0
 
 
 @pytest.mark.parametrize(
     ("before", "after", "share"),
-    [(10, 11, 1 / 11), (4, 8, 1 / 2), (8, 3, 5 / 8), (1, 2, 1 / 2), (11, 10, 1 / 11)],
+    [
+        (10, 11, 1 / 11),
+        (11, 10, 1 / 11),
+        (4, 8, 1 / 2),
+        (8, 3, 5 / 8),
+        (4, 5, 1 / 5),
+        (5, 8, 3 / 8),
+        (10, 16, 3 / 8),
+        (16, 10, 3 / 8),
+        (1, 2, 1 / 2),
+        (100, 101, 1 / 101),
+    ],
 )
 def test_growing_moves_what_the_new_owners_get_and_shrinking_what_the_old_ones_had(
     before: int, after: int, share: float
 ) -> None:
     old = assign(before)
-    assert moved_slots(old, reassign(old, after)) / RING_SIZE == pytest.approx(share, abs=2e-4)
+    moved = moved_slots(old, reassign(old, after))
+    assert moved / RING_SIZE == pytest.approx(share, abs=2e-3)
+    assert moved == fewest_moved(old, after), "the optimum, exactly"
 
 
 @BOUNDED

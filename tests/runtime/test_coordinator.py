@@ -42,6 +42,7 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.receiver import Seat
 from keyshard.runtime.subscribe import open_range_consumers
 from keyshard.schema.content import only
 
@@ -493,9 +494,10 @@ def test_a_refused_start_gives_back_the_ranges_it_had(bench: Bench) -> None:
     )
     busy = config(bench.topic, subscribe_timeout_ms=50)
     broker = MemoryBroker(bench.cluster)
+    seats = [Seat(where, i, part) for where in bench.where for i, part in enumerate(split_ring(4))]
     with pytest.raises(SubscriptionInUseError):
         open_range_consumers(
-            broker, None, busy, bench.where, StartPosition.EARLIEST, queue_bytes_max=10**6
+            broker, None, busy, seats, StartPosition.EARLIEST, queue_bytes_max=10**6
         )
     free = other.subscribe(
         bench.where[1],

@@ -40,4 +40,4 @@ def test_a_refused_question_leaves_the_defaults() -> None:
 
 def test_the_budget_stays_below_the_limits() -> None:
     source = config("t", parallelism=2, receiver_queue_size=10)
-    assert window_budget(source, MovingAdmin(), [P0]).partition_rows_max == 90
+    assert window_budget(source, MovingAdmin(), [P0], 2).partition_rows_max == 90

@@ -256,7 +256,7 @@ def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
     running.add([other])
     wait_until(lambda: start.sink.of(range_consumer) and start.sink.of(other))
     assert running.range_consumers == 2
-    assert running.drop({P1}).wait(5)
+    assert running.drop({Seat(P1, 0, RING)}).done.wait(5)
     assert (added.closed, consumer.closed) == (True, False)
     assert running.range_consumers == 1
     received = added.received
@@ -273,6 +273,6 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
 
     range_consumer = RangeConsumer(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
     running = start(range_consumer)
-    assert running.drop({P0}).wait(5)
+    assert running.drop({Seat(P0, 0, RING)}).done.wait(5)
     assert running.range_consumers == 0
     assert start.sink.failures == []

@@ -1,0 +1,198 @@
+"""A handler over a source, with the history of what it did; on the in-memory broker, too."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from helpers import wait_until
+from keyshard import KeyShardSource, Message
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.broker.port import Broker
+from keyshard.errors import KeyShardError, NotRunningError
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.rescale import RescaleReport
+from keyshard.verify.checkers import check
+from keyshard.verify.history import Event
+from keyshard.verify.recorder import Recorder
+from keyshard.verify.workloads import parse_value
+
+
+class RecordedSource(KeyShardSource):
+    """A source whose broker writes a history."""
+
+    def record(self, connect: Callable[[], Broker], recorder: Recorder) -> None:
+        object.__setattr__(self, "_recorded", (connect, recorder))
+
+    def coordinator(self) -> Coordinator:
+        connect, recorder = self.__dict__["_recorded"]
+        made = Coordinator(self, lambda: recorder.broker(connect(), lambda: made.epoch))
+        object.__setattr__(self, "_made", made)
+        return made
+
+
+class RecordedRun:
+    """A handler that runs over a source in a thread, and the history of what it did.
+
+    Args:
+        handle: The handler.
+        connect: Makes a connection to the broker.
+        topic: Full topic name.
+        options: Those of the run.
+        settings: Fields of the source.
+    """
+
+    def __init__(
+        self, handle: Callable[[Message], Any], connect: Callable[[], Broker], topic: str,
+        options: dict[str, Any], **settings: Any,
+    ) -> None:  # fmt: skip
+        self.topic = topic
+        self.events: list[Event] = []
+        self.recorder = Recorder(self, "host")
+        given = {"parallelism": 4, "starting_position": "earliest"} | settings
+        self.source = RecordedSource(topic, **given)
+        self.source.record(connect, self.recorder)
+        self.handled: defaultdict[str, list[int]] = defaultdict(list)
+        self.error: KeyShardError | None = None
+        self._lock = threading.Lock()
+
+        def run() -> None:
+            try:
+                self.source.run(handle, observers=[self], **options)
+            except KeyShardError as exc:
+                self.error = exc
+
+        self._thread = threading.Thread(target=run, name="run", daemon=True)
+        self._thread.start()
+        wait_until(self._runs)
+
+    def _runs(self) -> bool:
+        assert self.error is None, self.error
+        try:
+            self.source.rescale(self.source.parallelism)
+        except NotRunningError:
+            return False
+        return True
+
+    @property
+    def count(self) -> int:
+        """Messages handled."""
+        with self._lock:
+            return sum(map(len, self.handled.values()))
+
+    def more(self, messages: int = 200) -> None:
+        """Wait until more messages are handled."""
+        target = self.count + messages
+        wait_until(lambda: self.error or self.count >= target)
+        assert self.error is None, self.error
+
+    def rescale(self, count: int | None = None, *, balance: bool = False) -> RescaleReport:
+        return self.source.rescale(count, balance=balance)
+
+    def end(self) -> None:
+        """Stop the run."""
+        if self._thread.is_alive():
+            self.source.stop()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def judge(self, per_key: Mapping[str, int]) -> None:
+        """End, and let every checker judge, given how many messages of each key were sent."""
+        self.end()
+        assert self.error is None
+        self.recorder.sent(self.topic, per_key)
+        verdicts = check(self.events)
+        broken = [verdict for verdict in verdicts if not verdict.holds]
+        assert not broken, broken
+        assert {verdict.name for verdict in verdicts if verdict.checked} >= {
+            "no loss", "order per key", "bounded duplicates", "one handler per key",
+            "acknowledged after the checkpoint", "ring covered without overlap", "routed by key",
+        }  # fmt: skip
+        assert self.handled == {key: list(range(count)) for key, count in per_key.items()}
+
+    # -- a history, and the observer of the run ---------------------------------------------------
+
+    def write_all(self, events: Iterable[Event]) -> None:
+        self.events.extend(events)
+
+    def started(self, message: Message) -> None:
+        self._write("started", message)
+
+    def completed(self, message: Message, seconds: float) -> None:  # noqa: ARG002
+        key, seq = parse_value(message.value)
+        self._write("completed", message)
+        with self._lock:
+            self.handled[key].append(seq)
+
+    def failed(self, message: Message, *_: object) -> None:
+        self._write("failed", message)
+
+    def _write(self, kind: str, message: Message) -> None:
+        key, seq = parse_value(message.value)
+        self.events.append(
+            Event(
+                0.0, kind, topic=message.topic, partition=message.partition,
+                ledger=message.message_id.ledger, entry=message.message_id.entry,
+                index=message.message_id.batch_index, key=key, seq=seq,
+                worker="host",
+            )
+        )  # fmt: skip
+
+
+class HandlerWorld(RecordedRun):
+    """One topic of three partitions on the in-memory broker."""
+
+    def __init__(
+        self, handle: Callable[[Message], Any], *, options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.cluster = MemoryCluster(entries_per_ledger=100)
+        topic = self.cluster.create_topic("orders", partitions=3)
+        self.per_key: Counter[str] = Counter()
+        self._stopping = threading.Event()
+        self._producer: threading.Thread | None = None
+        super().__init__(
+            handle, lambda: MemoryBroker(self.cluster), topic, options or {}, **settings
+        )
+
+    def publish(self, *keys: str) -> None:
+        for key in keys:
+            value = f"{key}:{self.per_key[key]}:".encode()
+            self.cluster.publish(self.topic, Stored(value, key=key))
+            self.per_key[key] += 1
+
+    def keep_publishing(self, keys: int = 60) -> None:
+        """Publish in the background until :meth:`end`."""
+        names = [f"k{number}" for number in range(keys)]
+
+        def run() -> None:
+            while not self._stopping.is_set():
+                if sum(self.per_key.values()) < self.count + 2_000:
+                    self.publish(*names)
+                threading.Event().wait(0.002)
+
+        self._producer = threading.Thread(target=run, name="producer", daemon=True)
+        self._producer.start()
+
+    def backlog(self) -> int:
+        """Messages that are not acknowledged."""
+        where = self.cluster.partitions(self.topic)
+        return sum(self.cluster.backlog(one, "keyshard") for one in where)
+
+    def end(self) -> None:
+        self._stop_publishing()
+        super().end()
+
+    def check(self) -> None:
+        """Let everything be handled and acknowledged, and let every checker judge."""
+        self._stop_publishing()
+        wait_until(lambda: self.count == sum(self.per_key.values()) and self.backlog() == 0)
+        self.judge(self.per_key)
+
+    def _stop_publishing(self) -> None:
+        self._stopping.set()
+        if self._producer is not None:
+            self._producer.join(10)

@@ -1,0 +1,84 @@
+"""Ranges of a running handler move on a real broker, under load."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from handler_world import RecordedRun
+from helpers import wait_until
+from keyshard import Message
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import TopicPartition, full_topic_name
+from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.devbroker import DevBroker
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+
+pytestmark = pytest.mark.broker
+
+PARTITIONS = 3
+LOAD = Workload(12_000, keys=100, batching="none", rate_per_s=1_500)
+
+
+def handle(message: Message) -> None:
+    time.sleep(0.001)
+
+
+def test_four_ranges_become_eight_and_three_under_load(
+    dev_broker: DevBroker, topic_name: str
+) -> None:
+    create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
+    topic = full_topic_name(topic_name)
+    run = RecordedRun(
+        handle, lambda: PulsarBroker(dev_broker.service_url), topic, {"lanes": 8},
+        service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
+    )  # fmt: skip
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            producing = pool.submit(produce, LOAD, dev_broker.service_url, topic_name)
+            reports = []
+            for count in (8, 3):
+                run.more(1_500)
+                reports.append(run.rescale(count))
+                assert ring(dev_broker, topic) == RING_SIZE
+            sent = producing.result(60)
+        wait_until(lambda: run.count == sent.sent and backlog(dev_broker, topic) == 0)
+        assert [report.ranges_after for report in reports] == [8, 3]
+        assert [report.moved_fraction for report in reports] == [
+            report.optimum_fraction for report in reports
+        ]
+        pauses = [pause.pause_ms for report in reports for pause in report.pauses]
+        print(f"pauses, ms: {sorted(pauses)}")
+        assert 0 < max(pauses) < 5_000
+    finally:
+        run.end()
+    run.judge(sent.per_key)
+
+
+def ring(broker: DevBroker, topic: str) -> int:
+    """Slots that have a consumer in every topic partition, as the broker says; none has two."""
+    covered = RING_SIZE
+    with closing(PulsarAdmin(broker.admin_url)) as admin:
+        for partition in range(PARTITIONS):
+            stats = admin.subscription(TopicPartition(topic, partition), "keyshard")
+            assert stats is not None
+            ranges = [
+                HashRange(start, end)
+                for consumer in stats["consumers"]
+                for start, end in consumer["keyHashRangeArrays"]
+            ]
+            covered = min(covered, sum(map(len, ranges)))
+    return covered
+
+
+def backlog(broker: DevBroker, topic: str) -> int:
+    with closing(PulsarAdmin(broker.admin_url)) as admin:
+        stats = [
+            admin.subscription(TopicPartition(topic, number), "keyshard")
+            for number in range(PARTITIONS)
+        ]
+    return sum(int(one["msgBacklog"]) for one in stats if one)
