@@ -123,12 +123,13 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         end: dict[str, Any],
     ) -> Sequence[InputPartition]:
         """One partition per hash range with data in the batch that ends at ``end``."""
-        checkpoint = Checkpoint.from_dict(end)
-        runtime = self._runtime or self._start(checkpoint, planned=True)
+        runtime = self._runtime or self._start(Checkpoint.from_dict(end), planned=True)
         runtime.check_committed_before(end)
+        checkpoint = runtime.checkpoint(end)
+        indices, batch_id = runtime.coordinator.plan(checkpoint), checkpoint.batch_id
         return [
-            KeyShardPartition(runtime.server.ticket(checkpoint.batch_id, index, self._columns))
-            for index in runtime.coordinator.plan(checkpoint)
+            KeyShardPartition(runtime.server.ticket(batch_id, index, self._columns))
+            for index in indices
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -180,6 +181,8 @@ class _Runtime:
         self._planned: dict[str, Any] | None = None
         self._cut_from: dict[str, Any] | None = None
         self._cut: dict[str, Any] | None = None
+        self._end: Checkpoint | None = None
+        """What ``_cut`` says."""
 
     def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
         """Step 1: release what ends at ``start``, and the next batch's end."""
@@ -189,6 +192,12 @@ class _Runtime:
         if end is None:
             self._release(start)
         return end
+
+    def checkpoint(self, end: dict[str, Any]) -> Checkpoint:
+        """Where a batch ends; nothing is parsed for the one that was just cut."""
+        if self._end is not None and end == self._cut:
+            return self._end
+        return Checkpoint.from_dict(end)
 
     def check_committed_before(self, end: dict[str, Any]) -> None:
         """Refuse to plan a batch while the one before is not committed.
@@ -214,7 +223,7 @@ class _Runtime:
     def _release(self, start: dict[str, Any]) -> None:
         """Release what ends at ``start``, once: Spark asks every 10 ms with the same one."""
         if start != self._released:
-            self.coordinator.release(Checkpoint.from_dict(start))
+            self.coordinator.release(self.checkpoint(start))
             self._released = start
 
     def _next_end(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
@@ -226,7 +235,7 @@ class _Runtime:
             return self._cut
         runtime = self.coordinator
         cut = runtime.cut_available if self._available_now else runtime.cut
-        checkpoint = cut(rows_max)
+        self._end = cut(rows_max)
         self._cut_from = start
-        self._cut = None if checkpoint is None else checkpoint.to_dict()
+        self._cut = None if self._end is None else self._end.to_dict()
         return self._cut
