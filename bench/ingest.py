@@ -19,6 +19,8 @@ from keyshard.verify.workloads import Workload, create_partitioned_topic, produc
 
 PARTITIONS = 5
 RUNS = 3
+WARM_ROWS = 200_000
+"""Rows that a Spark session reads before it is measured: the JVM compiles what it runs often."""
 TRIGGER_ROWS, TRIGGER_RATE = 1_000, 50.0
 
 _console = Console(stderr=True)
@@ -39,12 +41,12 @@ def load(broker: DevBroker, topic: str, workload: Workload) -> None:
     _console.print(f"{topic}: {report.sent:,} messages at {report.rate_per_s:,.0f}/s")
 
 
-def throughput(broker: DevBroker, topic: str, messages: int, warm: int) -> dict[str, float]:
+def throughput(broker: DevBroker, topic: str, messages: int) -> dict[str, float]:
     """Medians of bare, touching, embedded and Spark, measured in turn; rows per second."""
     url = broker.service_url
     bare = {"service_url": url, "topic": topic, "partitions": PARTITIONS, "messages": messages}
     embedded = {"service_url": url, "topic": topic, "messages": messages}
-    spark = embedded | {"warm_topic": "warm", "warm": warm}
+    spark = embedded | {"warm_topic": "warm", "warm": WARM_ROWS}
     found: dict[str, list[float]] = {}
     for turn in range(RUNS):
         rates = {
@@ -76,11 +78,11 @@ def tiny_triggers(broker: DevBroker, topic: str, workload: Workload) -> float:
     return float(json.loads(answer.splitlines()[-1]))
 
 
-def shape(broker: DevBroker, workload: Workload, suffix: str, warm: int) -> dict[str, float]:
+def shape(broker: DevBroker, workload: Workload, suffix: str) -> dict[str, float]:
     """All figures of one shape of entries."""
     topic = f"ingest{suffix}"
     load(broker, topic, workload)
-    rates = throughput(broker, topic, workload.messages, warm)
+    rates = throughput(broker, topic, workload.messages)
     arguments = {
         "service_url": broker.service_url, "topic": topic, "messages": workload.messages,
     }  # fmt: skip
@@ -101,12 +103,11 @@ def shape(broker: DevBroker, workload: Workload, suffix: str, warm: int) -> dict
 def run(messages: int) -> dict[str, float]:
     """All figures; small entries (about 2 messages) and large ones (1,000)."""
     small = Workload(messages, keys=1_000, size_bytes=100)
-    warm = 20_000
     figures: dict[str, float] = {}
     with DevBroker() as broker:
-        load(broker, "warm", replace(small, messages=warm))
-        figures |= shape(broker, small, "", warm)
-        figures |= shape(broker, replace(small, entry_messages=1_000), "_large", warm)
+        load(broker, "warm", replace(small, messages=WARM_ROWS))
+        figures |= shape(broker, small, "")
+        figures |= shape(broker, replace(small, entry_messages=1_000), "_large")
         tiny = Workload(TRIGGER_ROWS, 100, rate_per_s=TRIGGER_RATE, batching="none")
         figures["trigger_ms"] = tiny_triggers(broker, "tiny", tiny)
         # As large as entries become at this rate in a second.

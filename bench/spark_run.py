@@ -14,6 +14,8 @@ from pyspark.sql.streaming import StreamingQuery
 from examples.parquet_query import session
 
 RANGES = 10
+LOOK_S = 0.1
+"""Time between two looks at a query's progress: each takes CPU from what is measured, seconds."""
 
 
 def start(service_url: str, topic: str, offsets: str) -> StreamingQuery:
@@ -40,7 +42,7 @@ def wait_rows(query: StreamingQuery, rows: int, timeout_s: float) -> list[dict[s
             return progress
         if query.exception() or time.monotonic() > deadline:
             sys.exit(f"{rows} rows did not come: {query.exception()}")
-        time.sleep(0.01)
+        time.sleep(LOOK_S)
 
 
 def ingest(service_url: str, topic: str, warm_topic: str, warm: int, messages: int) -> float:
