@@ -24,7 +24,7 @@ from keyshard.errors import KeyShardError
 from keyshard.handling import HandlerConfig
 from keyshard.runtime.dead_letters import DeadLetters, Replay
 
-THREADS = 4
+THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""
 NO_KEY = "it has no key, and null_keys is 'reject'"
 
@@ -111,7 +111,6 @@ class ParkedLanes:
         )  # fmt: skip
         self._behind[key] = f"message {message_id}"
         if work.resting is None:
-            self.letters.parking.park(key)
             self._write(work, Kind.PARKED, attempts, reason)
         else:
             self.letters.failed_again(key)
