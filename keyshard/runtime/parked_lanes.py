@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
@@ -70,6 +71,8 @@ class ParkedLanes:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
         self._closed = False
+        self.written: Counter[Kind] = Counter()
+        """Letters written in this run; guarded by the lock of the run."""
 
     # -- called with the lock held ----------------------------------------------------------------
 
@@ -125,6 +128,13 @@ class ParkedLanes:
             self._submit(None, lambda: self._prepare(key))
         return state is not None
 
+    def resting(self) -> dict[str, int]:
+        """Letters that rest of each parked key; may be called without the lock."""
+        with self.letters.lock:
+            keys = self.letters.parking.parked.keys
+            states = self.letters.parking.states()
+            return {key: len(keys[key].resting) if key in keys else 0 for key in sorted(states)}
+
     # -- life cycle -------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
@@ -144,6 +154,8 @@ class ParkedLanes:
 
     def _written(self, work: Work, letter: Letter) -> None:
         self.letters.send(letter)
+        with self._run.changed:
+            self.written[letter.kind] += 1
         if work.resting is not None:
             self._advance(work)
             return
