@@ -135,10 +135,12 @@ class SourceConfig:
     @property
     def default_dead_letter_topic(self) -> str:
         """Where letters go unless another topic is named; never consumed by this source."""
+        # A subscription may have a name that a topic may not.
+        own = re.sub(r"[^\w.=-]", "-", self.subscription)
         if self.topics_pattern is None:
-            return f"{self.topics[0]}-{self.subscription}-DLQ"
+            return f"{self.topics[0]}-{own}-DLQ"
         pattern = TopicPattern.parse(self.topics_pattern)
-        return f"persistent://{pattern.tenant}/{pattern.namespace}/{self.subscription}-DLQ"
+        return f"persistent://{pattern.tenant}/{pattern.namespace}/{own}-DLQ"
 
     @property
     def in_memory(self) -> bool:

@@ -28,7 +28,8 @@ class HandlerConfig:
     """When a failed message is tried again in its lane, and when no more."""
     on_failure: str = "park"
     """After the last attempt: ``park`` the key (this message and all later ones of the key go to
-    the dead-letter topic, in order), ``dead_letter`` (only this message does), or ``stop``."""
+    the dead-letter topic, in order, until it is unparked), ``dead_letter`` (only this message
+    does), or ``stop``. A message without a key parks no other."""
     null_keys: str = "spread"
     """Messages without a key: ``spread`` (no order), ``serialise`` (in order per range) or
     ``reject`` (to the dead-letter topic)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import tenacity
@@ -13,6 +14,7 @@ from helpers import wait_until
 from keyshard import KeyShardSource, Message, Reject, RetryPolicy
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
+from keyshard.config import SourceConfig
 from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Letter, Marker, parse
 from keyshard.errors import KeyShardError, NotRunningError
@@ -95,10 +97,12 @@ class Run:
 
     def __init__(self, place: Place, handle: Any, options: dict[str, Any]) -> None:
         self.error: KeyShardError | None = None
-        fields = {"parallelism", "operation_timeout_ms", "subscribe_timeout_ms", "subscription"}
-        settings = {name: options.pop(name) for name in fields & options.keys()}
+        names = {field.name for field in fields(SourceConfig)}
+        settings = {name: options.pop(name) for name in names & options.keys()}
         given = {"parallelism": 3, "starting_position": "earliest", "service_url": place.url}
-        self.source = KeyShardSource(place.topic, **(given | settings))
+        if "topics_pattern" not in settings:
+            given["topics"] = place.topic
+        self.source = KeyShardSource(**(given | settings))
         self._options = {"lanes": 4, "retry": TWO_ATTEMPTS} | options
 
         def run() -> None:

@@ -77,7 +77,8 @@ class DeadLetters:
     def send(self, letter: Letter) -> None:
         """Write a letter; returns when it is confirmed, and then its message counts as completed.
 
-        A parked message that has a letter already is not written again.
+        The key of a parked message is parked from now on. One that has a letter already is not
+        written again.
 
         Raises:
             BrokerUnavailableError: No confirmation before ``operation_timeout_ms``. The letter may
@@ -91,6 +92,7 @@ class DeadLetters:
         assert key is not None, "a message without key cannot be parked"
         where, parked = letter.topic_partition, self.parking.parked
         with self.lock:
+            self.parking.park(key)
             known = parked.keys.get(key)
             if known is not None and known.knows(where, message.message_id):
                 return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
@@ -24,7 +25,7 @@ from keyshard.errors import KeyShardError
 from keyshard.handling import HandlerConfig
 from keyshard.runtime.dead_letters import DeadLetters, Replay
 
-THREADS = 4
+THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""
 NO_KEY = "it has no key, and null_keys is 'reject'"
 
@@ -70,6 +71,8 @@ class ParkedLanes:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
         self._closed = False
+        self.written: Counter[Kind] = Counter()
+        """Letters written in this run; guarded by the lock of the run."""
 
     # -- called with the lock held ----------------------------------------------------------------
 
@@ -111,7 +114,6 @@ class ParkedLanes:
         )  # fmt: skip
         self._behind[key] = f"message {message_id}"
         if work.resting is None:
-            self.letters.parking.park(key)
             self._write(work, Kind.PARKED, attempts, reason)
         else:
             self.letters.failed_again(key)
@@ -125,6 +127,13 @@ class ParkedLanes:
         if state is State.PARKED and self.letters.unpark(key):
             self._submit(None, lambda: self._prepare(key))
         return state is not None
+
+    def resting(self) -> dict[str, int]:
+        """Letters that rest of each parked key; may be called without the lock."""
+        with self.letters.lock:
+            keys = self.letters.parking.parked.keys
+            states = self.letters.parking.states()
+            return {key: len(keys[key].resting) if key in keys else 0 for key in sorted(states)}
 
     # -- life cycle -------------------------------------------------------------------------------
 
@@ -145,6 +154,8 @@ class ParkedLanes:
 
     def _written(self, work: Work, letter: Letter) -> None:
         self.letters.send(letter)
+        with self._run.changed:
+            self.written[letter.kind] += 1
         if work.resting is not None:
             self._advance(work)
             return

@@ -267,4 +267,64 @@ MUTANTS = (
             killer("unit/test_assembly", "test_an_entry_that_starts_again_replaces_what_was_held"),
         ),
     ),
+    Mutant(
+        name="complete a parked message before its letter is confirmed",
+        promise="No loss: what no handler got done is acknowledged when its letter is stored.",
+        edits=(
+            Edit(
+                "keyshard/runtime/parked_lanes.py",
+                "        self.letters.send(letter)\n        with self._run.changed:\n",
+                "        with self._run.changed:\n"
+                "            self._run.lanes.completed(work)\n"
+                "        self.letters.send(letter)\n"
+                "        if work.resting is None:\n"
+                "            return\n"
+                "        with self._run.changed:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_parking",
+                "test_nothing_is_acknowledged_while_its_letter_is_not_confirmed",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget at a restart which keys are parked",
+        promise="Order: a message does not overtake one of its key that rests as a dead letter.",
+        edits=(
+            Edit(
+                "keyshard/runtime/dead_letters.py",
+                "retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)",
+                "[]",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_dead_letters", "test_nothing_parked_is_lost_with_the_process"),
+        ),
+    ),
+    Mutant(
+        name="let newer messages of a key overtake its replay",
+        promise="Order: dead letters of a key are replayed before its newer messages are handled.",
+        edits=(
+            Edit(
+                "keyshard/core/lanes.py",
+                "        queue.work.appendleft(",
+                "        queue.work.append(",
+            ),
+        ),
+        killers=(killer("unit/test_lanes_replay"),),
+    ),
+    Mutant(
+        name="count a letter twice that a crash wrote twice",
+        promise="Order: a message that a crash parked twice is replayed once, in its place.",
+        edits=(
+            Edit(
+                "keyshard/core/parking.py",
+                "            return False\n        parked.ids",
+                "            pass\n        parked.ids",
+            ),
+        ),
+        killers=(killer("unit/test_parking"), killer("property/test_parking")),
+    ),
 )

@@ -14,6 +14,7 @@ import pytest
 from helpers import wait_until
 from keyshard import Message
 from keyshard.broker.memory import Message as Stored
+from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Kind
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
 from parking_place import Place, numbers
@@ -42,10 +43,13 @@ def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
 ) -> None:
     place.broken = {"b"}
     place.publish(*"abc" * 10)
-    with place.run(handler(place, executor)):
+    with place.run(handler(place, executor)) as run:
         wait_until(lambda: place.backlog() == 0)
         place.publish(*"abc")
         wait_until(lambda: len(place.letters()) == 11 and place.backlog() == 0)
+        parked = run.source._active()._letters
+        assert parked.resting() == {"b": 11}
+        assert parked.written == {Kind.PARKED: 11}
     assert place.handled == {"a": list(range(11)), "c": list(range(11))}
     assert place.tried["b"] == [0, 0], "only the first message of a parked key is tried"
     letters = place.letters()
@@ -361,3 +365,20 @@ def test_a_partitioned_dead_letter_topic_is_refused(place: Place) -> None:
         run.thread.join(20)
     assert isinstance(run.error, ConfigError)
     assert "partitioned" in str(run.error)
+
+
+def test_a_pattern_does_not_match_the_dead_letters_of_its_own_source(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 3)
+    pattern = {"topics_pattern": "persistent://public/default/.*", "admin_url": place.url}
+    letters = TopicPartition("persistent://public/default/keyshard-DLQ")
+    for number in range(2):
+        with place.run(discovery_interval_ms=20, **pattern):
+            wait_until(lambda: place.backlog() == 0)
+            later = place.cluster.create_topic(f"later-{number}")
+            place.cluster.publish(later, Stored(b"0", key=f"later-{number}"))
+            wait_until(lambda number=number: place.handled[f"later-{number}"] == [0])
+    assert len(place.cluster.log(letters)) == 3
+    assert list(place.cluster.subscriptions(letters)) == ["keyshard-parked"]
+    with pytest.raises(ConfigError, match="which this source consumes"):
+        place.run(**pattern).source.run(place.handle, dead_letter_topic="other-DLQ")

@@ -179,3 +179,18 @@ def test_a_wrong_starting_position_is_refused(position: str) -> None:
 def test_an_empty_worker_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="worker_host is empty"):
         config(worker_host="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "topic"),
+    [
+        ({"topics": ["a", "b"]}, "persistent://public/default/a-s-DLQ"),
+        ({"topics": "t/n/a", "subscription": "a b/c+d"}, "persistent://t/n/a-a-b-c-d-DLQ"),
+        (
+            {"topics_pattern": "persistent://t/n/o.*", "admin_url": "http://h:1"},
+            "persistent://t/n/s-DLQ",
+        ),
+    ],
+)
+def test_letters_have_a_topic_of_their_own_by_default(fields: dict[str, Any], topic: str) -> None:
+    assert SourceConfig(**({"subscription": "s"} | fields)).default_dead_letter_topic == topic

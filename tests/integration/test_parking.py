@@ -1,0 +1,312 @@
+"""Parked keys on a real broker, also when the process is killed while it parks or replays."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tenacity
+
+from helpers import wait_until
+from keyshard import KeyShardSource, Message, RetryPolicy
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.port import Producer
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.letters import Kind, Letter, parse
+from keyshard.core.message import MessageId
+from keyshard.devbroker import DevBroker
+from keyshard.errors import SubscriptionInUseError
+from keyshard.runtime.dead_letters import DeadLetters, open_dead_letters
+from keyshard.schema.messages import messages_of
+from keyshard.verify.workloads import create_partitioned_topic
+
+pytestmark = pytest.mark.broker
+
+PARTITIONS = 2
+BAD = [f"bad-{number}" for number in range(4)]
+GOOD = [f"good-{number}" for number in range(6)]
+KNOWN_TIME = datetime(2024, 5, 1, 12, tzinfo=timezone.utc)
+KILLS = 4
+"""Kills while keys park, and as many while they are let out."""
+
+
+class World:
+    """A topic on the real broker, what is published to it, and its dead-letter topic."""
+
+    def __init__(self, broker: DevBroker, name: str) -> None:
+        self.service_url, self.admin_url = broker.service_url, broker.admin_url
+        self.topic = full_topic_name(name)
+        create_partitioned_topic(broker.admin_url, name, PARTITIONS)
+        self.where = TopicPartition(f"{self.topic}-keyshard-DLQ")
+        self.client = PulsarBroker(broker.service_url)
+        self.admin = PulsarAdmin(broker.admin_url)
+        self.published: defaultdict[str, int] = defaultdict(int)
+        self._producers: dict[int, Producer] = {}
+
+    def publish(self, *keys: str) -> None:
+        for key in keys:
+            partition = sum(key.encode()) % PARTITIONS
+            if partition not in self._producers:
+                self._producers[partition] = self.client.producer(
+                    TopicPartition(self.topic, partition), send_timeout_ms=30_000
+                )
+            self._producers[partition].send(b"%d" % self.published[key], key=key)
+            self.published[key] += 1
+
+    def source(self, **changes: Any) -> KeyShardSource:
+        given = {"parallelism": 3, "starting_position": "earliest"} | changes
+        return KeyShardSource(
+            self.topic, service_url=self.service_url, admin_url=self.admin_url, **given
+        )
+
+    def backlog(self) -> int:
+        stats = [
+            self.admin.subscription(TopicPartition(self.topic, number), "keyshard")
+            for number in range(PARTITIONS)
+        ]
+        return sum(int(one["msgBacklog"]) for one in stats if one) if all(stats) else -1
+
+    def resting(self) -> int:
+        stats = self.admin.subscription(self.where, "keyshard-parked")
+        return int(stats["msgBacklog"]) if stats else 0
+
+    def stored(self) -> list[Message]:
+        reader = self.client.reader(self.where, EntryId(0, 0))
+        with closing(reader):
+            found = []
+            while not reader.at_end():
+                for block in reader.read(100):
+                    found += messages_of(self.where, block)
+        return found
+
+    def letters(self) -> list[Letter]:
+        return [one for one in map(parse, self.stored()) if isinstance(one, Letter)]
+
+    def open(self, **changes: Any) -> DeadLetters:
+        return open_dead_letters(self.client, self.where.topic, self.source(**changes))
+
+    def close(self) -> None:
+        self.admin.close()
+        self.client.close()
+
+
+@pytest.fixture
+def world(dev_broker: DevBroker, topic_name: str) -> Iterator[World]:
+    made = World(dev_broker, topic_name)
+    yield made
+    made.close()
+
+
+def letter(world: World, number: int, key: str = "k") -> Letter:
+    message = Message(
+        b"%d" % number, key, None, MessageId(7, number, 0), world.topic, 0,
+        publish_time=KNOWN_TIME, event_time=None, properties={"n": str(number)}, slot=None,
+        redelivered=False,
+    )  # fmt: skip
+    return Letter(message, "keyshard", Kind.PARKED, 3, "broken")
+
+
+def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) -> None:
+    first = world.open()
+    for number in range(5):
+        first.send(letter(world, number))
+    with pytest.raises(SubscriptionInUseError):
+        world.open(subscribe_timeout_ms=300)
+    first.close()
+
+    # 1. The letters were confirmed, and who wrote them died before it acknowledged anything.
+    second = world.open()
+    for number in range(7):
+        second.send(letter(world, number))
+    assert [int(one.message.value) for one in world.letters()] == list(range(7)), "each once"
+    # 2. Two are replayed; the broker may forget that they were acknowledged, but not the markers.
+    assert second.unpark("k")
+    resting = second.first("k")
+    assert resting is not None
+    replay = second.replay("k", resting)
+    for _ in range(2):
+        assert resting is not None
+        second.done("k", resting.position)
+        resting = replay.next()
+    second.close()
+
+    third = world.open()
+    assert third.unpark("k")
+    resting = third.first("k")
+    assert resting is not None
+    replay, found = third.replay("k", resting), []
+    while resting is not None:
+        found.append(int(resting.letter.message.value))
+        third.done("k", resting.position)
+        resting = replay.next()
+    assert found == [2, 3, 4, 5, 6]
+    assert third.parking.state("k") is None
+    third.close()
+    wait_until(lambda: world.resting() == 0)
+    fourth = world.open()
+    assert not fourth.parking.states()
+    fourth.close()
+
+
+def test_a_key_parks_and_is_let_out(world: World) -> None:
+    broken = {"bad-0"}
+    handled: defaultdict[str | None, list[int]] = defaultdict(list)
+
+    def handle(message: Message) -> None:
+        if message.routing_key in broken:
+            raise ValueError("cannot handle it")
+        handled[message.routing_key].append(int(message.value))
+
+    source = world.source()
+    policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+    run = threading.Thread(target=lambda: source.run(handle, lanes=4, retry=policy))
+    run.start()
+    for _ in range(20):
+        world.publish("bad-0", "good-0")
+    wait_until(lambda: len(handled["good-0"]) == 20 and world.backlog() == 0)
+    assert "bad-0" not in handled
+    assert [int(one.message.value) for one in world.letters()] == list(range(20))
+    broken.clear()
+    assert source.unpark("bad-0")
+    for _ in range(20):
+        world.publish("bad-0", "good-0")
+    wait_until(lambda: all(len(values) == 40 for values in handled.values()))
+    wait_until(lambda: world.backlog() == 0 and world.resting() == 0)
+    source.stop()
+    run.join(30)
+    assert not run.is_alive()
+    assert handled == {"bad-0": list(range(40)), "good-0": list(range(40))}
+
+
+CHILD = """
+import json, os, sys, threading
+import tenacity
+from keyshard import KeyShardSource, RetryPolicy
+
+settings = json.loads(sys.argv[1])
+source = KeyShardSource(
+    settings["topic"], service_url=settings["service_url"], admin_url=settings["admin_url"],
+    parallelism=3, starting_position="earliest",
+)
+log = os.open(settings["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def handle(message):
+    if message.key.startswith("bad") and os.path.exists(settings["broken"]):
+        raise ValueError("cannot handle it")
+    os.write(log, f"{message.key} {message.value.decode()}\\n".encode())
+
+def listen():
+    for line in sys.stdin:
+        while True:
+            try:
+                source.unpark(line.strip())
+                break
+            except Exception:
+                threading.Event().wait(0.02)
+
+threading.Thread(target=listen, daemon=True).start()
+source.run(handle, lanes=4, retry=RetryPolicy(
+    wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2)))
+"""
+
+
+class Host:
+    """Processes that run the source, one after the other, and what their handlers did."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self._log = folder / "handled"
+        self.broken = folder / "broken"
+        self.broken.touch()
+        self._settings = json.dumps({
+            "topic": world.topic, "service_url": world.service_url, "admin_url": world.admin_url,
+            "log": str(self._log), "broken": str(self.broken),
+        })  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, self._settings],
+            stdin=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def unpark(self, *keys: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write("".join(f"{key}\n" for key in keys))
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        assert self._process.poll() is None, "the source ended by itself"
+        self._process.kill()
+        self._process.wait(20)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def handled(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for line in self._log.read_text().splitlines() if self._log.exists() else ():
+            key, number = line.split()
+            found.setdefault(key, []).append(int(number))
+        return found
+
+    def count(self) -> int:
+        return sum(len(set(values)) for values in self.handled().values())
+
+
+def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keeps_order(
+    world: World, tmp_path: Path
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    host = Host(world, tmp_path)
+    for _ in range(KILLS):
+        for _ in range(15):
+            world.publish(*BAD, *GOOD)
+        before = len(world.letters()) if world.resting() else 0
+        host.start()
+        more = moments.randrange(1, 40)
+        wait_until(lambda before=before, more=more: world.resting() >= before + more)
+        host.kill()
+    host.start()
+    wait_until(lambda: world.backlog() == 0)
+    assert not any(key in host.handled() for key in BAD), "a parked key was handled"
+    numbers: defaultdict[str | None, list[int]] = defaultdict(list)
+    for one in world.letters():
+        numbers[one.key].append(int(one.message.value))
+    firsts = {key: list(dict.fromkeys(values)) for key, values in numbers.items()}
+    assert firsts == {key: list(range(world.published[key])) for key in BAD}
+
+    host.broken.unlink()
+    left: list[int] = []
+    for _ in range(KILLS):
+        host.unpark(*BAD)
+        done = host.count()
+        more = moments.randrange(1, 50)
+        wait_until(lambda done=done, more=more: host.count() >= done + more)
+        host.kill()
+        left.append(
+            sum(world.published[key] - len(set(host.handled().get(key, ()))) for key in BAD)
+        )
+        world.publish(*BAD, *GOOD)
+        host.start()
+    assert left[0], "it was killed when everything was replayed"
+    host.unpark(*BAD)
+    wait_until(lambda: host.count() == sum(world.published.values()))
+    wait_until(lambda: world.backlog() == 0 and world.resting() == 0)
+    host.kill()
+    handled = {key: list(dict.fromkeys(values)) for key, values in host.handled().items()}
+    assert handled == {key: list(range(count)) for key, count in world.published.items()}

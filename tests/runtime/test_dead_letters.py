@@ -1,0 +1,303 @@
+"""The dead-letter topic on the in-memory broker: what is kept, found again, and given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from helpers import P0, config
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.broker.port import Producer, Reader
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.message import Message, MessageId
+from keyshard.core.parking import State
+from keyshard.errors import (
+    BrokerUnavailableError,
+    DataLossTrimmedError,
+    ReplayTimeoutError,
+    SubscriptionInUseError,
+)
+from keyshard.runtime.dead_letters import DeadLetters, open_dead_letters
+
+KEEPS = "unit-parked"
+PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
+
+
+class World:
+    """A cluster, and a source that opens its dead letters again and again."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=3)
+        self.where = TopicPartition(self.cluster.create_topic("letters"))
+        self.clients: list[FaultyBroker] = []
+
+    def open(self, parked: Mapping[str, Any] | None = None, **changes: Any) -> DeadLetters:
+        self.clients.append(FaultyBroker(self.cluster))
+        source = config("orders", **({"operation_timeout_ms": 1_000} | changes))
+        return open_dead_letters(self.clients[-1], self.where.topic, source, parked)
+
+    def die(self) -> None:
+        """SIGKILL the newest client."""
+        self.clients[-1].kill()
+
+    @property
+    def kept(self) -> int:
+        return self.cluster.backlog(self.where, KEEPS)
+
+
+class FaultyBroker(MemoryBroker):
+    """One whose producer may not get its confirmation, and whose readers may be slow."""
+
+    fails = 0
+    """Sends that are stored and not confirmed."""
+    stuck = False
+    """Whether readers give nothing."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.starts: list[EntryId] = []
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        inner = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        return _Producer(self, inner)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+        self.starts.append(start)
+        reader = super().reader(topic_partition, start)
+        return _StuckReader(reader) if self.stuck else reader
+
+
+class _Producer:
+    def __init__(self, broker: FaultyBroker, inner: Producer) -> None:
+        self._broker, self._inner = broker, inner
+
+    def send(self, value: bytes, **fields: Any) -> EntryId:
+        sent = self._inner.send(value, **fields)
+        if self._broker.fails:
+            self._broker.fails -= 1
+            raise BrokerUnavailableError("No confirmation.")
+        return sent
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _StuckReader:
+    def __init__(self, inner: Reader) -> None:
+        self._inner = inner
+
+    def read(self, _timeout_ms: int) -> list[Any]:
+        return []
+
+    def at_end(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.cluster.validate()
+    for client in made.clients:
+        client.close()
+
+
+def letter(number: int, key: str = "k", kind: Kind = Kind.PARKED, by: str = "unit") -> Letter:
+    message = Message(
+        b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
+        PUBLISHED, None, {}, None, redelivered=False,
+    )  # fmt: skip
+    return Letter(message, by, kind, 3, "broken")
+
+
+def replay(letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]:
+    """Let a key out; numbers of the letters that were done."""
+    assert letters.unpark(key)
+    first = letters.first(key)
+    assert first is not None
+    rest = letters.replay(key, first)
+    done: list[int] = []
+    resting: Resting | None = first
+    while resting is not None and len(done) < most:
+        letters.done(key, resting.position)
+        done.append(int(resting.letter.message.value))
+        resting = rest.next()
+    return done
+
+
+def test_nothing_parked_is_lost_with_the_process(world: World) -> None:
+    letters = world.open()
+    for number in range(7):
+        letters.send(letter(number))
+        letters.send(letter(number, "other"))
+    world.die()
+    again = world.open()
+    assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
+    for number in range(9):
+        again.send(letter(number))
+    assert replay(again) == list(range(9)), "each once, though each was sent twice"
+    assert again.parking.states() == {"other": State.PARKED}
+    assert world.kept == 7
+
+
+def test_a_replay_that_was_cut_off_goes_on_behind_its_last_marker(world: World) -> None:
+    letters = world.open()
+    for number in range(6):
+        letters.send(letter(number))
+    assert replay(letters, most=2) == [0, 1]
+    world.die()
+    # The broker forgets what was acknowledged; the markers it does not.
+    world.cluster.crash()
+    again = world.open()
+    assert world.kept == 4, "what is finished with was acknowledged again"
+    assert replay(again) == [2, 3, 4, 5]
+    world.die()
+    assert world.open().parking.states() == {}
+
+
+def test_a_letter_without_confirmation_is_sent_again_and_counts_once(world: World) -> None:
+    letters = world.open()
+    letters.send(letter(0))
+    world.clients[-1].fails = 1
+    letters.send(letter(1))
+    letters.send(letter(2))
+    assert len(world.cluster.log(world.where)) == 4
+    world.die()
+    again = world.open()
+    assert world.kept == 3, "the repeated one is finished with"
+    assert replay(again) == [0, 1, 2]
+    assert world.kept == 0
+
+
+def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) -> None:
+    letters = world.open()
+    letters.send(letter(0, "other"))
+    world.clients[-1].fails = 1_000
+    with pytest.raises(BrokerUnavailableError):
+        letters.send(letter(1))
+    world.clients[-1].fails = 0
+    letters.send(letter(2, "other"))
+    saved = letters.checkpoint(10_000)
+    assert saved["folded"] == "1:0", "one before what may be stored"
+    world.die()
+    again = world.open(saved)
+    assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
+    assert replay(again, "other") == [0, 2]
+
+
+def test_a_restart_with_a_checkpoint_reads_only_what_came_later(world: World) -> None:
+    letters = world.open()
+    for number in range(7):
+        letters.send(letter(number))
+    saved = letters.checkpoint(10_000)
+    letters.send(letter(7))
+    letters.send(letter(0, "later"))
+    world.die()
+    again = world.open(saved)
+    folded = EntryId(*map(int, saved["folded"].split(":")))
+    assert world.clients[-1].starts == [EntryId(0, 0), EntryId(folded.ledger, folded.entry + 1)]
+    assert again.parking.states() == {"k": State.PARKED, "later": State.PARKED}
+    assert replay(again) == list(range(8))
+
+
+def test_a_checkpoint_older_than_what_is_stored_parks_no_key_that_was_let_out(
+    world: World,
+) -> None:
+    letters = world.open()
+    for number in range(2):
+        letters.send(letter(number))
+    saved = letters.checkpoint(10_000)
+    assert replay(letters) == [0, 1]
+    letters.send(letter(5, "other"))
+    world.cluster.trim(world.where, EntryId(2, 0))
+    world.die()
+    assert world.open(saved).parking.states() == {"other": State.PARKED}
+
+
+def test_rejected_letters_stay_and_park_nothing(world: World) -> None:
+    letters = world.open()
+    letters.send(letter(0, kind=Kind.REJECTED))
+    letters.send(letter(1, kind=Kind.DEAD_LETTER))
+    world.die()
+    again = world.open()
+    assert again.parking.states() == {}
+    assert world.kept == 2
+
+
+def test_what_is_not_ours_is_let_go(world: World) -> None:
+    letters = world.open()
+    letters.send(letter(0))
+    properties = letter(1).properties() | {"keyshard.messageId": "?"}
+    foreign = letter(2, by="billing").properties()
+    world.cluster.publish(
+        world.where,
+        Stored(b"", "k"),
+        Stored(b"", "k", properties=properties),
+        Stored(b"", "k", properties=foreign),
+    )
+    world.die()
+    again = world.open()
+    assert world.kept == 1
+    assert replay(again) == [0]
+
+
+def test_letters_that_are_gone_are_data_loss(world: World) -> None:
+    letters = world.open()
+    for number in range(5):
+        letters.send(letter(number))
+    world.cluster.trim(world.where, EntryId(2, 0))
+    assert letters.unpark("k")
+    with pytest.raises(DataLossTrimmedError, match="3 letters of key 'k'") as caught:
+        letters.first("k")
+    assert caught.value.facts["missing"] == "1:0-2"
+
+
+@pytest.mark.parametrize(("before", "left"), [(EntryId(2, 0), [3, 4]), (EntryId(3, 0), [])])
+def test_letters_that_are_gone_may_be_accepted(
+    world: World, before: EntryId, left: list[int]
+) -> None:
+    letters = world.open(fail_on_data_loss=False)
+    for number in range(5):
+        letters.send(letter(number))
+    assert letters.unpark("k")
+    first = letters.first("k")
+    assert first is not None
+    rest = letters.replay("k", first)
+    letters.done("k", first.position)
+    world.cluster.trim(world.where, before)
+    found = []
+    while (resting := rest.next()) is not None:
+        found.append(int(resting.letter.message.value))
+        letters.done("k", resting.position)
+    assert found == left
+    assert letters.parking.states() == {}
+
+
+def test_two_sources_cannot_park_as_the_same_subscription(world: World) -> None:
+    world.open()
+    with pytest.raises(SubscriptionInUseError, match="unit-parked"):
+        world.open(subscribe_timeout_ms=50)
+    assert world.open(subscription="other").parking.states() == {}
+
+
+def test_a_topic_that_cannot_be_read_to_its_end_ends_the_start(world: World) -> None:
+    world.open().send(letter(0))
+    world.die()
+    FaultyBroker.stuck = True
+    try:
+        began = time.monotonic()
+        with pytest.raises(ReplayTimeoutError):
+            world.open(replay_timeout_ms=300)
+        assert 0.2 < time.monotonic() - began < 5
+    finally:
+        FaultyBroker.stuck = False
+    assert world.open().parking.states() == {"k": State.PARKED}

@@ -1,0 +1,120 @@
+"""Dead letters say in their properties what they were and what happened to them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+import pytest
+
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.key_slot import key_slot
+from keyshard.core.letters import ERROR_CHARS_MAX, Kind, Letter, Marker, parse
+from keyshard.core.message import Message, MessageId
+
+WHERE = TopicPartition("persistent://public/default/orders", 3)
+DEAD = "persistent://public/default/orders-keyshard-DLQ"
+PUBLISHED = datetime(2024, 5, 1, 12, 0, 0, 123_000, tzinfo=timezone.utc)
+
+
+def message(key: str | None = "k", ordering_key: str | None = None) -> Message:
+    routing = ordering_key if ordering_key is not None else key
+    return Message(
+        b"\0value", key, ordering_key, MessageId(7, 8, 9), WHERE.topic, WHERE.partition, PUBLISHED,
+        PUBLISHED, {"a": "1"}, None if routing is None else key_slot(routing), redelivered=True,
+    )  # fmt: skip
+
+
+def read_back(letter: Letter, **changes: str) -> Letter | Marker | None:
+    """As it is found in the dead-letter topic."""
+    sent = letter.message
+    properties = letter.properties() | changes
+    return parse(
+        sent._replace(
+            message_id=MessageId(50, 1, 0),
+            topic=DEAD,
+            partition=-1,
+            publish_time=datetime.now(timezone.utc),
+            properties=properties,
+            redelivered=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("key", ["k", None])
+@pytest.mark.parametrize("ordering_key", ["o", None])
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_letter_is_read_back_as_it_was(
+    key: str | None, ordering_key: str | None, kind: Kind
+) -> None:
+    letter = Letter(message(key, ordering_key), "billing", kind, 5, "ValueError: no")
+    assert read_back(letter) == letter
+    assert letter.key == (ordering_key or key)
+    assert letter.topic_partition == WHERE
+
+
+def test_its_properties() -> None:
+    assert Letter(message(), "billing", Kind.PARKED, 5, "no").properties() == {
+        "a": "1",
+        "keyshard.kind": "parked",
+        "keyshard.subscription": "billing",
+        "keyshard.topic": WHERE.topic,
+        "keyshard.partition": "3",
+        "keyshard.messageId": "7:8:9",
+        "keyshard.publishTime": "1714564800123",
+        "keyshard.attempts": "5",
+        "keyshard.error": "no",
+    }
+
+
+def test_event_time_in_milliseconds() -> None:
+    letter = Letter(message(), "billing", Kind.PARKED, 5, "no")
+    assert letter.event_ms == 1_714_564_800_123
+    unset = Letter(message()._replace(event_time=None), "billing", Kind.PARKED, 5, "no")
+    assert unset.event_ms == 0
+
+
+def test_a_long_error_is_cut() -> None:
+    letter = Letter(message(), "billing", Kind.PARKED, 5, "x" * 100_000)
+    assert letter.properties()["keyshard.error"] == "x" * ERROR_CHARS_MAX
+
+
+def test_a_letter_of_a_letter_tells_of_the_newer_one() -> None:
+    older = Letter(message(), "billing", Kind.PARKED, 5, "older")
+    found = older.message._replace(topic=DEAD, partition=-1, properties=older.properties())
+    newer = Letter(found, "audit", Kind.REJECTED, 1, "newer")
+    back = read_back(newer)
+    assert isinstance(back, Letter)
+    assert (back.error, back.message.topic, dict(back.message.properties)) == (
+        "newer", DEAD, {"a": "1"},
+    )  # fmt: skip
+
+
+def marker_message(**changes: str) -> Message:
+    marker = Marker("k", "billing", EntryId(50, 3))
+    return message()._replace(properties=marker.properties() | changes)
+
+
+def test_a_marker_is_read_back_as_it_was() -> None:
+    assert parse(marker_message()) == Marker("k", "billing", EntryId(50, 3))
+
+
+def test_other_messages_are_neither() -> None:
+    assert parse(message()) is None
+
+
+@pytest.mark.parametrize("name", ["kind", "messageId", "attempts", "partition", "publishTime"])
+def test_a_damaged_letter_is_refused(name: str) -> None:
+    letter = Letter(message(), "billing", Kind.PARKED, 5, "no")
+    with pytest.raises(ValueError, match=r"."):
+        read_back(letter, **{f"keyshard.{name}": "?"})
+
+
+def test_a_damaged_marker_is_refused() -> None:
+    with pytest.raises(ValueError, match="no position"):
+        parse(marker_message(**{"keyshard.upTo": "1:2:3"}))
+    with pytest.raises(ValueError, match="without key"):
+        parse(marker_message()._replace(key=None))
+    damaged = marker_message()
+    properties = {k: v for k, v in damaged.properties.items() if k != "keyshard.upTo"}
+    with pytest.raises(ValueError, match=r"keyshard\.upTo is missing"):
+        parse(damaged._replace(properties=properties))
