@@ -268,7 +268,7 @@ class Lanes:
         queues = [*self._keys.values(), *self._keyless.values()]
         ready = [queue for owner in self._ranges for queue in owner.ready]
         seen = {id(queue) for queue in queues}
-        others = [*ready, *self.running, *(queue for _, _, queue in self._later)]
+        others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
         queues += {id(q): q for q in others if id(q) not in seen}.values()
         self._ranges = [_Range() for _ in range(ranges)]
         self._look_at.clear()
@@ -308,6 +308,7 @@ class Lanes:
         seen: dict[int, KeyQueue] = {id(queue): queue for queue in self._keys.values()}
         for owner in self._ranges:
             seen.update((id(queue), queue) for queue in owner.ready)
+        seen.update((id(queue), queue) for queue in self._aside)
         seen.update((id(queue), queue) for queue in self.running)
         seen.update((id(queue), queue) for _, _, queue in self._later)
         yield from seen.values()

@@ -34,7 +34,7 @@ from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.available_now import AvailableNow, last_entries
 from keyshard.runtime.discovery import Discovery
 from keyshard.runtime.layouts import Layouts
-from keyshard.runtime.measure_load import measure
+from keyshard.runtime.load_meter import LoadMeter
 from keyshard.runtime.opening import cluster_of, open_window, start_position
 from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
@@ -67,7 +67,7 @@ class Coordinator:
         self._lock = threading.Condition()
         self._stopping = threading.Event()
         self._error: KeyShardError | None = None
-        self._load: SlotLoad | None = None
+        self._load_meter: LoadMeter | None = None
         self.changing = threading.Lock()
         """Held while consumers come and go: by discovery, and by who rescales."""
         self._layouts = Layouts()
@@ -381,8 +381,8 @@ class Coordinator:
                 receipt = self._window.receive(seat.topic_partition, seat.range_index, block)
                 if receipt is Receipt.COMMITTED:
                     again.append(block.id)
-                elif receipt is Receipt.ACCEPTED and self._load is not None:
-                    measure(self._load, block)
+                elif receipt is Receipt.ACCEPTED and self._load_meter is not None:
+                    self._load_meter.add(block)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
             was_full = self._pauses.any_full
@@ -443,7 +443,7 @@ class Coordinator:
 
     def rescaler(self, work: Work, drain_timeout_s: float) -> Rescaler:
         """Who moves ranges while the source runs; from now on the load is measured."""
-        self._load = SlotLoad()
+        self._load_meter = LoadMeter()
         return Rescaler(
             self, self._range_consumers, self._config, self._admin,
             work=work, drain_timeout_s=drain_timeout_s,
@@ -451,7 +451,7 @@ class Coordinator:
 
     def load(self) -> SlotLoad:
         with self._lock:
-            return SlotLoad() if self._load is None else self._load.copy()
+            return SlotLoad() if self._load_meter is None else self._load_meter.load()
 
     def adopt(self, assignment: Assignment, budget: Budget) -> list[int]:
         with self._lock:

@@ -139,6 +139,8 @@ class RescaleReport:
     """Hash ranges, each with a consumer in every topic partition."""
     pauses: tuple[Pause, ...]
     """Of each hash range that was subscribed anew."""
+    duration_ms: float
+    """From the intent until everything went on, milliseconds."""
     balance: Balance | None = None
     """What a balance found; ``None`` for a number of ranges."""
 
@@ -205,6 +207,7 @@ class Rescaler:
         decide: Callable[[Assignment], tuple[Assignment, int | None, Balance | None]],
     ) -> RescaleReport:
         with self._host.changing:
+            began_s = time.monotonic()
             self._host.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
@@ -213,7 +216,7 @@ class Rescaler:
             report = RescaleReport(
                 self._range_consumers.epoch, len(now), len(new), moved, moved / RING_SIZE,
                 None if fewest is None else fewest / RING_SIZE, sum(map(len, new)), pauses,
-                balanced,
+                round(1_000 * (time.monotonic() - began_s), 3), balanced,
             )  # fmt: skip
         _log.info(
             "%d ranges -> %d in epoch %d: %.1f %% of the ring moved, longest pause %.0f ms",

@@ -34,6 +34,7 @@ def killer(file: str, *names: str) -> str:
 
 COORDINATOR = "keyshard/runtime/coordinator.py"
 PARTITION_WINDOW = "keyshard/core/partition_window.py"
+RESCALE = "keyshard/runtime/rescale.py"
 STREAM_READER = "spark_adapter/stream_reader.py"
 ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
@@ -265,6 +266,45 @@ MUTANTS = (
         ),
         killers=(
             killer("unit/test_assembly", "test_an_entry_that_starts_again_replaces_what_was_held"),
+        ),
+    ),
+    Mutant(
+        name="move a range while a handler works on it",
+        promise="Order: the old owner's handlers end before the new owner's begin.",
+        edits=(Edit(RESCALE, "                self._drain(began_s)\n", ""),),
+        killers=(
+            killer(
+                "runtime/test_rescale_handlers",
+                "test_a_handler_that_hangs_is_named_and_everything_goes_on",
+            ),
+        ),
+    ),
+    Mutant(
+        name="leave a gap when ranges cannot change hands",
+        promise="No silent stall: the ring is covered again, or the source ends with an error.",
+        edits=(Edit(RESCALE, "            self._restore(exc)\n", ""),),
+        killers=(
+            killer(
+                "runtime/test_rescale", "test_ranges_that_somebody_else_has_go_back_to_their_owners"
+            ),
+            killer("runtime/test_rescale", "test_a_gap_that_cannot_be_closed_ends_the_source"),
+        ),
+    ),
+    Mutant(
+        name="give new topic partitions the ranges of the start",
+        promise="No loss: every slot of every topic partition has one owner.",
+        edits=(
+            Edit(
+                "keyshard/runtime/range_consumers.py",
+                "self.take(self.seats(found, self.assignment), start)",
+                "self.take(self.seats(found, assign(self._config.parallelism)), start)",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_rescale",
+                "test_topic_partitions_that_come_have_the_current_assignment",
+            ),
         ),
     ),
     Mutant(

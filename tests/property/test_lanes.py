@@ -214,3 +214,14 @@ def test_keyless_messages_are_spread_or_in_order() -> None:
         while work := lanes.next(0.0):
             started.append(work.queue)
         assert len(started) == at_once
+
+
+def test_what_a_stop_sets_aside_goes_to_a_range_that_is_there() -> None:
+    lanes = Lanes(4, 1, lambda slot: range_index(slot, 4))
+    lanes.add(WHERE, 3, EntryId(1, 0), [message(0, 0, None)])
+    lanes.drain()
+    assert lanes.next(0.0) is None
+    lanes.reassign(2, lambda slot: range_index(slot, 2))
+    lanes.resume()
+    lanes.validate()
+    assert [queue.owner for queue in lanes.queues()] == [1]

@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 
 from helpers import key_in, wait_until
 from keyshard.broker.memory import Message
-from keyshard.core.assignment import assign, joined, moved_ranges, reassign
+from keyshard.core.assignment import (
+    assign,
+    fewest_moved,
+    joined,
+    moved_ranges,
+    moved_slots,
+    reassign,
+)
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import (
@@ -294,4 +302,39 @@ def test_two_rescales_at_once_follow_each_other(make_world: MakeWorld) -> None:
         ]
     assert sorted(report.epoch for report in reports) == [1, 2]
     world.more()
+    world.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_of_changes_keeps_the_ring_covered(make_world: MakeWorld, seed: int) -> None:
+    random = Random(seed)
+    world = make_world(random.randint(1, 6))
+    world.keep_publishing()
+    partitions, owners = 3, assign(len(world.ring()))
+    for _ in range(6):
+        world.more(60)
+        step = random.choice(["rescale", "rescale", "balance", "crash", "grow"])
+        if step == "rescale":
+            count = random.randint(1, 12)
+            report = world.rescaler.rescale(count)
+            assert report.moved_slots == fewest_moved(owners, count)
+        elif step == "balance":
+            report = world.rescaler.balance()
+            assert report.balance is not None
+            found = report.balance
+            assert found.max_over_mean_after <= max(found.max_over_mean_before, 1.1)
+        elif step == "crash":
+            world.cluster.crash()
+        else:
+            partitions += 1
+            world.cluster.grow_topic(world.topic, partitions)
+            added = TopicPartition(world.topic, partitions - 1)
+            wait_until(lambda where=added: where in world.consumers)
+        before, owners = owners, world.coordinator._range_consumers.assignment
+        assert moved_slots(before, owners) == (report.moved_slots if before != owners else 0)
+        rings = {tuple(world.ring(partition)) for partition in range(partitions)}
+        assert rings == {
+            tuple(sorted((owner, part) for owner, ranges in enumerate(owners) for part in ranges))
+        }
+    world.more(60)
     world.check()

@@ -276,3 +276,27 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
     assert running.drop({Seat(P0, 0, RING)}).done.wait(5)
     assert running.range_consumers == 0
     assert start.sink.failures == []
+
+
+def test_an_order_to_close_is_taken_back_before_it_begins(start: Started) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(FakeConsumer):
+        def receive(self, timeout_ms: int) -> list[EntryBlock]:
+            entered.set()
+            leave.wait(20)
+            return super().receive(timeout_ms)
+
+    seat = Seat(P0, 0, RING)
+    consumer = Slow()
+    running = start(RangeConsumer(seat, consumer, ClientQueue(10**6, 1)))
+    assert entered.wait(5)
+    drop = running.drop({seat})
+    assert running.keep(drop)
+    leave.set()
+    wait_until(lambda: consumer.bell)
+    assert (consumer.closed, drop.closed, drop.done.is_set()) == (False, set(), False)
+    again = running.drop({seat})
+    assert again.done.wait(5)
+    assert again.closed == {seat}
+    assert not running.keep(again), "it is done"

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from helpers import P0, P1, P2, block, ids
+from helpers import P0, P1, P2, block, ids, key_in
+from keyshard.core.assignment import assign, slot_owners
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.hash_range import split_ring
 from keyshard.core.partition_window import ROW_OVERHEAD_BYTES
 from keyshard.core.window import Budget, Receipt, Window
 from keyshard.errors import BatchUnknownError, TopicRecreatedError
@@ -426,3 +428,41 @@ def test_the_oldest_row_held_is_received_or_planned() -> None:
     assert window.oldest_published_ms() == 1_000
     window.release(end)
     assert window.oldest_published_ms() is None
+
+
+def test_another_number_of_ranges_counts_from_the_next_cut_on() -> None:
+    window = window_of(rows_max=1_000)
+    give(window, 0)
+    before = cut(window)
+    give(window, 1)
+    window.reassign(slot_owners(assign(7)), Budget(1_000, 10**9))
+    after = cut(window)
+    assert (before.ranges, after.ranges) == (4, 7)
+    assert window.batch(before.batch_id).checkpoint.ranges == 4
+
+
+def test_who_owns_an_entry_after_a_change_was_left_out_in_place_of_who_had_it() -> None:
+    window = window_of()
+    low, high = (key_in(part) for part in split_ring(2))
+    for entry, key in enumerate([low, low, high]):
+        window.receive(P0, 3 if key == high else 0, block(1, entry, key))
+    assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
+    # Nobody has number 3 any more; what it had is of range 1, which has its part in the next cut.
+    window.reassign(slot_owners(assign(2)), Budget(1_000, 10**9))
+    assert taken(window, cut(window, 1)) == {P0: [(1, 1), (1, 2)]}
+
+
+def test_keyless_entries_stay_in_a_range_that_is_there() -> None:
+    window = window_of()
+    window.receive(P0, 3, block(1, 0, None))
+    window.reassign(slot_owners(assign(2)), Budget(1_000, 10**9))
+    window.validate()
+    assert [index for _, index, _ in window.take()] == [1]
+
+
+def test_a_smaller_budget_counts_at_once() -> None:
+    window = window_of()
+    give(window, *range(10))
+    assert not window.is_full(P0)
+    window.reassign(slot_owners(assign(4)), Budget(10, 10**9))
+    assert window.is_full(P0)

@@ -1,0 +1,41 @@
+"""What comes is counted by slot and key; much of it by a sample that counts for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import block
+from keyshard.core.key_slot import key_slot
+from keyshard.runtime.load_meter import LoadMeter
+
+
+def test_every_entry_counts_at_first() -> None:
+    meter = LoadMeter()
+    meter.add(block(1, 0, "a", "a", "a"))
+    meter.add(block(1, 1, "b"))
+    meter.add(block(1, 2, "b", ordering_key="a"))
+    load = meter.load()
+    assert load.messages == 5
+    assert (load.slots[key_slot("a")], load.slots[key_slot("b")]) == (4, 1)
+    assert load.hottest_keys() == [("a", 4), ("b", 1)]
+
+
+def test_keyless_messages_count_nowhere_and_mixed_entries_by_slot() -> None:
+    meter = LoadMeter()
+    meter.add(block(1, 0, None))
+    meter.add(block(1, 1, "a", None, "b"))
+    load = meter.load()
+    assert load.messages == 2
+    assert load.slots[key_slot("a")] == load.slots[key_slot("b")] == 1
+    assert load.hottest_keys() == []
+
+
+def test_a_sample_counts_for_all() -> None:
+    meter = LoadMeter()
+    blocks = [block(1, 0, *["a"] * 3), block(1, 1, *["b"] * 1)]
+    for _ in range(40_000):
+        for one in blocks:
+            meter.add(one)
+    load = meter.load()
+    assert load.messages == pytest.approx(160_000, rel=0.1)
+    assert load.slots[key_slot("a")] / load.messages == pytest.approx(0.75, abs=0.05)
