@@ -176,8 +176,8 @@ def document() -> str:
 _HEAD = """# Metrics
 
 `source.run(handle, metrics_port=9464)` serves them on `http://127.0.0.1:9464/metrics` while it
-runs. They are read from the source's status when Prometheus asks; the process's default registry is not
-touched. What only the admin interface knows is missing without `admin_url`.
+runs. They are read from the status of the source when Prometheus asks; the default registry of the
+process is not touched. What only the admin interface knows is missing without `admin_url`.
 
 This page is made from the table in `keyshard/metrics.py`: `python -m keyshard.metrics >
 docs/metrics.md` writes it again.
