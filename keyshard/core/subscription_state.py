@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keyshard.core.hash_range import HashRange, gaps
@@ -36,6 +36,14 @@ class BrokerLimits:
             if str(settings.get(name, "")).isdigit()
         }
         return cls(**told)
+
+    def with_unacknowledged(self, per_consumer: int, per_subscription: int) -> BrokerLimits:
+        """The same with the limits on unacknowledged messages that a topic has."""
+        return replace(
+            self,
+            unacked_per_consumer=per_consumer,
+            unacked_per_subscription=per_subscription,
+        )
 
     def replay(self, consumers: int) -> int:
         """Entries of one topic partition that may wait for their owner; then all ranges stop."""
