@@ -210,7 +210,7 @@ def running_source(
         return matching[0]
     name = "source" if subscription is None else f"source of {subscription!r}"
     if not matching:
-        where = ", ".join(str(folder) for folder in _folders()) or "no folder"
+        where = ", ".join(map(str, _candidates()))
         raise ControlError(
             f"No running {name} is found for this user on this machine (looked in {where}). Only "
             "a source that runs by source.run(...) has a control socket."

@@ -65,8 +65,8 @@ def examine(
     findings: list[Finding] = []
     try:
         findings.append(judge_version(admin.version()))
-        limits = _limits(admin, topic)
         partitions = _partitions(admin, topic)
+        limits = _limits(admin, topic)
         states = _states(admin, partitions)
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]

@@ -1,0 +1,50 @@
+"""``keyshard unpark`` and ``keyshard rescale``: what a running source can be asked to do."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
+from keyshard.errors import ConfigError
+
+_TIMEOUT_S = 300.0
+"""Longest wait for a running source to do it, seconds."""
+
+
+def unpark(
+    key: Annotated[str, typer.Argument(help="Key that is parked.")],
+    subscription: SubscriptionOption = None,
+    service_url: ServiceUrlOption = None,
+    pid: PidOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a running source replay the dead letters of a key, and then its newer messages."""
+    from keyshard.runtime.control import running_source
+
+    source = running_source(subscription, service_url, pid)
+    told = source.ask("unpark", key=key, timeout_s=_TIMEOUT_S)
+    typer.echo(json.dumps(told) if as_json else f"Key {key!r} is being unparked.")
+
+
+def rescale(  # noqa: PLR0917 - one argument per option
+    ranges: Annotated[int | None, typer.Argument(help="Number of ranges.")] = None,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Keep the number; weigh the ranges by their load.")
+    ] = False,
+    subscription: SubscriptionOption = None,
+    service_url: ServiceUrlOption = None,
+    pid: PidOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut the ring of a running source anew, while it runs."""
+    from keyshard.runtime.control import running_source
+
+    if (ranges is None) != balance:
+        raise ConfigError("Give the number of ranges, or --balance to keep it.")
+    source = running_source(subscription, service_url, pid)
+    told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=_TIMEOUT_S)
+    typer.echo(json.dumps(told) if as_json else json.dumps(told, indent=2))
