@@ -171,6 +171,18 @@ class KeyShardSource(SourceConfig):
         """
         return bool(self._active().unpark(key))
 
+    def status(self) -> dict[str, Any]:
+        """What a running source does, range by range, as plain JSON values; see docs/status.md.
+
+        From memory, from any thread. What the broker says is a few seconds old, and ``None``
+        without ``admin_url``.
+
+        Raises:
+            NotRunningError: It does not run.
+        """
+        status: dict[str, Any] = self._active().status()
+        return status
+
     def _begin(self, run: Any) -> None:
         if self.__dict__.get("_running") is not None:
             raise ConfigError("This source runs already. Make another KeyShardSource to run twice.")

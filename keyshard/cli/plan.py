@@ -62,10 +62,9 @@ def plan(  # noqa: PLR0917 - one argument per option
     made = RescalePlan.make(before, ranges)
     lanes = lanes or status.get("lanes") or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
-    ceilings = [
-        Ceiling.of(count, lanes, handler_s, workers or status.get("workers"))
-        for count in (len(before), ranges)
-    ]
+    if workers is None and status.get("executor") != "async":
+        workers = status.get("workers")
+    ceilings = [Ceiling.of(count, lanes, handler_s, workers) for count in (len(before), ranges)]
     if as_json:
         typer.echo(json.dumps(_as_json(made, ceilings, lanes, handler_s), indent=2))
     else:

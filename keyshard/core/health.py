@@ -73,6 +73,8 @@ class RangeFacts:
     index: int
     waiting: int = 0
     """Messages received and not handed to a handler yet."""
+    ready: int = 0
+    """Keys of them that a handler could begin at once."""
     in_flight: int = 0
     """Messages that handlers work on."""
     handled: int = 0
@@ -112,7 +114,7 @@ def state_of(facts: RangeFacts, *, stalled: bool) -> RangeState:
         return RangeState.DISCONNECTED
     if facts.draining:
         return RangeState.DRAINING
-    if facts.waiting and not facts.in_flight and facts.blocking is not None:
+    if facts.blocking is not None and not facts.in_flight and not facts.ready:
         return RangeState.BLOCKED
     if facts.paused:
         return RangeState.PAUSED
@@ -185,6 +187,8 @@ class Watchdog:
 def _stillness(facts: RangeFacts) -> str:
     """Why a range that has rows handles none, as far as it is known."""
     text = f"{facts.waiting} messages wait, {facts.in_flight} are in flight, and none was completed"
+    if facts.ready and not facts.in_flight:
+        return f"{text}: no worker is free"
     if facts.blocking is not None:
         return f"{text}: {facts.blocking.reason}: {facts.blocking}"
     return f"{text}: the range is draining" if facts.draining else text

@@ -28,6 +28,7 @@ RETRYING = KeyFacts("k", "1:2:0", attempts=3, retry_in_s=4.0, error="ValueError(
         (RangeFacts(0, paused=True), RangeState.PAUSED),
         (RangeFacts(0, waiting=3, paused=True), RangeState.PAUSED),
         (RangeFacts(0, waiting=3, blocking=RETRYING), RangeState.BLOCKED),
+        (RangeFacts(0, waiting=3, ready=1, blocking=RETRYING), RangeState.RUNNING),
         (RangeFacts(0, waiting=3, in_flight=1, blocking=RETRYING), RangeState.RUNNING),
         (RangeFacts(0, waiting=3, draining=True, blocking=RETRYING), RangeState.DRAINING),
         (RangeFacts(0, draining=True, disconnected=("t",)), RangeState.DISCONNECTED),
@@ -66,6 +67,13 @@ def test_rows_without_progress_are_named_with_what_they_wait_for() -> None:
     (stall,) = watchdog.look(STALL_S, [facts])
     assert "4 messages wait" in stall.reason
     assert "retry in 4.0 s after ValueError('no')" in stall.reason
+
+
+def test_rows_that_no_worker_takes_are_named() -> None:
+    watchdog = Watchdog()
+    watchdog.look(0.0, [RangeFacts(0, waiting=4, ready=2)])
+    (stall,) = watchdog.look(STALL_S, [RangeFacts(0, waiting=4, ready=2)])
+    assert stall.reason.endswith("no worker is free")
 
 
 def test_progress_and_idleness_start_the_time_anew() -> None:
