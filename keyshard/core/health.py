@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-STALL_S = 7.0
+STALL_S = 6.0
 """Time without progress after which a range is called stalled, seconds."""
 REMIND_S = 60.0
 """Time after which a range that is still stalled is named again, seconds."""

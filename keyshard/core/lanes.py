@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
+from typing import NamedTuple
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import RING_SIZE, HashRange
@@ -92,17 +93,13 @@ class _Range:
     """Entries that are not completed, in order of receipt."""
 
 
-@dataclass(frozen=True, slots=True)
-class RangeCounts:
-    """What one range holds at one moment."""
+class RangeCounts(NamedTuple):
+    """What one range holds at one moment; messages, but for ``ready``, which counts keys."""
 
     ready: int
-    """Keys that a worker could begin at once."""
     running: int
     waiting: int
-    """Messages that are not done and do not run."""
     done: int
-    """Messages that are done, since the ranges are as they are."""
     oldest: datetime | None
     """When the entry that it received first, of those not completed, was published."""
 
@@ -163,15 +160,13 @@ class Lanes:
         self.waiting += len(messages)
         for message in messages:
             queue = self._queue_of(message, range_index)
-            owner = self._ranges[queue.owner]
-            owner.waiting += 1
-            if message is messages[0]:
-                entry.owner = queue.owner
-                owner.entries[entry] = None
+            self._ranges[queue.owner].waiting += 1
             work = Work(message, entry, queue)
             queue.work.append(work)
             if len(queue.work) == 1:
                 self._make_ready(queue)
+        entry.owner = queue.owner
+        self._ranges[entry.owner].entries[entry] = None
 
     def next(self, now_s: float) -> Work | None:
         """The message to handle now; ``None`` when every lane is busy or has nothing to do."""

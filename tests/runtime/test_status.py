@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -202,6 +203,17 @@ def test_status_is_plain_json_with_counts_and_what_the_broker_says(job: Job, qui
         assert each["replay"] == 0
     assert status["brokerError"] == ""
     assert status["parked"] == []
+
+
+def test_every_field_is_documented(job: Job) -> None:
+    job.start()
+    status = job.status()
+    told = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
+    range_, partition = status["ranges"][0], status["partitions"][0]
+    for name in [*status, *status["counters"], *status["handlerSeconds"], *range_, *partition]:
+        assert f"`{name}`" in told, name
+    for state in health.RangeState:
+        assert f"| `{state.value}` |" in told, state
 
 
 def test_without_admin_url_the_broker_is_not_asked(job: Job) -> None:
