@@ -56,6 +56,7 @@ def status(**changes: Any) -> dict[str, Any]:
             range_status(1, hashRanges=["32768-65535"]),
         ],
         "partitions": [partition_status(0)],
+        "parkedKeys": 0,
         "parked": [],
         "counters": {
             "completed": 0,

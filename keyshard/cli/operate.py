@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,12 @@ def unpark(
 
     source = running_source(subscription, service_url, pid)
     told = source.ask("unpark", key=key, timeout_s=_TIMEOUT_S)
-    typer.echo(json.dumps(told) if as_json else f"Key {key!r} is being unparked.")
+    if as_json:
+        typer.echo(json.dumps(told))
+    elif told["parked"]:
+        typer.echo(f"Key {key!r} is on its way out: its dead letters are replayed in order.")
+    else:
+        typer.echo(f"Key {key!r} is not parked.")
 
 
 def rescale(  # noqa: PLR0917 - one argument per option
@@ -47,4 +52,16 @@ def rescale(  # noqa: PLR0917 - one argument per option
         raise ConfigError("Give the number of ranges, or --balance to keep it.")
     source = running_source(subscription, service_url, pid)
     told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=_TIMEOUT_S)
-    typer.echo(json.dumps(told) if as_json else json.dumps(told, indent=2))
+    typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
+
+
+def _moved(told: dict[str, Any]) -> str:
+    pauses = [each["pause_ms"] for each in told["pauses"]]
+    least = told["optimum_fraction"]
+    text = (
+        f"{told['ranges_before']} ranges to {told['ranges_after']}: {told['moved_fraction']:.1%} "
+        "of the ring moved"
+    )
+    text += "" if least is None else f", and at least {least:.1%} had to"
+    text += f"; epoch {told['epoch']}"
+    return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."

@@ -72,10 +72,11 @@ def _view(told: Mapping[str, Any]) -> RenderableType:
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(_head(told)), _ranges(told), _partitions(told)]
-    parked = [each["key"] for each in told["parked"]]
-    if parked:
-        names = ", ".join(repr(key) for key in parked[:_PARKED_MAX])
-        more = f" and {len(parked) - _PARKED_MAX} more" if len(parked) > _PARKED_MAX else ""
+    named = [each["key"] for each in told["parked"][:_PARKED_MAX]]
+    if named:
+        names = ", ".join(map(repr, named))
+        left = told["parkedKeys"] - len(named)
+        more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
     counters = told["counters"]
     parts.append(

@@ -52,10 +52,14 @@ class KeyFacts:
     """Time until it is tried again, seconds; ``None`` when it does not wait for that."""
     error: str = ""
     """What the handler raised last."""
+    parking: bool = False
+    """Whether it runs only to become a dead letter."""
 
     @property
     def reason(self) -> str:
         """Why the key's later messages wait, in a few words."""
+        if self.running_s is not None and self.parking:
+            return f"its dead letter has not been confirmed for {self.running_s:.1f} s"
         if self.running_s is not None:
             return f"the handler has not returned for {self.running_s:.1f} s"
         failed = f" after {self.error}" if self.error else ""

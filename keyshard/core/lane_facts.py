@@ -23,6 +23,7 @@ def key_facts(queue: KeyQueue, now_s: float) -> KeyFacts:
         running_s=max(0.0, now_s - head.started_s) if queue.running else None,
         retry_in_s=None if queue.running else max(0.0, queue.not_before_s - now_s),
         error=queue.reason or "",
+        parking=queue.running and head.parking,
     )
 
 
@@ -72,7 +73,8 @@ def lane_of(queue: KeyQueue | None, now_s: float) -> dict[str, Any]:
         return {"state": "empty", "messageId": None, "attempts": 0, "reason": None}
     facts = key_facts(queue, now_s)
     waits = queue.attempts and queue.not_before_s > now_s
-    state = "running" if queue.running else "retrying" if waits else "ready"
+    busy = "parking" if facts.parking else "running"
+    state = busy if queue.running else "retrying" if waits else "ready"
     return {
         "state": state,
         "messageId": facts.message_id,

@@ -54,6 +54,8 @@ class Work:
     """When the running attempt began."""
     resting: Resting | None = None
     """The dead letter that is replayed."""
+    parking: bool = False
+    """Whether a letter is being written, so that no handler works on it."""
 
 
 @dataclass(slots=True, eq=False)

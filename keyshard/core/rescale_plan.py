@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keyshard.core.assignment import Assignment, moved_slots, reassign
+from keyshard.core.assignment import Assignment, fewest_moved, moved_slots, reassign
 from keyshard.core.hash_range import RING_SIZE, HashRange
 
 
@@ -54,12 +54,8 @@ class RescalePlan:
 
     @property
     def optimum_fraction(self) -> float:
-        """Part of the ring that must move between equal ranges, however it is done.
-
-        Of ``n`` equal ranges, each keeps at most the share that it may have afterwards.
-        """
-        few, many = sorted((len(self.before), len(self.after)))
-        return 1 - few / many
+        """Part of the ring that must move, however it is done, for ranges of equal size."""
+        return fewest_moved(self.before, len(self.after)) / RING_SIZE
 
 
 @dataclass(frozen=True, slots=True)

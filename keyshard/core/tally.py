@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from keyshard.core.letters import Kind
 from keyshard.core.timings import Timings
 
 
@@ -16,7 +17,7 @@ class Tally:
     failed_attempts: int = 0
     """Attempts that raised."""
     rejected: int = 0
-    """Messages that a handler rejected."""
+    """Messages that a handler, or the policy for messages without a key, rejected."""
     parked: int = 0
     """Messages of parked keys that went to the dead-letter topic."""
     dead_lettered: int = 0
@@ -31,6 +32,12 @@ class Tally:
             self.failed_attempts += 1
         else:
             self.completed += 1
+
+    def letter(self, kind: Kind) -> None:
+        """Count a message that was written to the dead-letter topic."""
+        self.dead_lettered += 1
+        self.rejected += kind is Kind.REJECTED
+        self.parked += kind is Kind.PARKED
 
     def counters(self) -> dict[str, int]:
         """The counts as plain JSON values."""

@@ -43,9 +43,9 @@ from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.dead_letters import open_dead_letters
 from keyshard.runtime.lane_moves import LaneMoves
+from keyshard.runtime.monitor import Monitor
 from keyshard.runtime.parked_lanes import ParkedLanes
 from keyshard.runtime.rescale import Rescaler
-from keyshard.runtime.monitor import Monitor
 from keyshard.runtime.status import StatusView, Subject
 from keyshard.runtime.workers import (
     AsyncWorkers,
@@ -286,15 +286,13 @@ class HandlerRun:
         )
 
     def _show(self) -> Monitor:
-        return Monitor(
-            Subject(
-                self._config, self._coordinator, self.lanes, self.tally, self.changed,
-                executor=self._mode, workers=self._workers.count,
-                epoch=lambda: 0, parked=dict,
-            ),
-            self._handling.metrics_port,
-            {},
+        assert self.rescaler is not None, "it is shown when it has started"
+        subject = Subject(
+            self._config, self._coordinator, self.lanes, self.tally, self.changed,
+            executor=self._mode, workers=self._workers.count, rescaler=self.rescaler,
+            parked=self._letters.parked, unpark=self.unpark,
         )  # fmt: skip
+        return Monitor(subject, self._handling.metrics_port)
 
     def _turn(self) -> None:
         with self.changed:

@@ -10,7 +10,7 @@ from typing import Any
 from keyshard.broker.connect import connect_admin
 from keyshard.core.entry import TopicPartition
 from keyshard.core.health import Stall
-from keyshard.errors import ControlError
+from keyshard.errors import ConfigError, ControlError
 from keyshard.runtime.broker_facts import BrokerFacts
 from keyshard.runtime.control import ControlServer, Handler
 from keyshard.runtime.metrics_server import MetricsServer
@@ -30,15 +30,12 @@ class Monitor:
     Args:
         subject: The run.
         metrics_port: Port on loopback for Prometheus; ``None``: none.
-        requests: What the control socket can be asked beside ``status`` and ``explain``.
 
     Raises:
         ConfigError: The port for metrics cannot be had.
     """
 
-    def __init__(
-        self, subject: Subject, metrics_port: int | None, requests: Mapping[str, Handler]
-    ) -> None:
+    def __init__(self, subject: Subject, metrics_port: int | None = None) -> None:
         self._subject = subject
         self._stopping = threading.Event()
         config = subject.config
@@ -57,7 +54,13 @@ class Monitor:
             except BaseException:
                 self.close()
                 raise
-        handlers = {"status": self._status, "explain": self._explain, **requests}
+        handlers: dict[str, Handler] = {
+            "status": self._status,
+            "explain": self._explain,
+            "rescale": self._rescale,
+        }
+        if subject.unpark is not None:
+            handlers["unpark"] = self._unpark
         topics = config.topics_pattern or ", ".join(config.topics)
         try:
             self._control = ControlServer(config.subscription, config.service_url, topics, handlers)
@@ -86,7 +89,19 @@ class Monitor:
         return self.view.status()
 
     def _explain(self, request: Mapping[str, Any]) -> Any:
-        return self.view.explain(request["key"])
+        return self.view.explain(_key_of(request))
+
+    def _unpark(self, request: Mapping[str, Any]) -> Any:
+        assert self._subject.unpark is not None
+        return {"parked": self._subject.unpark(_key_of(request))}
+
+    def _rescale(self, request: Mapping[str, Any]) -> Any:
+        rescaler, ranges = self._subject.rescaler, request.get("ranges")
+        if request.get("balance") is True and ranges is None:
+            return rescaler.balance().to_dict()
+        if type(ranges) is not int or request.get("balance"):
+            raise ConfigError("Give either a number of ranges or balance.")
+        return rescaler.rescale(ranges).to_dict()
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
@@ -97,6 +112,13 @@ class Monitor:
             _name(self.view.watch())
         except Exception:  # noqa: BLE001 - the next look may find what this one was disturbed by
             _log.exception("looking for ranges that stall failed; it is done again")
+
+
+def _key_of(request: Mapping[str, Any]) -> str:
+    key = request.get("key")
+    if not isinstance(key, str):
+        raise ConfigError(f"The key is {key!r}; give a text.")
+    return key
 
 
 def _name(stalls: list[Stall]) -> None:

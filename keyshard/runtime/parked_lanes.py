@@ -20,6 +20,7 @@ from keyshard.core.lanes import Lanes, Work
 from keyshard.core.letters import Kind, Letter, Resting
 from keyshard.core.parking import State
 from keyshard.core.retrying import Reject
+from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handling import HandlerConfig
 from keyshard.runtime.dead_letters import DeadLetters, Replay
@@ -37,6 +38,8 @@ class Run(Protocol):
     changed: threading.Condition
     """Guards the lanes."""
     lanes: Lanes
+    tally: Tally
+    """Guarded too."""
 
     def wake(self) -> None:
         """Something may be runnable; ``changed`` is held."""
@@ -126,6 +129,13 @@ class ParkedLanes:
             self._submit(None, lambda: self._prepare(key))
         return state is not None
 
+    def parked(self) -> dict[str, int]:
+        """Letters that rest of each parked key; called without the lock."""
+        with self.letters.lock:
+            parking = self.letters.parking
+            keys = parking.parked.keys
+            return {key: len(keys[key].resting) if key in keys else 0 for key in parking.states()}
+
     # -- life cycle -------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
@@ -140,16 +150,20 @@ class ParkedLanes:
     # -- in the threads ---------------------------------------------------------------------------
 
     def _write(self, work: Work, kind: Kind, attempts: int, error: str) -> None:
+        work.parking = True
         letter = Letter(work.message, self._subscription, kind, attempts, error)
         self._submit(work, lambda: self._written(work, letter))
 
     def _written(self, work: Work, letter: Letter) -> None:
         self.letters.send(letter)
         if work.resting is not None:
+            with self._run.changed:
+                self._run.tally.letter(letter.kind)
             self._advance(work)
             return
         key = work.queue.key
         with self._run.changed:
+            self._run.tally.letter(letter.kind)
             self._run.lanes.completed(work)
             if key is not None and self.letters.parking.state(key) is State.DRAINING:
                 if key in self._first:

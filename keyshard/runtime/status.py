@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import islice
 from typing import Any
 
 from keyshard.config import SourceConfig
@@ -19,9 +20,12 @@ from keyshard.core.key_slot import key_slot
 from keyshard.core.lane_facts import lane_of, range_facts
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
-from keyshard.errors import ConfigError
 from keyshard.runtime.broker_facts import BrokerFacts, PartitionFacts
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.rescale import Rescaler
+
+PARKED_MAX = 1_000
+"""Parked keys that a status names; of more it only tells how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,11 @@ class Subject:
     """Guards lanes and tally."""
     executor: str
     workers: int
-    epoch: Callable[[], int]
-    """Number of the assignment."""
-    parked: Callable[[], Mapping[str, int]]
+    rescaler: Rescaler
+    parked: Callable[[], Mapping[str, int]] = dict
     """Letters that rest of each parked key."""
+    unpark: Callable[[str], bool] | None = None
+    """Lets a parked key out; ``None`` where nothing is parked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class StatusView:
             counters, timings = subject.tally.counters(), subject.tally.timings.status()
         with self._lock:
             stalls = dict(self._watchdog.stalls)
-        config = subject.config
+        config, parked = subject.config, subject.parked()
         return {
             "subscription": config.subscription,
             "topics": list(config.topics),
@@ -93,7 +98,7 @@ class StatusView:
             "serviceUrl": config.service_url,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "epoch": subject.epoch(),
+            "epoch": subject.coordinator.epoch,
             "lanes": subject.lanes.lanes,
             "workers": subject.workers,
             "executor": subject.executor,
@@ -104,8 +109,10 @@ class StatusView:
             "partitions": [
                 self._partition(where, missing) for where, missing in sorted(seats.gaps.items())
             ],
+            "parkedKeys": len(parked),
             "parked": [
-                {"key": key, "letters": letters} for key, letters in subject.parked().items()
+                {"key": key, "letters": letters}
+                for key, letters in islice(parked.items(), PARKED_MAX)
             ],
             "counters": counters,
             "handlerSeconds": timings,
@@ -113,14 +120,8 @@ class StatusView:
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
         }
 
-    def explain(self, key: object) -> dict[str, Any]:
-        """Where a key lies, and what happens to it.
-
-        Raises:
-            ConfigError: It is no text.
-        """
-        if not isinstance(key, str):
-            raise ConfigError(f"The key is {key!r}; give a text.")
+    def explain(self, key: str) -> dict[str, Any]:
+        """Where a key lies, and what happens to it, as plain JSON values."""
         slot = key_slot(key)
         lanes = self._subject.lanes
         with self._subject.changed:

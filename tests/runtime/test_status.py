@@ -24,7 +24,7 @@ from keyshard.cli import main
 from keyshard.core import health
 from keyshard.core.hash_range import range_index, split_ring
 from keyshard.core.key_slot import key_slot
-from keyshard.errors import ControlError, NotRunningError
+from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.runtime import broker_facts, monitor
 from keyshard.runtime.control import running_source, running_sources
 
@@ -270,6 +270,69 @@ def test_the_commands_reach_a_running_source_until_it_ends(
     assert running_sources() == []
     with pytest.raises(NotRunningError):
         job.source.status()
+
+
+ONCE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
+
+
+def test_a_parked_key_is_shown_and_unparked_by_command(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.start(retry=ONCE)
+    job.publish((KEYS[1], b"fail"), (KEYS[1], b"behind"))
+    parked = {"key": KEYS[1], "letters": 2}
+    wait_until(lambda: job.status()["parked"] == [parked])
+    status = job.status()
+    assert status["parkedKeys"] == 1
+    counters = {"completed": 0, "failedAttempts": 1, "parked": 2, "deadLettered": 2, "rejected": 0}
+    assert status["counters"] == counters
+    assert running_source("jobs").ask("explain", key=KEYS[1])["parked"]
+    job.release.set()
+    for says in ("on its way out", "not parked"):
+        with pytest.raises(SystemExit):
+            main(["unpark", KEYS[1]])
+        assert says in capsys.readouterr().out
+        wait_until(lambda: not job.status()["parked"])
+    assert [message.value for message in job.handled] == [b"fail", b"behind"]
+    assert job.status()["counters"] == counters | {"completed": 2}
+
+
+def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.start()
+    job.publish((KEYS[0], b"hang"), *((key, b"fine") for key in KEYS))
+    wait_until(lambda: len(job.handled) == RANGES - 1 and job.hung)
+    job.release.set()
+    with pytest.raises(SystemExit) as caught:
+        main(["rescale", "5"])
+    assert caught.value.code in (None, 0)
+    assert "4 ranges to 5: 20.0% of the ring moved, and at least 20.0% had to" in (
+        capsys.readouterr().out
+    )
+    status = job.status()
+    assert (status["epoch"], len(status["ranges"])) == (1, 5)
+    assert len(status["ranges"][4]["hashRanges"]) == 4
+    assert all(each["covered"] for each in status["partitions"])
+    job.publish(*((key, b"later") for key in KEYS))
+    wait_until(lambda: len(job.handled) == 2 * RANGES + 1)
+    with pytest.raises(ConfigError):
+        running_source("jobs").ask("rescale", ranges=0)
+    with pytest.raises(ConfigError):
+        running_source("jobs").ask("rescale")
+
+
+def test_batches_are_shown_too(job: Job) -> None:
+    batches = job.source.batches(max_rows=10, max_wait_s=0.01)
+    job.publish(*((key, b"fine") for key in KEYS))
+    batch = next(batches)
+    status = running_source("jobs").ask("status")
+    assert (status["executor"], len(status["ranges"])) == ("batches", RANGES)
+    assert status["window"]["windowRows"] == RANGES
+    assert all(each["covered"] for each in status["partitions"])
+    assert running_source("jobs").ask("rescale", ranges=2)["epoch"] == 1
+    assert len(job.status()["ranges"]) == 2
+    batch.ack()
+    batches.close()
+    assert running_sources() == []
 
 
 def test_metrics_are_served_while_it_runs(job: Job) -> None:

@@ -56,7 +56,7 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
             partition_status(0, backlog=12, ackHoles=3, ackHolesMax=10_000, replay=4, replayMax=9),
             partition_status(1, covered=False),
         ],
-        parked=[{"key": "k"}],
+        parkedKeys=1,
         handlerSeconds=timings.status(),
         counters=status()["counters"] | {"completed": 41, "rejected": 2},
     )

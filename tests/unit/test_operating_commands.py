@@ -72,7 +72,8 @@ BUSY = status(
         partition_status(0, backlog=77, ackHoles=3, ackHolesMax=10_000, replay=4, replayMax=4_000),
         partition_status(1, covered=False, gaps=["0-32767"]),
     ],
-    parked=[{"key": "bad"}],
+    parkedKeys=8,
+    parked=[{"key": "bad", "letters": 2}],
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def test_status_shows_ranges_partitions_and_parked_keys(
         "'s' on persistent://public/default/t at pulsar://127.0.0.1:6650: 2 ranges x 16 lanes",
         "stalled", "1,234", "12.3 s", "the handler has not returned for 9.0 s",
         "t-partition-0", "77", "3 / 10,000", "4 / 4,000", "gaps: 0-32767", "- / -",
-        "parked: 'bad'",
+        "parked: 'bad' and 7 more",
     ):  # fmt: skip
         assert text in out
 
@@ -150,17 +151,30 @@ def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) ->
         assert text in out
 
 
-def test_unpark_and_rescale_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with Asked({"epoch": 1}) as source:
-        assert run(capsys, "unpark", "k")[0] == 0
-        assert run(capsys, "rescale", "12", "--subscription", "s")[0] == 0
-        assert run(capsys, "rescale", "--balance")[0] == 0
+def test_unpark_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for parked, says in ((True, "is on its way out"), (False, "is not parked")):
+        with Asked({"parked": parked}) as source:
+            code, out, _ = run(capsys, "unpark", "k")
+        assert (code, source.requests) == (0, [{"do": "unpark", "key": "k"}])
+        assert says in out
+
+
+def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "epoch": 1, "ranges_before": 10, "ranges_after": 11, "moved_fraction": 0.0909,
+        "optimum_fraction": 0.0909, "pauses": [{"pause_ms": 12.0}, {"pause_ms": 120.4}],
+    }  # fmt: skip
+    with Asked(told) as source:
+        code, out, _ = run(capsys, "rescale", "11", "--subscription", "s")
+        assert code == 0
+        assert "10 ranges to 11: 9.1% of the ring moved, and at least 9.1% had to" in out
+        assert "longest pause of a range 120 ms" in out
+        assert json.loads(run(capsys, "rescale", "--balance", "--json")[1]) == told
         code, _, err = run(capsys, "rescale")
         assert code == 2
         assert "--balance" in err
     assert source.requests == [
-        {"do": "unpark", "key": "k"},
-        {"do": "rescale", "ranges": 12, "balance": False},
+        {"do": "rescale", "ranges": 11, "balance": False},
         {"do": "rescale", "ranges": None, "balance": True},
     ]
 
