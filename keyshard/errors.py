@@ -30,6 +30,7 @@
     ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
     ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
+    ├── ControlError                   KEYSHARD_CONTROL
     ├── HistoryError                   KEYSHARD_HISTORY_INVALID
     ├── HandlerFailedError             KEYSHARD_HANDLER_FAILED
     ├── HandlerProcessError            KEYSHARD_HANDLER_PROCESS
@@ -232,6 +233,12 @@ class WorkerEnvironmentError(KeyShardError):
     """The interpreter of Spark's Python workers lacks something keyshard needs."""
 
     code = "KEYSHARD_WORKER_ENVIRONMENT"
+
+
+class ControlError(KeyShardError):
+    """A running source cannot be found, or does not answer."""
+
+    code = "KEYSHARD_CONTROL"
 
 
 class HistoryError(KeyShardError, ValueError):

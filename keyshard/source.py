@@ -118,7 +118,7 @@ class KeyShardSource(SourceConfig):
         if max_rows < 1 or max_wait_s < 0:
             raise ConfigError("max_rows must be at least 1 and max_wait_s not negative.")
         run = BatchRun(
-            self.coordinator(), max_rows, max_wait_s,
+            self.coordinator(), self, max_rows, max_wait_s,
             checkpoint=checkpoint, full_timeout_s=self.operation_timeout_ms / 1000,
         )  # fmt: skip
         self._begin(run)
@@ -170,6 +170,18 @@ class KeyShardSource(SourceConfig):
             NotRunningError: :meth:`run` does not run.
         """
         return bool(self._active().unpark(key))
+
+    def status(self) -> dict[str, Any]:
+        """What a running source does, range by range, as plain JSON values; see docs/status.md.
+
+        From memory, from any thread. What the broker says is a few seconds old, and ``None``
+        without ``admin_url``.
+
+        Raises:
+            NotRunningError: It does not run.
+        """
+        status: dict[str, Any] = self._active().status()
+        return status
 
     def _begin(self, run: Any) -> None:
         if self.__dict__.get("_running") is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from control_folder import own_control_folder
 from keyshard.devbroker import DevBroker
 
 
@@ -23,6 +24,13 @@ def dev_broker() -> Iterator[DevBroker]:
 def topic_name() -> str:
     """A short topic name that no other test uses."""
     return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _control_folder() -> Iterator[None]:
+    """Sources of tests are not found among those that somebody runs here."""
+    with own_control_folder():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

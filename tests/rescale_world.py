@@ -16,7 +16,7 @@ from keyshard.core.hash_range import RING_SIZE, HashRange
 from keyshard.errors import BrokerError, KeyShardError
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.receiver import RangeConsumer
-from keyshard.runtime.rescale import Blocking, NoWork, Rescaler
+from keyshard.runtime.rescale import Blocking, Rescaler
 from keyshard.source import SourceBatch
 from keyshard.verify.checkers import check
 from keyshard.verify.history import Event
@@ -45,7 +45,7 @@ class Refusing(MemoryBroker):
         )  # fmt: skip
 
 
-class FakeWork(NoWork):
+class FakeWork:
     """Works on keys until the test says that it ends."""
 
     def __init__(self, blocking: Blocking | None = None) -> None:

@@ -14,6 +14,7 @@ from keyshard.errors import AdminError, BrokerUnavailableError
 
 TIMEOUT_S = 10.0
 """Longest time of one request, seconds."""
+_NOT_ALLOWED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 class PulsarAdmin:
@@ -29,6 +30,20 @@ class PulsarAdmin:
     def __init__(self, admin_url: str) -> None:
         self._url = admin_url.rstrip("/")
         self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True)
+
+    def version(self) -> str:
+        """Version of the broker, such as ``4.0.8``."""
+        path = "brokers/version"
+        return self._checked(path, self._request("GET", path)).text.strip().strip('"')
+
+    def settings(self) -> Mapping[str, str]:
+        """Configuration of the broker by name; empty where this user may not see it."""
+        path = "brokers/configuration/runtime"
+        response = self._request("GET", path)
+        if response.status_code in _NOT_ALLOWED:
+            return {}
+        found: Mapping[str, str] = self._checked(path, response).json()
+        return found
 
     def cluster(self) -> str:
         """Name of the cluster; the first where it knows several."""
@@ -79,11 +94,15 @@ class PulsarAdmin:
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None:
         """Statistics of a subscription as the broker names them; ``None`` when there is none."""
-        stats = self._get(
-            f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false", missing={}
+        return self.subscriptions(topic_partition).get(subscription)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
+        """Statistics of every subscription, by name; none where there is no such topic."""
+        path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+        found: Mapping[str, Mapping[str, Any]] = self._get(path, missing={}).get(
+            "subscriptions", {}
         )
-        result: Mapping[str, Any] | None = stats.get("subscriptions", {}).get(subscription)
-        return result
+        return found
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
@@ -118,13 +137,21 @@ class PulsarAdmin:
         if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
             return missing
         try:
-            response.raise_for_status()
-            return response.json()
-        except (httpx.HTTPError, ValueError) as exc:
-            raise AdminError(
-                f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "
-                "leave it out to do without the checks it allows."
-            ) from exc
+            return self._checked(path, response).json()
+        except ValueError as exc:
+            raise self._failed(path, exc) from exc
+
+    def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
+        try:
+            return response.raise_for_status()
+        except httpx.HTTPError as exc:
+            raise self._failed(path, exc) from exc
+
+    def _failed(self, path: str, exc: Exception) -> AdminError:
+        return AdminError(
+            f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "
+            "leave it out to do without the checks it allows."
+        )
 
     def _request(self, method: str, path: str) -> httpx.Response:
         try:

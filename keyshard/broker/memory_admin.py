@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory_dispatch import Subscription
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
@@ -43,15 +44,29 @@ class MemoryAdmin:
             self._require(topic_partition)
             return str(self._cluster.log(topic_partition).first_ledger)
 
+    def version(self) -> str:
+        return "4.0.8"
+
+    def settings(self) -> Mapping[str, str]:
+        unacked, look_ahead = self._cluster.unacked_limits, self._cluster.look_ahead
+        return {
+            "maxUnackedMessagesPerConsumer": str(unacked.per_consumer),
+            "maxUnackedMessagesPerSubscription": str(unacked.per_subscription),
+            "keySharedLookAheadMsgInReplayThresholdPerConsumer": str(look_ahead.per_consumer),
+            "keySharedLookAheadMsgInReplayThresholdPerSubscription": str(
+                look_ahead.per_subscription
+            ),
+        }
+
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None:
+        return self.subscriptions(topic_partition).get(subscription)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         with self._cluster.lock:
-            found = self._cluster.subscriptions(topic_partition).get(subscription)
-            if found is None:
-                return None
-            consumers = [{"address": "memory"} for _ in range(found.connected)]
-            return {"msgBacklog": found.backlog, "consumers": consumers}
+            found = self._cluster.subscriptions(topic_partition)
+            return {name: _stats(one) for name, one in found.items()}
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
         with self._cluster.lock:
@@ -102,3 +117,26 @@ class MemoryAdmin:
     def _require(self, topic_partition: TopicPartition) -> None:
         if self._topic_of(topic_partition) is None:
             raise AdminError(f"{topic_partition} does not exist.")
+
+
+def _stats(found: Subscription) -> Mapping[str, Any]:
+    return {
+        "type": "Key_Shared",
+        "keySharedMode": "STICKY",
+        "allowOutOfOrderDelivery": False,
+        "isDurable": True,
+        "msgBacklog": found.backlog,
+        "msgInReplay": len(found.replay),
+        "nonContiguousDeletedMessagesRanges": found.cursor.holes,
+        "blockedSubscriptionOnUnackedMsgs": found.blocked,
+        "consumers": [
+            {
+                "consumerName": member.name,
+                "address": "memory",
+                "keyHashRangeArrays": [[member.hash_range.start, member.hash_range.end]],
+                "unackedMessages": member.unacked,
+                "blockedConsumerOnUnackedMsgs": member.blocked,
+            }
+            for member in found.members
+        ],
+    }

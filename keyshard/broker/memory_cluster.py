@@ -55,7 +55,7 @@ class MemoryCluster:
         self.lock = threading.RLock()
         self.now_ms = now_ms
         self.ack_group_ms = ack_group_ms
-        self._look_ahead = look_ahead or LookAhead()
+        self.look_ahead = look_ahead or LookAhead()
         self.unacked_limits = unacked_limits or UnackedLimits()
         self._cursor_write_ms = cursor_write_ms
         self._store = TopicStore(entries_per_ledger)
@@ -349,7 +349,7 @@ class MemoryCluster:
         if found is None:
             first = log.first if start is StartPosition.EARLIEST else len(log)
             cursor = Cursor(first - 1, self._cursor_write_ms)
-            found = Subscription(log, cursor, self._look_ahead, self.unacked_limits, self.now_ms)
+            found = Subscription(log, cursor, self.look_ahead, self.unacked_limits, self.now_ms)
             self._subscriptions[topic_partition, name] = found
         return found
 

@@ -32,6 +32,11 @@ class Cursor:
         self._written_mark = mark_delete
         self._written_ms: int | None = None
 
+    @property
+    def holes(self) -> int:
+        """Stretches of acknowledged entries above the mark-delete."""
+        return sum(ordinal - 1 not in self.acked for ordinal in self.acked)
+
     def acked_indices(self, ordinal: int) -> frozenset[int]:
         """Batch indices that are acknowledged of an entry that is not."""
         return self._partial.get(ordinal, frozenset())

@@ -133,6 +133,16 @@ class Subscription:
         return len(self._members)
 
     @property
+    def members(self) -> Sequence[Member]:
+        """Them."""
+        return tuple(self._members)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether so many messages are unacknowledged that nobody gets anything new."""
+        return self._blocked
+
+    @property
     def unacked(self) -> int:
         """Messages that were sent and are not acknowledged."""
         return self._unacked

@@ -14,7 +14,12 @@ import typer
 
 from keyshard.cli.broker import broker_app
 from keyshard.cli.check import check
+from keyshard.cli.doctor import doctor
+from keyshard.cli.explain import explain
+from keyshard.cli.operate import rescale, unpark
+from keyshard.cli.plan import plan
 from keyshard.cli.produce import produce
+from keyshard.cli.status import status
 from keyshard.errors import ConfigError, KeyShardError
 
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -36,7 +41,7 @@ class _App(typer.Typer):
 
 app = _App(
     name="keyshard",
-    help="Consume Apache Pulsar with more parallelism than partitions: development tools.",
+    help="Consume Apache Pulsar with more parallelism than partitions: look at it, and operate it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,6 +49,12 @@ app = _App(
 app.add_typer(broker_app, name="broker")
 app.command("produce")(produce)
 app.command("check")(check)
+app.command("status")(status)
+app.command("explain")(explain)
+app.command("unpark")(unpark)
+app.command("rescale")(rescale)
+app.command("plan")(plan)
+app.command("doctor")(doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ inclusive intervals of it; together they must cover the ring, or a partition sto
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keyshard.errors import ConfigError
@@ -61,3 +62,16 @@ def split_ring(count: int) -> tuple[HashRange, ...]:
 def range_index(slot: int, count: int) -> int:
     """Index, in ``split_ring(count)``, of the range that holds ``slot``."""
     return slot * count // RING_SIZE
+
+
+def gaps(owned: Iterable[HashRange]) -> tuple[HashRange, ...]:
+    """Parts of the ring that no range covers, ascending; ranges may overlap."""
+    found: list[HashRange] = []
+    free = 0
+    for hash_range in sorted(owned):
+        if hash_range.start > free:
+            found.append(HashRange(free, hash_range.start - 1))
+        free = max(free, hash_range.end + 1)
+    if free < RING_SIZE:
+        found.append(HashRange(free, RING_SIZE - 1))
+    return tuple(found)

@@ -16,6 +16,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from typing import NamedTuple
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import RING_SIZE, HashRange
@@ -31,6 +34,10 @@ class Entry:
     id: EntryId
     waiting: int
     """Messages that are not done yet."""
+    published: datetime
+    """When its first message was published."""
+    owner: int = 0
+    """Index of the range that it counts for."""
     begun: bool = False
     """Whether a message of it was started."""
 
@@ -47,6 +54,8 @@ class Work:
     """When the running attempt began."""
     resting: Resting | None = None
     """The dead letter that is replayed."""
+    parking: bool = False
+    """Whether a letter is being written, so that no handler works on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +87,23 @@ class _Range:
     running: int = 0
     listed: bool = False
     """Whether it is among the ranges to look at."""
+    waiting: int = 0
+    """Messages that are not done and do not run."""
+    done: int = 0
+    """Messages that are done, since the ranges are as they are."""
+    entries: dict[Entry, None] = field(default_factory=dict)
+    """Entries that are not completed, in order of receipt."""
+
+
+class RangeCounts(NamedTuple):
+    """What one range holds at one moment; messages, but for ``ready``, which counts keys."""
+
+    ready: int
+    running: int
+    waiting: int
+    done: int
+    oldest: datetime | None
+    """When the entry that it received first, of those not completed, was published."""
 
 
 class Lanes:
@@ -100,7 +126,8 @@ class Lanes:
         serialise_keyless: bool = False,
     ) -> None:
         self.lanes = lanes
-        self._owner_of = owner_of
+        self.owner_of = owner_of
+        """Index of the range that owns a slot."""
         self._serialise_keyless = serialise_keyless
         self._ranges = [_Range() for _ in range(ranges)]
         self._look_at: deque[_Range] = deque()
@@ -111,6 +138,8 @@ class Lanes:
         self._draining = False
         self._held = bytearray(RING_SIZE)
         self._aside: list[KeyQueue] = []
+        self.held: tuple[HashRange, ...] = ()
+        """Slots of which nothing starts; see :meth:`hold`."""
         self._completed: dict[TopicPartition, list[EntryId]] = {}
         self.running: dict[KeyQueue, Work] = {}
         """What runs, by its key."""
@@ -129,14 +158,17 @@ class Lanes:
         messages: Sequence[Message],
     ) -> None:
         """Take the messages of a received entry, at least one, behind all others of their keys."""
-        entry = Entry(topic_partition, entry_id, len(messages))
+        entry = Entry(topic_partition, entry_id, len(messages), messages[0].publish_time)
         self.waiting += len(messages)
         for message in messages:
             queue = self._queue_of(message, range_index)
+            self._ranges[queue.owner].waiting += 1
             work = Work(message, entry, queue)
             queue.work.append(work)
             if len(queue.work) == 1:
                 self._make_ready(queue)
+        entry.owner = queue.owner
+        self._ranges[entry.owner].entries[entry] = None
 
     def next(self, now_s: float) -> Work | None:
         """The message to handle now; ``None`` when every lane is busy or has nothing to do."""
@@ -160,6 +192,7 @@ class Lanes:
                 work.entry.begun = True
             queue.running = True
             owner.running += 1
+            owner.waiting -= 1
             self.waiting -= 1
             work.started_s = now_s
             self.running[queue] = work
@@ -180,10 +213,12 @@ class Lanes:
         elif self._keyless.get(queue.owner) is queue:
             del self._keyless[queue.owner]
         entry = work.entry
+        self._ranges[queue.owner].done += 1
         if entry is None:
             return
         entry.waiting -= 1
         if not entry.waiting:
+            del self._ranges[entry.owner].entries[entry]
             self._completed.setdefault(entry.topic_partition, []).append(entry.id)
             self.completed_entries += 1
 
@@ -192,6 +227,7 @@ class Lanes:
         queue = work.queue
         self._end(queue)
         self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
         if not queue.attempts:
             queue.failing_since_s = work.started_s
         queue.attempts += 1
@@ -208,6 +244,7 @@ class Lanes:
         assert not queue.attempts, "a parked key is not tried again"
         queue.work.appendleft(Work(resting.letter.message, None, queue, resting=resting))
         self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
         if len(queue.work) == 1:
             self._make_ready(queue)
 
@@ -217,6 +254,8 @@ class Lanes:
         self._end(queue)
         queue.work[0] = Work(resting.letter.message, None, queue, resting=resting)
         self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
+        self._ranges[queue.owner].done += 1
         queue.attempts, queue.reason = 0, None
         self._make_ready(queue)
 
@@ -244,6 +283,7 @@ class Lanes:
 
     def hold(self, slots: Sequence[HashRange]) -> None:
         """Start nothing of the keys in there until :meth:`resume`."""
+        self.held += tuple(slots)
         for hash_range in slots:
             self._held[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
 
@@ -255,6 +295,7 @@ class Lanes:
     def resume(self) -> None:
         """Go on with all keys that were held."""
         self._held = bytearray(RING_SIZE)
+        self.held = ()
         aside, self._aside = self._aside, []
         for queue in aside:
             self._make_ready(queue)
@@ -264,16 +305,23 @@ class Lanes:
 
         Keyless messages stay in the range that received them, as far as it is still there.
         """
-        self._owner_of = owner_of
+        self.owner_of = owner_of
         queues = [*self._keys.values(), *self._keyless.values()]
         ready = [queue for owner in self._ranges for queue in owner.ready]
         seen = {id(queue) for queue in queues}
         others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
         queues += {id(q): q for q in others if id(q) not in seen}.values()
+        entries = [entry for owner in self._ranges for entry in owner.entries]
         self._ranges = [_Range() for _ in range(ranges)]
         self._look_at.clear()
         for queue in queues:
             queue.owner = queue.owner % ranges if queue.slot is None else owner_of(queue.slot)
+            self._ranges[queue.owner].waiting += len(queue.work) - queue.running
+            for work in queue.work:
+                if work.entry is not None:
+                    work.entry.owner = queue.owner
+        for entry in entries:
+            self._ranges[entry.owner].entries[entry] = None
         self._keyless = {}
         for queue in queues:
             if queue.key is None and self._serialise_keyless:
@@ -299,6 +347,19 @@ class Lanes:
             if owner.running < self.lanes
         )
 
+    def counts(self, index: int) -> RangeCounts:
+        """What a range holds now."""
+        owner = self._ranges[index]
+        oldest = next(iter(owner.entries), None)
+        return RangeCounts(
+            len(owner.ready), owner.running, owner.waiting, owner.done,
+            None if oldest is None else oldest.published,
+        )  # fmt: skip
+
+    def retrying(self, count_max: int) -> Iterator[KeyQueue]:
+        """Keys that wait for their time, at most so many of them."""
+        return (queue for _, _, queue in islice(self._later, count_max))
+
     def queue(self, key: str) -> KeyQueue | None:
         """The queue of a key; ``None`` when it has no message that is not done."""
         return self._keys.get(key)
@@ -322,9 +383,14 @@ class Lanes:
             assert queue.work, "a queue without a message is kept"
             assert queue.running == (queue in self.running), "a key is counted wrong"
             if queue.slot is not None:
-                assert queue.owner == self._owner_of(queue.slot), "a key is in the wrong range"
+                assert queue.owner == self.owner_of(queue.slot), "a key is in the wrong range"
         waiting = sum(len(queue.work) - queue.running for queue in self.queues())
         assert self.waiting == waiting, "waiting messages are counted wrong"
+        assert waiting == sum(owner.waiting for owner in self._ranges), "or per range"
+        entries = {work.entry for queue in self.queues() for work in queue.work} - {None}
+        known = [entry for owner in self._ranges for entry in owner.entries]
+        assert entries == set(known), "an entry is forgotten, or kept for ever"
+        assert len(known) == len(entries), "an entry counts for two ranges"
 
     # -- helpers ----------------------------------------------------------------------------------
 
@@ -340,7 +406,7 @@ class Lanes:
             return keyless
         queue = self._keys.get(key)
         if queue is None:
-            queue = self._keys[key] = KeyQueue(key, message.slot, self._owner_of(message.slot))
+            queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
         return queue
 
     def _make_ready(self, queue: KeyQueue) -> None:

@@ -6,16 +6,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
+from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import WindowFullError
+from keyshard.core.hash_range import range_index
+from keyshard.core.lanes import Lanes
+from keyshard.core.tally import Tally
+from keyshard.errors import NotRunningError, WindowFullError
 from keyshard.runtime.checkpoint_store import CheckpointStore
 from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.rescale import NoWork, Rescaler
+from keyshard.runtime.lane_moves import LaneMoves
+from keyshard.runtime.monitor import Monitor
+from keyshard.runtime.rescale import Rescaler
+from keyshard.runtime.status import Subject
 from keyshard.schema.columns import SCHEMA, record_batches
 
 WAIT_S = 0.1
@@ -55,6 +63,7 @@ class BatchRun:
 
     Args:
         coordinator: The source, not started.
+        config: The source.
         rows_max: Most rows of a batch, unless one entry has more.
         wait_max_s: Longest wait for more rows after the first, seconds.
         checkpoint: fsspec URL of the checkpoint; ``None``: none.
@@ -64,6 +73,7 @@ class BatchRun:
     def __init__(
         self,
         coordinator: Coordinator,
+        config: SourceConfig,
         rows_max: int,
         wait_max_s: float,
         *,
@@ -71,6 +81,7 @@ class BatchRun:
         full_timeout_s: float,
     ) -> None:
         self._coordinator = coordinator
+        self._config = config
         self._rows_max = rows_max
         self._wait_max_s = wait_max_s
         self._full_timeout_s = full_timeout_s
@@ -79,6 +90,7 @@ class BatchRun:
         self._left: dict[TopicPartition, list[EntryId]] = {}
         self._rows: deque[tuple[TopicPartition, EntryBlock]] = deque()
         self._stopping = False
+        self._monitor: Monitor | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
 
@@ -97,13 +109,37 @@ class BatchRun:
         try:
             self._coordinator.start(None if text is None else Checkpoint.from_json(text))
             self._committer = Committer(self._coordinator, self._store)
-            self.rescaler = self._coordinator.rescaler(NoWork(), drain_timeout_s=0.0)
+            self._monitor = self._show()
             while not self._stopping:
                 batch = self._next()
                 if batch is not None:
                     yield batch
         finally:
+            if self._monitor is not None:
+                self._monitor.close()
             self._coordinator.stop()
+
+    def status(self) -> dict[str, Any]:
+        """What goes on, as plain JSON values; no lane works on anything.
+
+        Raises:
+            NotRunningError: It has not started yet.
+        """
+        if self._monitor is None:
+            raise NotRunningError("The source is still starting. Ask again.")
+        return self._monitor.view.status()
+
+    def _show(self) -> Monitor:
+        ranges, changed = self._config.parallelism, threading.Condition()
+        lanes = Lanes(ranges, 1, lambda slot: range_index(slot, ranges))
+        moves = LaneMoves(lanes, changed, wake=lambda: None)
+        self.rescaler = self._coordinator.rescaler(moves, drain_timeout_s=0.0)
+        return Monitor(
+            Subject(
+                self._config, self._coordinator, lanes, Tally(), changed,
+                executor="batches", workers=1, rescaler=self.rescaler,
+            )
+        )  # fmt: skip
 
     def commit(self, entries: dict[TopicPartition, list[EntryId]]) -> None:
         """Commit the entries of a batch, and those that found no room before."""

@@ -346,6 +346,13 @@ class Coordinator:
                 **self.discovery.status(),
             }
 
+    def seats(self) -> list[tuple[Seat, bool, bool]]:
+        """Every seat, whether its consumer is connected, and whether it pauses."""
+        return [
+            (seat, connected, self.is_paused(seat))
+            for seat, connected in self._range_consumers.connected()
+        ]
+
     def check(self) -> None:
         """Raise the error that ended the source, if there was one."""
         if self._error is not None:

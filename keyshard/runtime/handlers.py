@@ -28,6 +28,7 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes, Work
 from keyshard.core.message import Message
 from keyshard.core.retrying import Reject, RetryLater
+from keyshard.core.tally import Tally
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import (
     ConfigError,
@@ -42,8 +43,10 @@ from keyshard.runtime.committer import Committer
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.dead_letters import open_dead_letters
 from keyshard.runtime.lane_moves import LaneMoves
+from keyshard.runtime.monitor import Monitor
 from keyshard.runtime.parked_lanes import ParkedLanes
 from keyshard.runtime.rescale import Rescaler
+from keyshard.runtime.status import StatusView, Subject
 from keyshard.runtime.workers import (
     AsyncWorkers,
     Handle,
@@ -116,7 +119,9 @@ class HandlerRun:
             lambda slot: range_index(slot, ranges),
             serialise_keyless=handling.null_keys == "serialise",
         )
+        self.tally = Tally()
         self.changed = threading.Condition()
+        self._monitor: Monitor | None = None
         self._stopping = self._ended = False
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
@@ -138,11 +143,14 @@ class HandlerRun:
             self._start()
             with _stopping_signals(self.stop):
                 try:
+                    self._monitor = self._show()
                     while not self._stopping:
                         self._turn()
                 finally:
                     self._drain()
         finally:
+            if self._monitor is not None:
+                self._monitor.close()
             self._coordinator.stop()
             self._done.set()
         if self._error is not None:
@@ -161,6 +169,19 @@ class HandlerRun:
             if self._parked is None:
                 raise NotRunningError("The source is starting; its parked keys are not known yet.")
             return self._parked.unpark(key)
+
+    def status(self) -> dict[str, Any]:
+        """What goes on, as plain JSON values.
+
+        Raises:
+            NotRunningError: It has not started yet.
+        """
+        return self._shown().status()
+
+    def _shown(self) -> StatusView:
+        if self._monitor is None:
+            raise NotRunningError("The source is still starting. Ask again.")
+        return self._monitor.view
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of :meth:`run`; whether it ended."""
@@ -187,13 +208,14 @@ class HandlerRun:
         return None
 
     def finish(self, work: Work, error: BaseException | None) -> None:
+        now = time.monotonic()
+        self.tally.attempt(now - work.started_s, failed=error is not None)
         if error is None:
             if work.resting is None:
                 self.lanes.completed(work)
             else:
                 self._letters.handled(work)
             return
-        now = time.monotonic()
         queue = work.queue
         since_s = queue.failing_since_s if queue.attempts else work.started_s
         delay_s = self._handling.retry.delay_s(queue.attempts + 1, now - since_s, error)
@@ -262,6 +284,15 @@ class HandlerRun:
         return ThreadWorkers(
             self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
+
+    def _show(self) -> Monitor:
+        assert self.rescaler is not None, "it is shown when it has started"
+        subject = Subject(
+            self._config, self._coordinator, self.lanes, self.tally, self.changed,
+            executor=self._mode, workers=self._workers.count, rescaler=self.rescaler,
+            parked=self._letters.resting, unpark=self.unpark,
+        )  # fmt: skip
+        return Monitor(subject, self._handling.metrics_port)
 
     def _turn(self) -> None:
         with self.changed:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
@@ -21,6 +20,7 @@ from keyshard.core.lanes import Lanes, Work
 from keyshard.core.letters import Kind, Letter, Resting
 from keyshard.core.parking import State
 from keyshard.core.retrying import Reject
+from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handling import HandlerConfig
 from keyshard.runtime.dead_letters import DeadLetters, Replay
@@ -38,6 +38,8 @@ class Run(Protocol):
     changed: threading.Condition
     """Guards the lanes."""
     lanes: Lanes
+    tally: Tally
+    """Guarded too."""
 
     def wake(self) -> None:
         """Something may be runnable; ``changed`` is held."""
@@ -71,8 +73,6 @@ class ParkedLanes:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
         self._closed = False
-        self.written: Counter[Kind] = Counter()
-        """Letters written in this run; guarded by the lock of the run."""
 
     # -- called with the lock held ----------------------------------------------------------------
 
@@ -149,13 +149,14 @@ class ParkedLanes:
     # -- in the threads ---------------------------------------------------------------------------
 
     def _write(self, work: Work, kind: Kind, attempts: int, error: str) -> None:
+        work.parking = True
         letter = Letter(work.message, self._subscription, kind, attempts, error)
         self._submit(work, lambda: self._written(work, letter))
 
     def _written(self, work: Work, letter: Letter) -> None:
         self.letters.send(letter)
         with self._run.changed:
-            self.written[letter.kind] += 1
+            self._run.tally.letter(letter.kind)
         if work.resting is not None:
             self._advance(work)
             return

@@ -210,6 +210,14 @@ class RangeConsumers:
             for range_consumer in self.by_partition.pop(topic_partition, ()):
                 close_quietly(range_consumer)
 
+    def connected(self) -> list[tuple[Seat, bool]]:
+        """Every seat that is received from, and whether its consumer is connected now."""
+        return [
+            (one.seat, one.consumer.is_connected())
+            for consumers in list(self.by_partition.values())
+            for one in list(consumers)
+        ]
+
     def consumer_of(self, topic_partition: TopicPartition) -> Consumer | None:
         """A connected consumer: its acknowledgements reach the broker. ``None``: it has none.
 

@@ -79,19 +79,6 @@ class Work(Protocol):
         """Begin everything again."""
 
 
-class NoWork:
-    """Nothing works on keys: the host takes batches, which stay as they were planned."""
-
-    def hold(self, slots: Sequence[HashRange]) -> None: ...
-
-    def wait_idle(self, timeout_s: float) -> Blocking | None:  # noqa: ARG002
-        return None
-
-    def reassign(self, owners: Sequence[int]) -> None: ...
-
-    def resume(self) -> None: ...
-
-
 class Host(Protocol):
     """Whose ranges move; implemented by the coordinator."""
 

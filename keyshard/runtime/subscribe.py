@@ -30,6 +30,10 @@ THREADS_MAX = 8
 class Admin(Protocol):
     """What the runtime asks the admin interface; see :class:`keyshard.broker.admin.PulsarAdmin`."""
 
+    def version(self) -> str: ...
+
+    def settings(self) -> Mapping[str, str]: ...
+
     def cluster(self) -> str: ...
 
     def partition_count(self, topic: str) -> int | None: ...
@@ -43,6 +47,8 @@ class Admin(Protocol):
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
     ) -> Mapping[str, Any] | None: ...
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]: ...
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str

@@ -80,7 +80,12 @@ def test_the_default_version_is_that_of_the_broker() -> None:
     assert broker._VERSION == DEFAULT_VERSION
 
 
-@pytest.mark.parametrize("arguments", [[], ["broker"], ["broker", "start"], ["produce"], ["check"]])
+COMMANDS = (
+    "broker", "produce", "check", "status", "explain", "unpark", "rescale", "plan", "doctor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [[], ["broker", "start"], *([name] for name in COMMANDS)])
 def test_help_loads_neither_client_nor_spark(arguments: list[str]) -> None:
     script = (
         "import sys\n"

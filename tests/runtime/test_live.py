@@ -108,7 +108,7 @@ def test_acknowledging_at_the_cut_is_found_out(
         end = cut(self, rows_max)
         if end is not None:
             for topic_partition, entries in self._window.batch(end.batch_id).entries.items():
-                consumer = self._lanes.consumer_of(topic_partition)
+                consumer = self._range_consumers.consumer_of(topic_partition)
                 assert consumer is not None
                 consumer.acknowledge([block.id for block in entries])
         return end

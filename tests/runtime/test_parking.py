@@ -47,9 +47,9 @@ def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
         wait_until(lambda: place.backlog() == 0)
         place.publish(*"abc")
         wait_until(lambda: len(place.letters()) == 11 and place.backlog() == 0)
-        parked = run.source._active()._letters
-        assert parked.resting() == {"b": 11}
-        assert parked.written == {Kind.PARKED: 11}
+        status = run.source.status()
+        assert status["parked"] == [{"key": "b", "letters": 11}]
+        assert status["counters"]["parked"] == status["counters"]["deadLettered"] == 11
     assert place.handled == {"a": list(range(11)), "c": list(range(11))}
     assert place.tried["b"] == [0, 0], "only the first message of a parked key is tried"
     letters = place.letters()

@@ -1,0 +1,65 @@
+"""``keyshard explain``: where a key lies, and what happens to it."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
+
+
+def explain(  # noqa: PLR0917 - one argument per option
+    key: Annotated[str, typer.Argument(help="Routing key: the ordering key, else the key.")],
+    parallelism: Annotated[
+        int | None,
+        typer.Option(help="Number of equal ranges: answer without asking a running source."),
+    ] = None,
+    subscription: SubscriptionOption = None,
+    service_url: ServiceUrlOption = None,
+    pid: PidOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say the slot, range and owner of a key, and what waits, runs or is parked."""
+    from keyshard.runtime.control import running_source
+
+    if parallelism is None:
+        told = running_source(subscription, service_url, pid).ask("explain", key=key)
+    else:
+        told = _offline(key, parallelism)
+    typer.echo(json.dumps(told, indent=2) if as_json else _text(told))
+
+
+def _offline(key: str, parallelism: int) -> dict[str, Any]:
+    from keyshard.core.hash_range import range_index, split_ring
+    from keyshard.core.key_slot import key_slot
+
+    slot = key_slot(key)
+    ring = split_ring(parallelism)
+    index = range_index(slot, parallelism)
+    return {"key": key, "slot": slot, "range": index, "hashRange": str(ring[index])}
+
+
+def _text(told: dict[str, Any]) -> str:
+    lines = [
+        f"key     {told['key']!r}",
+        f"slot    {told['slot']}",
+        f"range   {told['range']} (slots {told['hashRange']})",
+    ]
+    if "owner" not in told:
+        return "\n".join(lines)
+    lane = told["lane"]
+    state = lane["state"]
+    if lane["messageId"] is not None:
+        state += f", message {lane['messageId']}, attempt {lane['attempts'] + 1}"
+    if lane["reason"]:
+        state += f": {lane['reason']}"
+    lines += [
+        f"owner   {told['owner']}",
+        f"lane    {state}",
+        f"waiting {told['waiting']} messages",
+        f"parked  {'yes: keyshard unpark ' + told['key'] if told['parked'] else 'no'}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""How a running source does: the state of each range, what blocks it, and which ranges stall.
+
+State of a range, the first that applies::
+
+    stalled       for STALL_S it had something to do and nothing changed, or a handler has not
+                  returned, or a consumer has been away
+    disconnected  a consumer of it is not connected to the broker
+    draining      it is about to move: what runs is finished, nothing new starts
+    blocked       rows wait, and every key they have waits for a retry
+    paused        it receives nothing, because the window or the checkpoint has no room
+    running       handlers work, or rows are about to be worked on
+    idle          nothing to do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+STALL_S = 6.0
+"""Time without progress after which a range is called stalled, seconds."""
+REMIND_S = 60.0
+"""Time after which a range that is still stalled is named again, seconds."""
+
+
+class RangeState(str, Enum):
+    """What a range does; see the top of this module."""
+
+    STALLED = "stalled"
+    DISCONNECTED = "disconnected"
+    DRAINING = "draining"
+    BLOCKED = "blocked"
+    PAUSED = "paused"
+    RUNNING = "running"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """A key that is worked on, or that waits for a retry: with its first message."""
+
+    key: str | None
+    """Routing key; ``None`` for messages without one."""
+    message_id: str
+    """``ledger:entry:index``."""
+    attempts: int = 0
+    """How often the handler has failed on the message."""
+    running_s: float | None = None
+    """How long the handler has been working on it, seconds; ``None`` when it is not."""
+    retry_in_s: float | None = None
+    """Time until it is tried again, seconds; ``None`` when it does not wait for that."""
+    error: str = ""
+    """What the handler raised last."""
+    parking: bool = False
+    """Whether it runs only to become a dead letter."""
+
+    @property
+    def reason(self) -> str:
+        """Why the key's later messages wait, in a few words."""
+        if self.running_s is not None and self.parking:
+            return f"its dead letter has not been confirmed for {self.running_s:.1f} s"
+        if self.running_s is not None:
+            return f"the handler has not returned for {self.running_s:.1f} s"
+        failed = f" after {self.error}" if self.error else ""
+        return f"retry in {max(0.0, self.retry_in_s or 0.0):.1f} s{failed}"
+
+    def __str__(self) -> str:
+        name = "a message without a key" if self.key is None else f"key {self.key!r}"
+        return f"{name}, message {self.message_id}, attempt {self.attempts + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class RangeFacts:
+    """What is known of one range at one moment."""
+
+    index: int
+    waiting: int = 0
+    """Messages received and not handed to a handler yet."""
+    ready: int = 0
+    """Keys of them that a handler could begin at once."""
+    in_flight: int = 0
+    """Messages that handlers work on."""
+    handled: int = 0
+    """Messages completed, rejected or parked since the start: it grows when there is progress."""
+    blocking: KeyFacts | None = None
+    """The key that holds the range back most; see :func:`most_blocking`."""
+    paused: bool = False
+    draining: bool = False
+    disconnected: tuple[str, ...] = ()
+    """Topic partitions whose consumer is not connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A range that stalls, and why."""
+
+    index: int
+    since_s: float
+    """When it began, by the clock that the watchdog is given."""
+    reason: str
+
+
+def most_blocking(keys: Iterable[KeyFacts]) -> KeyFacts | None:
+    """The key whose handler has been running longest, else the one that failed most often."""
+    return max(
+        keys,
+        key=lambda one: (one.running_s is not None, one.running_s or 0.0, one.attempts),
+        default=None,
+    )
+
+
+def state_of(facts: RangeFacts, *, stalled: bool) -> RangeState:
+    """The state of a range; see the top of this module."""
+    if stalled:
+        return RangeState.STALLED
+    if facts.disconnected:
+        return RangeState.DISCONNECTED
+    if facts.draining:
+        return RangeState.DRAINING
+    if facts.blocking is not None and not facts.in_flight and not facts.ready:
+        return RangeState.BLOCKED
+    if facts.paused:
+        return RangeState.PAUSED
+    return RangeState.RUNNING if facts.waiting or facts.in_flight else RangeState.IDLE
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What the watchdog remembers of one range."""
+
+    handled: int
+    still_since_s: float
+    """Since when it has had something to do and nothing was handled."""
+    away_since_s: float | None = None
+    """Since when a consumer of it has been disconnected."""
+    named_s: float | None = None
+    """When it was named last."""
+
+
+class Watchdog:
+    """Finds ranges that stall. Time is an argument, from any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        self.stalls: dict[int, Stall] = {}
+        """Ranges that stall now, by index."""
+
+    def look(self, now_s: float, ranges: Sequence[RangeFacts]) -> list[Stall]:
+        """Take what is known of all ranges now; which stalls are to be named.
+
+        A stall is named when it is found, and again every ``REMIND_S``.
+        """
+        self._watched = {
+            facts.index: self._watched.get(facts.index) or _Watched(facts.handled, now_s)
+            for facts in ranges
+        }
+        found = [self._judge(now_s, self._watched[facts.index], facts) for facts in ranges]
+        self.stalls = {stall.index: stall for stall in found if stall is not None}
+        due: list[Stall] = []
+        for index, watched in self._watched.items():
+            if index not in self.stalls:
+                watched.named_s = None
+            elif watched.named_s is None or now_s - watched.named_s >= REMIND_S:
+                watched.named_s = now_s
+                due.append(self.stalls[index])
+        return due
+
+    @staticmethod
+    def _judge(now_s: float, watched: _Watched, facts: RangeFacts) -> Stall | None:
+        busy = bool(facts.waiting or facts.in_flight)
+        if facts.handled != watched.handled or not busy:
+            watched.handled, watched.still_since_s = facts.handled, now_s
+        if not facts.disconnected:
+            watched.away_since_s = None
+        elif watched.away_since_s is None:
+            watched.away_since_s = now_s
+        key = facts.blocking
+        if key is not None and key.running_s is not None and key.running_s >= STALL_S:
+            return Stall(facts.index, now_s - key.running_s, f"{key.reason}: {key}")
+        if watched.away_since_s is not None and now_s - watched.away_since_s >= STALL_S:
+            names = ", ".join(facts.disconnected[:3])
+            more = f" and {len(facts.disconnected) - 3} more" if len(facts.disconnected) > 3 else ""
+            reason = f"its consumer is not connected to {names}{more}"
+            return Stall(facts.index, watched.away_since_s, reason)
+        if busy and now_s - watched.still_since_s >= STALL_S:
+            return Stall(facts.index, watched.still_since_s, _stillness(facts))
+        return None
+
+
+def _stillness(facts: RangeFacts) -> str:
+    """Why a range that has rows handles none, as far as it is known."""
+    text = f"{facts.waiting} messages wait, {facts.in_flight} are in flight, and none was completed"
+    if facts.ready and not facts.in_flight:
+        return f"{text}: no worker is free"
+    if facts.blocking is not None:
+        return f"{text}: {facts.blocking.reason}: {facts.blocking}"
+    return f"{text}: the range is draining" if facts.draining else text

@@ -1,0 +1,119 @@
+"""Which limits of the broker and of the source a load reaches, and how soon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keyshard.core.diagnosis import Finding, Level
+from keyshard.core.subscription_state import BrokerLimits
+
+ENTRIES_PER_S_MAX = 10_000
+"""Entries per second that one topic partition hands out with a broker's default settings."""
+SHORT_S = 30.0
+"""A limit that is reached sooner than this, when something stops, is worth a warning, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a source is to carry."""
+
+    rate_per_s: float
+    """Messages per second, over all topic partitions."""
+    message_bytes: float
+    """Payload of one message."""
+    messages_per_entry: float
+    partitions: int
+    parallelism: int
+    """Number of ranges."""
+    window_rows_max: int
+    window_bytes_max: int
+
+
+def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
+    """Which limits a load reaches, and how soon after something stops."""
+    findings = []
+    if limits.message_bytes and load.message_bytes > limits.message_bytes:
+        findings.append(
+            Finding(
+                Level.PROBLEM,
+                "message size",
+                f"Messages of {load.message_bytes:,.0f} bytes are above the broker's "
+                f"{limits.message_bytes:,}; chunked ones are refused.",
+                "Make them smaller, or raise maxMessageSize.",
+            )
+        )
+    entries_per_s = load.rate_per_s / load.messages_per_entry / load.partitions
+    if entries_per_s > ENTRIES_PER_S_MAX:
+        findings.append(
+            Finding(
+                Level.WARNING,
+                "entries per second",
+                f"{entries_per_s:,.0f} entries per second in each topic partition; brokers hand "
+                f"out about {ENTRIES_PER_S_MAX:,} with their default settings.",
+                "Batch by key so that an entry holds more messages, or use more partitions.",
+            )
+        )
+    soon = [reach for reach in _reaches(load, limits) if reach.seconds < SHORT_S]
+    findings += [
+        Finding(Level.WARNING, reach.about, f"{reach.text} {reach.seconds:.1f} s.", reach.advice)
+        for reach in soon
+    ]
+    if not findings:
+        first = min(_reaches(load, limits), key=lambda reach: reach.seconds)
+        text = f"First at {load.rate_per_s:,.0f} messages/s: {first.text} {first.seconds:,.0f} s."
+        findings.append(Finding(Level.OK, "limits", text))
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    about: str
+    seconds: float
+    text: str
+    advice: str
+
+
+def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
+    """How long each limit lasts."""
+    per_partition = load.rate_per_s / load.partitions
+    per_consumer = per_partition / load.parallelism
+    entries_per_consumer = per_consumer / load.messages_per_entry
+    stop = "When nothing is committed any more,"
+    lag = "When one range stops,"
+    wider = "Commit more often, raise the limit, or use more partitions."
+    reaches = [
+        _Reach(
+            "window", load.window_rows_max / load.rate_per_s,
+            f"{stop} the window of {load.window_rows_max:,} rows is full after",
+            "Raise window_rows_max.",
+        ),
+        _Reach(
+            "window", load.window_bytes_max / (load.rate_per_s * max(1.0, load.message_bytes)),
+            f"{stop} the window of {load.window_bytes_max:,} bytes is full after",
+            "Raise window_bytes_max.",
+        ),
+        _Reach(
+            "replay queue",
+            limits.replay(load.parallelism) / entries_per_consumer,
+            f"{lag} the broker stops all ranges of a topic partition, with "
+            f"{limits.replay(load.parallelism):,} entries waiting, after",
+            "Raise keySharedLookAheadMsgInReplayThresholdPerConsumer and ...PerSubscription.",
+        ),
+        _Reach(
+            "ack holes", limits.ack_holes / entries_per_consumer,
+            f"{lag} a topic partition has more than {limits.ack_holes:,} holes after",
+            "Raise managedLedgerMaxUnackedRangesToPersist.",
+        ),
+    ]  # fmt: skip
+    if limits.unacked_per_consumer:
+        text = f"{stop} a range has {limits.unacked_per_consumer:,} unacknowledged messages after"
+        seconds = limits.unacked_per_consumer / per_consumer
+        reaches.append(_Reach("unacknowledged", seconds, text, wider))
+    if limits.unacked_per_subscription:
+        text = (
+            f"{stop} a topic partition has {limits.unacked_per_subscription:,} unacknowledged "
+            "messages after"
+        )
+        seconds = limits.unacked_per_subscription / per_partition
+        reaches.append(_Reach("unacknowledged", seconds, text, wider))
+    return reaches

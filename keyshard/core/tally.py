@@ -1,0 +1,50 @@
+"""What became of messages since the start of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keyshard.core.letters import Kind
+from keyshard.core.timings import Timings
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one run. Not thread-safe: the owner changes it under one lock."""
+
+    completed: int = 0
+    """Messages whose handler returned."""
+    failed_attempts: int = 0
+    """Attempts that raised."""
+    rejected: int = 0
+    """Messages that a handler, or the policy for messages without a key, rejected."""
+    parked: int = 0
+    """Messages of parked keys that went to the dead-letter topic."""
+    dead_lettered: int = 0
+    """Messages written to the dead-letter topic, for whatever reason."""
+    timings: Timings = field(default_factory=Timings)
+    """Of attempts."""
+
+    def attempt(self, seconds: float, *, failed: bool) -> None:
+        """Count one attempt of the handler."""
+        self.timings.add(seconds)
+        if failed:
+            self.failed_attempts += 1
+        else:
+            self.completed += 1
+
+    def letter(self, kind: Kind) -> None:
+        """Count a message that was written to the dead-letter topic."""
+        self.dead_lettered += 1
+        self.rejected += kind is Kind.REJECTED
+        self.parked += kind is Kind.PARKED
+
+    def counters(self) -> dict[str, int]:
+        """The counts as plain JSON values."""
+        return {
+            "completed": self.completed,
+            "failedAttempts": self.failed_attempts,
+            "rejected": self.rejected,
+            "parked": self.parked,
+            "deadLettered": self.dead_lettered,
+        }

@@ -1,0 +1,220 @@
+"""The status of a running source, as plain JSON values, and where a key of it stands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import islice
+from typing import Any
+
+from keyshard.config import SourceConfig
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import HashRange, gaps
+from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
+from keyshard.core.key_slot import key_slot
+from keyshard.core.lane_facts import lane_of, range_facts
+from keyshard.core.lanes import Lanes
+from keyshard.core.tally import Tally
+from keyshard.runtime.broker_facts import BrokerFacts, PartitionFacts
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.rescale import Rescaler
+
+PARKED_MAX = 1_000
+"""Parked keys that a status names; of more it only tells how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the status is about: the parts of a run that know something."""
+
+    config: SourceConfig
+    coordinator: Coordinator
+    lanes: Lanes
+    tally: Tally
+    changed: threading.Condition
+    """Guards lanes and tally."""
+    executor: str
+    workers: int
+    rescaler: Rescaler
+    parked: Callable[[], Mapping[str, int]] = dict
+    """Letters that rest of each parked key."""
+    unpark: Callable[[str], bool] | None = None
+    """Lets a parked key out; ``None`` where nothing is parked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seats:
+    """Who owns what, and is connected."""
+
+    owned: Mapping[int, list[HashRange]]
+    disconnected: Mapping[int, list[str]]
+    paused: set[int]
+    gaps: Mapping[TopicPartition, tuple[HashRange, ...]]
+
+
+class StatusView:
+    """Builds the status of one run. Methods may be called from any thread, and never wait long.
+
+    Args:
+        subject: The run.
+        broker_facts: What the broker says; ``None`` without an admin interface.
+    """
+
+    def __init__(self, subject: Subject, broker_facts: BrokerFacts | None) -> None:
+        self._subject = subject
+        self._broker_facts = broker_facts
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._lock = threading.Lock()
+        self._watchdog = Watchdog()
+
+    def watch(self) -> list[Stall]:
+        """Look for ranges that stall; those that are to be named now."""
+        now_s = time.monotonic()
+        facts = self._facts(now_s, self._seats())
+        with self._lock:
+            return self._watchdog.look(now_s, facts)
+
+    def status(self) -> dict[str, Any]:
+        """Everything; see ``docs/status.md``."""
+        subject = self._subject
+        now_s = time.monotonic()
+        seats = self._seats()
+        facts = self._facts(now_s, seats)
+        with subject.changed:
+            oldest = [subject.lanes.counts(each.index).oldest for each in facts]
+            counters, timings = subject.tally.counters(), subject.tally.timings.status()
+        with self._lock:
+            stalls = dict(self._watchdog.stalls)
+        config, parked = subject.config, subject.parked()
+        return {
+            "subscription": config.subscription,
+            "topics": list(config.topics),
+            "topicsPattern": config.topics_pattern,
+            "serviceUrl": config.service_url,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "epoch": subject.coordinator.epoch,
+            "lanes": subject.lanes.lanes,
+            "workers": subject.workers,
+            "executor": subject.executor,
+            "ranges": [
+                self._range(each, seats, stalls.get(each.index), published, now_s)
+                for each, published in zip(facts, oldest, strict=True)
+            ],
+            "partitions": [
+                self._partition(where, missing) for where, missing in sorted(seats.gaps.items())
+            ],
+            "parkedKeys": len(parked),
+            "parked": [
+                {"key": key, "letters": letters}
+                for key, letters in islice(parked.items(), PARKED_MAX)
+            ],
+            "counters": counters,
+            "handlerSeconds": timings,
+            "window": subject.coordinator.status(),
+            "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
+        }
+
+    def explain(self, key: str) -> dict[str, Any]:
+        """Where a key lies, and what happens to it, as plain JSON values."""
+        slot = key_slot(key)
+        lanes = self._subject.lanes
+        with self._subject.changed:
+            index = lanes.owner_of(slot)
+            queue = lanes.queue(key)
+            lane = lane_of(queue, time.monotonic())
+            waiting = 0 if queue is None else len(queue.work) - queue.running
+        owned = self._seats().owned.get(index, [])
+        return {
+            "key": key,
+            "slot": slot,
+            "range": index,
+            "hashRange": " ".join(str(one) for one in owned if slot in one),
+            "owner": self._owner,
+            "lane": lane,
+            "waiting": waiting,
+            "parked": key in self._subject.parked(),
+        }
+
+    def _seats(self) -> _Seats:
+        owned: dict[int, set[HashRange]] = {}
+        disconnected: dict[int, list[str]] = {}
+        covered: dict[TopicPartition, list[HashRange]] = {}
+        receiving: set[int] = set()
+        for seat, connected, paused in self._subject.coordinator.seats():
+            owned.setdefault(seat.range_index, set()).add(seat.hash_range)
+            covering = covered.setdefault(seat.topic_partition, [])
+            if connected:
+                covering.append(seat.hash_range)
+            else:
+                disconnected.setdefault(seat.range_index, []).append(seat.topic_partition.name)
+            if not paused:
+                receiving.add(seat.range_index)
+        return _Seats(
+            {index: sorted(ranges) for index, ranges in owned.items()},
+            disconnected,
+            set(owned) - receiving,
+            {where: gaps(ranges) for where, ranges in covered.items()},
+        )
+
+    def _facts(self, now_s: float, seats: _Seats) -> list[RangeFacts]:
+        with self._subject.changed:
+            return range_facts(
+                self._subject.lanes, now_s, seats.owned, seats.disconnected, seats.paused
+            )
+
+    def _range(
+        self,
+        facts: RangeFacts,
+        seats: _Seats,
+        stall: Stall | None,
+        published: datetime | None,
+        now_s: float,
+    ) -> dict[str, Any]:
+        age = None if published is None else datetime.now(timezone.utc) - published
+        return {
+            "index": facts.index,
+            "hashRanges": [str(one) for one in seats.owned.get(facts.index, ())],
+            "owner": self._owner,
+            "state": state_of(facts, stalled=stall is not None).value,
+            "waiting": facts.waiting,
+            "inFlight": facts.in_flight,
+            "handled": facts.handled,
+            "oldestUnacknowledgedMillis": (
+                None if age is None else max(0, int(age.total_seconds() * 1000))
+            ),
+            "blockedBy": None if facts.blocking is None else _key(facts.blocking),
+            "stalled": None
+            if stall is None
+            else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},
+        }
+
+    def _partition(self, where: TopicPartition, missing: tuple[HashRange, ...]) -> dict[str, Any]:
+        facts: PartitionFacts | None = None
+        if self._broker_facts is not None:
+            facts = self._broker_facts.known.get(where)
+        return {
+            "topic": where.topic,
+            "partition": where.partition,
+            "covered": not missing,
+            "gaps": list(map(str, missing)),
+            "backlog": facts and facts.backlog,
+            "ackHoles": facts and facts.ack_holes,
+            "ackHolesMax": facts and facts.ack_holes_max,
+            "replay": facts and facts.replay,
+            "replayMax": facts and facts.replay_max,
+        }
+
+
+def _key(facts: KeyFacts) -> dict[str, Any]:
+    return {
+        "key": facts.key,
+        "messageId": facts.message_id,
+        "attempts": facts.attempts,
+        "reason": facts.reason,
+    }

@@ -1,0 +1,61 @@
+"""What the admin interface tells of subscriptions, in memory and on a real broker."""
+
+from __future__ import annotations
+
+from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
+
+from keyshard.broker.memory import Message
+from keyshard.core.entry import TopicPartition
+from keyshard.core.hash_range import HashRange
+from keyshard.core.key_slot import key_slot
+from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.runtime.subscribe import Admin
+
+
+def state_of(admin: Admin, where: TopicPartition) -> SubscriptionState:
+    return SubscriptionState.from_stats(admin.subscriptions(where)[SUBSCRIPTION])
+
+
+def test_it_tells_type_consumers_and_gaps(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    broker, admin = harness.broker(), harness.admin()
+    subscribe(broker, where, HashRange(0, 99))
+    later = subscribe(broker, where, HashRange(200, 65_535))
+    state = state_of(admin, where)
+    assert (state.kind, state.sticky, state.out_of_order) == ("Key_Shared", True, False)
+    assert state.durable
+    assert {consumer.name for consumer in state.consumers} == {"range-0-99", "range-200-65535"}
+    assert state.gaps == (HashRange(100, 199),)
+    later.close()
+    assert state_of(admin, where).gaps == (HashRange(100, 65_535),)
+
+
+def test_it_tells_backlog_holes_and_what_waits_for_its_owner(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    admin = harness.admin()
+    slot = key_slot("covered")
+    consumer = subscribe(harness.broker(), where, HashRange(slot, slot))
+    messages = [Message(b"%d" % i, key="covered") for i in range(6)]
+    harness.publish(where.name, [*messages, Message(b"m", key="other")])
+    received = receive([consumer], 6)
+    consumer.acknowledge([received.ids[1], received.ids[2], received.ids[4]])
+    wait_until(lambda: state_of(admin, where).backlog == 4)
+    state = state_of(admin, where)
+    assert state.ack_holes == 2
+    assert state.in_replay == 1
+    assert not state.blocked
+    (owner,) = state.consumers
+    assert owner.unacknowledged == 3
+    assert not owner.blocked
+
+
+def test_a_topic_that_is_not_there_has_no_subscription(harness: Harness) -> None:
+    assert harness.admin().subscriptions(TopicPartition(f"{harness.create_topic()}-no")) == {}
+
+
+def test_it_tells_version_and_limits(harness: Harness) -> None:
+    admin = harness.admin()
+    assert admin.version().startswith("4.")
+    limits = BrokerLimits.from_settings(admin.settings())
+    assert limits.replay_per_consumer == harness.look_ahead_per_consumer
+    assert limits.unacked_per_consumer == BrokerLimits().unacked_per_consumer

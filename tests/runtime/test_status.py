@@ -1,0 +1,360 @@
+"""What a running source shows: status, watchdog, control socket, metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tenacity
+
+from control_folder import own_control_folder
+from helpers import key_in, wait_until
+from keyshard import KeyShardSource, Message, RetryPolicy
+from keyshard.broker.connect import connect_admin
+from keyshard.broker.memory import LookAhead, MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.cli import main
+from keyshard.core import health
+from keyshard.core.hash_range import range_index, split_ring
+from keyshard.core.key_slot import key_slot
+from keyshard.errors import ConfigError, ControlError, NotRunningError
+from keyshard.runtime import broker_facts, monitor
+from keyshard.runtime.control import running_source, running_sources
+
+RANGES = 4
+KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]
+FAILING = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
+
+
+@pytest.fixture(autouse=True)
+def control_folder() -> Iterator[None]:
+    with own_control_folder():
+        yield
+
+
+class Job:
+    """A source of four ranges over two topic partitions, running in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        self.cluster = MemoryCluster.named(name)
+        self.topic = self.cluster.create_topic("orders", partitions=2)
+        self.release = threading.Event()
+        self.hung: list[Message] = []
+        self.handled: list[Message] = []
+        self.source = KeyShardSource(
+            self.topic, subscription="jobs", parallelism=RANGES, service_url=self.url,
+            admin_url=self.url, starting_position="earliest",
+        )  # fmt: skip
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def handle(self, message: Message) -> None:
+        """Hangs on the value ``hang``, raises on ``fail``."""
+        if message.value == b"hang":
+            self.hung.append(message)
+            assert self.release.wait(60)
+        if message.value == b"fail" and not self.release.is_set():
+            raise ValueError("not now")
+        self.handled.append(message)
+
+    def publish(self, *values: tuple[str, bytes]) -> None:
+        self.cluster.publish(self.topic, *(Stored(value, key=key) for key, value in values))
+
+    def start(self, **options: Any) -> None:
+        def run() -> None:
+            try:
+                self.source.run(self.handle, **options)
+            except BaseException as exc:  # noqa: BLE001 - told to the test
+                self.error = exc
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+        wait_until(lambda: self.error or self.shown())
+        assert self.error is None, self.error
+
+    def shown(self) -> bool:
+        try:
+            return bool(self.status())
+        except NotRunningError:
+            return False
+
+    def status(self) -> dict[str, Any]:
+        return self.source.status()
+
+    def range(self, index: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.status()["ranges"][index]
+        return found
+
+    def stop(self) -> None:
+        self.release.set()
+        if self.thread is not None and self.thread.is_alive():
+            self.source.stop()
+            self.thread.join(30)
+            assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    made = Job(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog looks often and waits for less."""
+    monkeypatch.setattr(monitor, "LOOK_S", 0.02)
+    monkeypatch.setattr(health, "STALL_S", 0.3)
+    monkeypatch.setattr(broker_facts, "ROUND_S", 0.05)
+
+
+def test_a_hung_handler_is_named_within_ten_seconds_and_others_go_on(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start()
+    began = time.monotonic()
+    job.publish((KEYS[2], b"hang"), (KEYS[2], b"behind"), *((key, b"fine") for key in KEYS[:2]))
+    with caplog.at_level(logging.WARNING):
+        wait_until(lambda: job.range(2)["state"] == "stalled")
+        wait_until(lambda: "range 2 stalls" in caplog.text)
+    assert time.monotonic() - began < 10
+    message_id = str(job.hung[0].message_id)
+    assert KEYS[2] in caplog.text
+    assert message_id in caplog.text
+    shown = job.range(2)
+    assert shown["blockedBy"]["key"] == KEYS[2]
+    assert shown["blockedBy"]["messageId"] == message_id
+    assert shown["blockedBy"]["attempts"] == 0
+    assert "has not returned" in shown["stalled"]["reason"]
+    assert (shown["waiting"], shown["inFlight"]) == (1, 1)
+    assert shown["oldestUnacknowledgedMillis"] > 5_000
+    assert [each["state"] for each in job.status()["ranges"]] == [
+        "idle", "idle", "stalled", "idle",
+    ]  # fmt: skip
+    assert caplog.text.count("stalls") == 1
+    job.release.set()
+    wait_until(lambda: job.range(2)["state"] == "idle")
+    assert job.range(2)["stalled"] is None
+    assert len(job.handled) == 4
+
+
+def test_a_key_that_waits_for_its_retry_blocks_its_range_and_is_explained(
+    job: Job, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start(retry=FAILING)
+    job.publish((KEYS[1], b"fail"), (KEYS[1], b"behind"), (KEYS[0], b"fine"))
+    wait_until(lambda: job.range(1)["blockedBy"] and job.range(1)["stalled"])
+    shown = job.range(1)
+    assert "retry in" in shown["blockedBy"]["reason"]
+    assert "ValueError: not now" in shown["blockedBy"]["reason"]
+    assert shown["blockedBy"]["attempts"] == 1
+    told = running_source("jobs").ask("explain", key=KEYS[1])
+    assert told["lane"]["state"] == "retrying"
+    assert told["lane"]["messageId"] == shown["blockedBy"]["messageId"]
+    assert (told["range"], told["waiting"], told["parked"]) == (1, 2, False)
+    assert told["slot"] == key_slot(KEYS[1])
+    assert told["hashRange"] == "16384-32767"
+    other = running_source("jobs").ask("explain", key="never seen")
+    assert other["range"] == range_index(key_slot("never seen"), RANGES)
+    assert other["lane"]["state"] == "empty"
+
+
+def test_a_consumer_that_is_away_is_named_and_leaves_a_gap(job: Job, quick: None) -> None:
+    job.start()
+    away = job.cluster.partitions(job.topic)[0]
+    (client,) = job.cluster._clients
+    consumers = client.drop([away])
+    wait_until(lambda: all(each["stalled"] for each in job.status()["ranges"]))
+    status = job.status()
+    assert f"not connected to {away}" in status["ranges"][0]["stalled"]["reason"]
+    first, second = status["partitions"]
+    assert (first["covered"], first["gaps"]) == (False, ["0-65535"])
+    assert (second["covered"], second["gaps"]) == (True, [])
+    client.reconnect(consumers)
+    wait_until(lambda: all(each["state"] == "idle" for each in job.status()["ranges"]))
+    assert all(each["covered"] for each in job.status()["partitions"])
+
+
+def test_status_is_plain_json_with_counts_and_what_the_broker_says(job: Job, quick: None) -> None:
+    job.start(lanes=3, workers=2)
+    job.publish((KEYS[0], b"hang"), *((key, b"%d" % n) for n in range(5) for key in KEYS[1:]))
+    wait_until(lambda: len(job.handled) == 15)
+    wait_until(lambda: sum(each["backlog"] or 0 for each in job.status()["partitions"]) == 1)
+    status = json.loads(json.dumps(job.status()))
+    assert (status["subscription"], status["topics"]) == ("jobs", [job.topic])
+    assert (status["lanes"], status["workers"], status["executor"]) == (3, 2, "threads")
+    assert [each["hashRanges"] for each in status["ranges"]] == [
+        [str(hash_range)] for hash_range in split_ring(RANGES)
+    ]
+    assert status["counters"]["completed"] == 15
+    assert status["handlerSeconds"]["count"] == 15
+    for each in status["partitions"]:
+        # 4 ranges of 2,000 entries; the limits are those of the broker.
+        assert each["replayMax"] == RANGES * LookAhead().per_consumer
+        assert each["ackHolesMax"] == 10_000
+        assert each["replay"] == 0
+    assert status["brokerError"] == ""
+    assert status["parked"] == []
+
+
+def test_every_field_is_documented(job: Job) -> None:
+    job.start()
+    status = job.status()
+    told = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
+    range_, partition = status["ranges"][0], status["partitions"][0]
+    for name in [*status, *status["counters"], *status["handlerSeconds"], *range_, *partition]:
+        assert f"`{name}`" in told, name
+    for state in health.RangeState:
+        assert f"| `{state.value}` |" in told, state
+
+
+def test_without_admin_url_the_broker_is_not_asked(job: Job) -> None:
+    job.source = KeyShardSource(
+        job.topic, subscription="jobs", service_url=job.url, starting_position="earliest"
+    )
+    job.start()
+    (first, _) = job.status()["partitions"]
+    assert first["covered"]
+    assert {first[name] for name in ("backlog", "ackHoles", "replay", "replayMax")} == {None}
+
+
+def test_an_admin_interface_that_is_away_holds_nothing_up(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def hang() -> Any:
+        asked.set()
+        assert job.release.wait(60)
+        return connect_admin(job.url)
+
+    job.start()
+    monkeypatch.setattr(monitor, "connect_admin", lambda _url: hang())
+    job.stop()
+    job.release.clear()
+    job.start()
+    assert asked.wait(20)
+    began = time.monotonic()
+    assert job.status()["partitions"][0]["backlog"] is None
+    assert time.monotonic() - began < 2
+
+
+def test_the_commands_reach_a_running_source_until_it_ends(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.start()
+    job.publish((KEYS[0], b"hang"))
+    wait_until(lambda: job.hung)
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        assert caught.value.code in (None, 0)
+        return capsys.readouterr().out
+
+    assert json.loads(run("status", "jobs", "--json"))["subscription"] == "jobs"
+    assert "'jobs' on" in run("status")
+    assert f"lane    running, message {job.hung[0].message_id}" in run("explain", KEYS[0])
+    assert "4 ranges to 8: 50.0% of the ring moves" in run("plan", "--ranges", "8")
+    job.stop()
+    with pytest.raises(ControlError):
+        running_source("jobs")
+    assert running_sources() == []
+    with pytest.raises(NotRunningError):
+        job.source.status()
+
+
+ONCE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
+
+
+def test_a_parked_key_is_shown_and_unparked_by_command(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.start(retry=ONCE)
+    job.publish((KEYS[1], b"fail"), (KEYS[1], b"behind"))
+    parked = {"key": KEYS[1], "letters": 2}
+    wait_until(lambda: job.status()["parked"] == [parked])
+    status = job.status()
+    assert status["parkedKeys"] == 1
+    counters = {"completed": 0, "failedAttempts": 1, "parked": 2, "deadLettered": 2, "rejected": 0}
+    assert status["counters"] == counters
+    assert running_source("jobs").ask("explain", key=KEYS[1])["parked"]
+    job.release.set()
+    for says in ("on its way out", "not parked"):
+        with pytest.raises(SystemExit):
+            main(["unpark", KEYS[1]])
+        assert says in capsys.readouterr().out
+        wait_until(lambda: not job.status()["parked"])
+    assert [message.value for message in job.handled] == [b"fail", b"behind"]
+    assert job.status()["counters"] == counters | {"completed": 2}
+
+
+def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.start()
+    job.publish((KEYS[0], b"hang"), *((key, b"fine") for key in KEYS))
+    wait_until(lambda: len(job.handled) == RANGES - 1 and job.hung)
+    job.release.set()
+    with pytest.raises(SystemExit) as caught:
+        main(["rescale", "5"])
+    assert caught.value.code in (None, 0)
+    assert "4 ranges to 5: 20.0% of the ring moved, and at least 20.0% had to" in (
+        capsys.readouterr().out
+    )
+    status = job.status()
+    assert (status["epoch"], len(status["ranges"])) == (1, 5)
+    assert len(status["ranges"][4]["hashRanges"]) == 4
+    assert all(each["covered"] for each in status["partitions"])
+    job.publish(*((key, b"later") for key in KEYS))
+    wait_until(lambda: len(job.handled) == 2 * RANGES + 1)
+    with pytest.raises(ConfigError):
+        running_source("jobs").ask("rescale", ranges=0)
+    with pytest.raises(ConfigError):
+        running_source("jobs").ask("rescale")
+
+
+def test_batches_are_shown_too(job: Job) -> None:
+    batches = job.source.batches(max_rows=10, max_wait_s=0.01)
+    job.publish(*((key, b"fine") for key in KEYS))
+    batch = next(batches)
+    status = running_source("jobs").ask("status")
+    assert (status["executor"], len(status["ranges"])) == ("batches", RANGES)
+    assert status["window"]["windowRows"] == RANGES
+    assert all(each["covered"] for each in status["partitions"])
+    assert running_source("jobs").ask("rescale", ranges=2)["epoch"] == 1
+    assert len(job.status()["ranges"]) == 2
+    batch.ack()
+    batches.close()
+    assert running_sources() == []
+
+
+def test_metrics_are_served_while_it_runs(job: Job) -> None:
+    job.start(metrics_port=0)
+    port = job.source.__dict__["_running"]._monitor.metrics_port
+    url = f"http://127.0.0.1:{port}/metrics"
+    job.publish(*((key, b"fine") for key in KEYS))
+    wait_until(
+        lambda: "keyshard_messages_completed_total 4.0" in httpx.get(url, trust_env=False).text
+    )
+    assert "keyshard_handler_seconds_count 4.0" in httpx.get(url, trust_env=False).text
+    job.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url, trust_env=False)
+
+
+def test_a_metrics_port_that_is_taken_ends_the_run_with_an_error(job: Job) -> None:
+    job.start(metrics_port=0)
+    port = job.source.__dict__["_running"]._monitor.metrics_port
+    other = Job(f"other-{time.monotonic_ns()}")
+    with pytest.raises(AssertionError, match="metrics_port"):
+        other.start(metrics_port=port)
+    assert other.thread is not None
+    other.thread.join(30)
+    assert not other.thread.is_alive()

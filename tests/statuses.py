@@ -1,0 +1,77 @@
+"""A status of a running source, as tests of what shows it need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keyshard.core.timings import Timings
+
+
+def range_status(index: int, **changes: Any) -> dict[str, Any]:
+    """One range that has nothing to do."""
+    return {
+        "index": index,
+        "hashRanges": [],
+        "owner": "here:1",
+        "state": "idle",
+        "waiting": 0,
+        "inFlight": 0,
+        "handled": 0,
+        "oldestUnacknowledgedMillis": None,
+        "blockedBy": None,
+        "stalled": None,
+    } | changes
+
+
+def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
+    """One topic partition of which the broker tells nothing."""
+    return {
+        "topic": "persistent://public/default/t",
+        "partition": partition,
+        "backlog": None,
+        "covered": True,
+        "gaps": [],
+        "ackHoles": None,
+        "ackHolesMax": None,
+        "replay": None,
+        "replayMax": None,
+    } | changes
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    """Two ranges over one topic partition."""
+    return {
+        "subscription": "s",
+        "topics": ["persistent://public/default/t"],
+        "topicsPattern": None,
+        "serviceUrl": "pulsar://127.0.0.1:6650",
+        "pid": 1,
+        "host": "here",
+        "epoch": 0,
+        "lanes": 16,
+        "workers": 4,
+        "executor": "threads",
+        "ranges": [
+            range_status(0, hashRanges=["0-32767"]),
+            range_status(1, hashRanges=["32768-65535"]),
+        ],
+        "partitions": [partition_status(0)],
+        "parkedKeys": 0,
+        "parked": [],
+        "counters": {
+            "completed": 0,
+            "failedAttempts": 0,
+            "parked": 0,
+            "rejected": 0,
+            "deadLettered": 0,
+        },
+        "handlerSeconds": Timings().status(),
+        "window": {
+            "windowRows": 0,
+            "windowFill": 0.0,
+            "duplicatesDropped": 0,
+            "misrouted": 0,
+            "keyless": 0,
+        },
+        "brokerError": "",
+    } | changes

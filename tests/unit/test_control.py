@@ -1,0 +1,251 @@
+"""The control socket: found by name, private, bounded, and clear when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_folder import own_control_folder
+from helpers import wait_until
+from keyshard.errors import ConfigError, ControlError
+from keyshard.runtime import control
+from keyshard.runtime.control import (
+    CONNECTIONS_MAX,
+    REQUEST_BYTES_MAX,
+    ControlServer,
+    running_source,
+    running_sources,
+)
+
+URL = "pulsar://127.0.0.1:6650"
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[Path]:
+    with own_control_folder() as made:
+        yield made
+
+
+def echo(request: Mapping[str, Any]) -> Any:
+    return {"told": request["text"]}
+
+
+def refuse(_request: Mapping[str, Any]) -> Any:
+    raise ConfigError("parallelism must be 1 to 65536, got 0.")
+
+
+def serve(subscription: str = "orders", url: str = URL, topics: str = "t") -> ControlServer:
+    return ControlServer(subscription, url, topics, {"echo": echo, "refuse": refuse})
+
+
+def raw(path: Path, sent: bytes) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(20)
+        connection.connect(str(path))
+        connection.sendall(sent)
+        return json.loads(connection.makefile().readline())  # type: ignore[no-any-return]
+
+
+def test_a_source_is_found_by_its_subscription_and_answers() -> None:
+    server = serve()
+    other = serve("bills")
+    try:
+        found = running_source("orders")
+        assert (found.subscription, found.service_url, found.topics) == ("orders", URL, "t")
+        assert found.pid == os.getpid()
+        assert found.ask("echo", text="hä") == {"told": "hä"}
+        assert {one.subscription for one in running_sources()} == {"orders", "bills"}
+    finally:
+        server.close()
+        other.close()
+    with pytest.raises(ControlError, match="No running source of 'orders'"):
+        running_source("orders")
+
+
+def test_socket_and_folder_are_for_this_user_alone(folder: Path) -> None:
+    server = serve()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+        folder.chmod(0o755)
+        assert running_sources() == [], "somebody else may have put it there"
+        with pytest.raises(ControlError, match="this user alone"):
+            serve()
+    finally:
+        server.close()
+
+
+def test_two_sources_of_one_name_are_told_apart_by_cluster_or_pid() -> None:
+    servers = [serve(topics="a"), serve(url="pulsar://other:6650", topics="b")]
+    try:
+        with pytest.raises(ControlError, match=r"2 running sources match.*on a.*--pid") as caught:
+            running_source("orders")
+        assert "'orders' on b at pulsar://other:6650" in str(caught.value)
+        assert running_source("orders", service_url=URL).topics == "a"
+        with pytest.raises(ControlError, match="No running source"):
+            running_source("orders", URL, pid=1)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_an_error_of_the_source_keeps_its_class_and_text() -> None:
+    server = serve()
+    try:
+        with pytest.raises(ConfigError, match="must be 1 to 65536") as caught:
+            running_source("orders").ask("refuse")
+        assert str(caught.value).count("[KEYSHARD") == 1
+        with pytest.raises(ControlError, match="known is echo, refuse, who"):
+            running_source("orders").ask("nonsense")
+        with pytest.raises(ControlError, match="KeyError"):
+            running_source("orders").ask("echo")
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("sent", [b"no json\n", b"[1]\n", b"\xff\xfe\n", b"{}\n", b"null\n"])
+def test_a_request_that_is_none_is_refused_and_the_next_is_served(sent: bytes) -> None:
+    server = serve()
+    try:
+        assert raw(server.path, sent)["ok"] is False
+        assert running_source("orders").ask("echo", text="x") == {"told": "x"}
+    finally:
+        server.close()
+
+
+def test_a_request_has_a_longest_size() -> None:
+    server = serve()
+    try:
+        told = raw(server.path, b"x" * (REQUEST_BYTES_MAX + 1))
+        assert "longer than" in told["error"]
+    finally:
+        server.close()
+
+
+def test_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "REQUEST_S", 0.2)
+    server = serve()
+    try:
+        told = raw(server.path, b'{"do": "echo", ')
+        assert told["code"] == "KEYSHARD_CONTROL"
+    finally:
+        server.close()
+
+
+def test_connections_are_bounded_and_slow_ones_do_not_block_others() -> None:
+    held = threading.Event()
+    asked = threading.Semaphore(0)
+
+    def hang(_request: Mapping[str, Any]) -> Any:
+        asked.release()
+        held.wait(30)
+        return "late"
+
+    server = ControlServer("orders", URL, "t", {"hang": hang, "echo": echo})
+    source = running_source("orders")
+    answers: list[str] = []
+    askers = [
+        threading.Thread(target=lambda: answers.append(source.ask("hang")))
+        for _ in range(CONNECTIONS_MAX)
+    ]
+    try:
+        askers[0].start()
+        assert asked.acquire(timeout=20)
+        assert source.ask("echo", text="x") == {"told": "x"}
+        for asker in askers[1:]:
+            asker.start()
+        for _ in askers[1:]:
+            assert asked.acquire(timeout=20)
+        with pytest.raises(ControlError, match="Too many requests"):
+            source.ask("echo", text="x")
+    finally:
+        held.set()
+        for asker in askers:
+            asker.join(20)
+        server.close()
+    assert answers == ["late"] * CONNECTIONS_MAX
+
+
+def test_an_answer_has_a_deadline() -> None:
+    held = threading.Event()
+    server = ControlServer("orders", URL, "t", {"hang": lambda _request: held.wait(30)})
+    try:
+        with pytest.raises(ControlError, match="does not answer"):
+            running_source("orders").ask("hang", timeout_s=0.1)
+    finally:
+        held.set()
+        server.close()
+
+
+OTHER = """
+import sys, time
+from keyshard.runtime.control import ControlServer
+server = ControlServer("orders", "pulsar://127.0.0.1:6650", "t", {})
+print(server.path, flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait(20)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_what_a_killed_process_left_is_removed(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    path = Path(other.stdout.readline().strip())
+    assert running_source("orders").pid == other.pid
+    other.kill()
+    other.wait(20)
+    assert path.exists()
+    wait_until(lambda: running_sources("orders") == [])
+    assert not path.exists()
+
+
+def test_a_stopped_process_is_named(
+    other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert other.stdout is not None
+    other.stdout.readline()
+    monkeypatch.setattr(control, "ANSWER_S", 0.3)
+    other.send_signal(signal.SIGSTOP)
+    with pytest.raises(ControlError, match=f"Process {other.pid} holds a control socket"):
+        running_source("orders")
+    other.send_signal(signal.SIGCONT)
+    monkeypatch.setattr(control, "ANSWER_S", 20.0)
+    assert running_source("orders").pid == other.pid
+
+
+def test_two_processes_with_one_subscription_are_told_apart(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    other.stdout.readline()
+    server = serve()
+    try:
+        with pytest.raises(ControlError, match=f"pid {other.pid}.*--pid"):
+            running_source("orders")
+        assert running_source("orders", pid=os.getpid()).path == server.path
+    finally:
+        server.close()
+
+
+def test_closing_twice_is_fine_and_removes_the_socket(folder: Path) -> None:
+    server = serve()
+    server.close()
+    server.close()
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,114 @@
+"""The state of a range, what blocks it, and when the watchdog names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.health import (
+    REMIND_S,
+    STALL_S,
+    KeyFacts,
+    RangeFacts,
+    RangeState,
+    Watchdog,
+    most_blocking,
+    state_of,
+)
+
+HUNG = KeyFacts("k", "1:2:0", attempts=2, running_s=STALL_S)
+RETRYING = KeyFacts("k", "1:2:0", attempts=3, retry_in_s=4.0, error="ValueError('no')")
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        (RangeFacts(0), RangeState.IDLE),
+        (RangeFacts(0, waiting=1), RangeState.RUNNING),
+        (RangeFacts(0, in_flight=1), RangeState.RUNNING),
+        (RangeFacts(0, paused=True), RangeState.PAUSED),
+        (RangeFacts(0, waiting=3, paused=True), RangeState.PAUSED),
+        (RangeFacts(0, waiting=3, blocking=RETRYING), RangeState.BLOCKED),
+        (RangeFacts(0, waiting=3, ready=1, blocking=RETRYING), RangeState.RUNNING),
+        (RangeFacts(0, waiting=3, in_flight=1, blocking=RETRYING), RangeState.RUNNING),
+        (RangeFacts(0, waiting=3, draining=True, blocking=RETRYING), RangeState.DRAINING),
+        (RangeFacts(0, draining=True, disconnected=("t",)), RangeState.DISCONNECTED),
+    ],
+)
+def test_the_state_of_a_range(facts: RangeFacts, state: RangeState) -> None:
+    assert state_of(facts, stalled=False) is state
+    assert state_of(facts, stalled=True) is RangeState.STALLED
+
+
+def test_what_blocks_is_the_longest_running_key_else_the_one_that_failed_most() -> None:
+    young = KeyFacts("young", "1:0:0", running_s=1.0)
+    assert most_blocking([]) is None
+    assert most_blocking([RETRYING, KeyFacts("x", "1:1:0", attempts=1)]) is RETRYING
+    assert most_blocking([RETRYING, young]) is young
+    assert most_blocking([young, HUNG, RETRYING]) is HUNG
+
+
+def test_a_handler_that_does_not_return_is_named_though_other_keys_go_on() -> None:
+    watchdog = Watchdog()
+    assert watchdog.look(0.0, [RangeFacts(3, in_flight=2, handled=1)]) == []
+    (stall,) = watchdog.look(
+        STALL_S, [RangeFacts(3, waiting=5, in_flight=2, handled=9, blocking=HUNG)]
+    )
+    assert stall.index == 3
+    assert stall.since_s == 0.0
+    assert f"has not returned for {STALL_S} s" in stall.reason
+    assert "key 'k', message 1:2:0, attempt 3" in stall.reason
+
+
+def test_rows_without_progress_are_named_with_what_they_wait_for() -> None:
+    watchdog = Watchdog()
+    facts = RangeFacts(0, waiting=4, blocking=RETRYING)
+    assert watchdog.look(0.0, [facts]) == []
+    assert watchdog.look(STALL_S - 0.1, [facts]) == []
+    (stall,) = watchdog.look(STALL_S, [facts])
+    assert "4 messages wait" in stall.reason
+    assert "retry in 4.0 s after ValueError('no')" in stall.reason
+
+
+def test_rows_that_no_worker_takes_are_named() -> None:
+    watchdog = Watchdog()
+    watchdog.look(0.0, [RangeFacts(0, waiting=4, ready=2)])
+    (stall,) = watchdog.look(STALL_S, [RangeFacts(0, waiting=4, ready=2)])
+    assert stall.reason.endswith("no worker is free")
+
+
+def test_progress_and_idleness_start_the_time_anew() -> None:
+    watchdog = Watchdog()
+    watchdog.look(0.0, [RangeFacts(0, waiting=4, handled=0)])
+    watchdog.look(STALL_S - 1, [RangeFacts(0, waiting=4, handled=1)])
+    assert watchdog.look(STALL_S + 1, [RangeFacts(0, waiting=4, handled=1)]) == []
+    watchdog.look(STALL_S + 2, [RangeFacts(0, handled=1)])
+    assert watchdog.look(2 * STALL_S + 1, [RangeFacts(0, waiting=1, handled=1)]) == []
+    assert watchdog.stalls == {}
+
+
+def test_a_consumer_that_stays_away_is_named_with_its_topic_partitions() -> None:
+    watchdog = Watchdog()
+    away = RangeFacts(1, disconnected=("a", "b", "c", "d"))
+    assert watchdog.look(0.0, [away, RangeFacts(2)]) == []
+    (stall,) = watchdog.look(STALL_S, [away, RangeFacts(2)])
+    assert stall.reason == "its consumer is not connected to a, b, c and 1 more"
+    assert watchdog.look(STALL_S + 1, [RangeFacts(1), RangeFacts(2)]) == []
+    assert watchdog.stalls == {}
+    assert watchdog.look(STALL_S + 2, [away]) == [], "a reconnect in between starts the time anew"
+
+
+def test_a_stall_is_named_once_and_again_after_a_while() -> None:
+    watchdog = Watchdog()
+    facts = [RangeFacts(0, waiting=1), RangeFacts(1)]
+    watchdog.look(0.0, facts)
+    named = [now for now in range(1, 200) if watchdog.look(float(now), facts)]
+    assert named == [int(STALL_S + reminder * REMIND_S) for reminder in range(4)]
+    assert set(watchdog.stalls) == {0}
+
+
+def test_a_range_that_is_gone_after_a_rescale_is_forgotten() -> None:
+    watchdog = Watchdog()
+    watchdog.look(0.0, [RangeFacts(0, waiting=1)])
+    assert watchdog.look(STALL_S, [RangeFacts(0, waiting=1)])
+    assert watchdog.look(STALL_S + 1, [RangeFacts(7)]) == []
+    assert watchdog.stalls == {}

@@ -1,0 +1,209 @@
+"""``keyshard status``, ``explain``, ``unpark``, ``rescale`` and ``plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from control_folder import own_control_folder
+from keyshard.cli import main
+from keyshard.cli import status as status_command
+from keyshard.core.key_slot import key_slot
+from keyshard.core.timings import Timings
+from keyshard.runtime.control import ControlServer
+from statuses import partition_status, range_status, status
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[None]:
+    with own_control_folder():
+        yield
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    output = capsys.readouterr()
+    code = caught.value.code
+    return (code if isinstance(code, int) else 0), output.out, output.err
+
+
+class Asked:
+    """A source that answers with what the test gives, and remembers what it was asked."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+        self.requests: list[Mapping[str, Any]] = []
+        names = ("status", "explain", "unpark", "rescale")
+        self.server = ControlServer("s", "pulsar://a", "t", dict.fromkeys(names, self.answer))
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        self.requests.append(request)
+        return self.told
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+BUSY = status(
+    ranges=[
+        range_status(
+            0,
+            hashRanges=["0-32767"],
+            state="stalled",
+            waiting=1_234,
+            inFlight=1,
+            oldestUnacknowledgedMillis=12_300,
+            blockedBy={
+                "key": "order-[17]", "messageId": "5:6:0", "attempts": 2,
+                "reason": "the handler has not returned for 9.0 s",
+            },
+            stalled={"forSeconds": 9.0, "reason": "the handler has not returned for 9.0 s: key"},
+        ),
+        range_status(1, hashRanges=["32768-65535"], state="running"),
+    ],
+    partitions=[
+        partition_status(0, backlog=77, ackHoles=3, ackHolesMax=10_000, replay=4, replayMax=4_000),
+        partition_status(1, covered=False, gaps=["0-32767"]),
+    ],
+    parkedKeys=8,
+    parked=[{"key": "bad", "letters": 2}],
+)  # fmt: skip
+
+
+def test_status_shows_ranges_partitions_and_parked_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Asked(BUSY):
+        code, out, _ = run(capsys, "status", "s")
+    assert code == 0
+    for text in (
+        "'s' on persistent://public/default/t at pulsar://127.0.0.1:6650: 2 ranges x 16 lanes",
+        "stalled", "1,234", "12.3 s", "the handler has not returned for 9.0 s",
+        "t-partition-0", "77", "3 / 10,000", "4 / 4,000", "gaps: 0-32767", "- / -",
+        "parked: 'bad' and 7 more",
+    ):  # fmt: skip
+        assert text in out
+
+
+def test_status_as_json_is_what_the_source_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    with Asked(BUSY):
+        code, out, _ = run(capsys, "status", "--json")
+    assert (code, json.loads(out)) == (0, BUSY)
+
+
+def test_status_watches_until_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_command.__globals__["time"], "sleep", sleep)
+    with Asked(BUSY) as source:
+        code, out, _ = run(capsys, "status", "--watch", "--json")
+    assert code == 0
+    assert len(source.requests) == 3
+    assert [json.loads(line) for line in out.splitlines()] == [BUSY] * 3
+
+
+def test_without_a_running_source_every_command_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (
+        ("status", "s"), ("explain", "k"), ("unpark", "k"), ("rescale", "3"),
+        ("plan", "--ranges", "3"),
+    ):  # fmt: skip
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("[KEYSHARD_CONTROL] No running source")
+
+
+def test_a_key_is_explained_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "order-17", "--parallelism", "10", "--json")
+    assert code == 0
+    slot = key_slot("order-17")
+    assert json.loads(out) == {
+        "key": "order-17", "slot": slot, "range": slot * 10 // 65_536, "hashRange": "32768-39321",
+    }  # fmt: skip
+
+
+def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "key": "k", "slot": 5, "range": 0, "hashRange": "0-9", "owner": "here:1", "waiting": 3,
+        "lane": {"state": "retrying", "messageId": "1:2:0", "attempts": 1, "reason": "no"},
+        "parked": True,
+    }  # fmt: skip
+    with Asked(told) as source:
+        code, out, _ = run(capsys, "explain", "k")
+    assert code == 0
+    assert source.requests == [{"do": "explain", "key": "k"}]
+    for text in ("here:1", "retrying, message 1:2:0, attempt 2: no", "3 messages", "unpark k"):
+        assert text in out
+
+
+def test_unpark_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for parked, says in ((True, "is on its way out"), (False, "is not parked")):
+        with Asked({"parked": parked}) as source:
+            code, out, _ = run(capsys, "unpark", "k")
+        assert (code, source.requests) == (0, [{"do": "unpark", "key": "k"}])
+        assert says in out
+
+
+def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "epoch": 1, "ranges_before": 10, "ranges_after": 11, "moved_fraction": 0.0909,
+        "optimum_fraction": 0.0909, "pauses": [{"pause_ms": 12.0}, {"pause_ms": 120.4}],
+    }  # fmt: skip
+    with Asked(told) as source:
+        code, out, _ = run(capsys, "rescale", "11", "--subscription", "s")
+        assert code == 0
+        assert "10 ranges to 11: 9.1% of the ring moved, and at least 9.1% had to" in out
+        assert "longest pause of a range 120 ms" in out
+        assert json.loads(run(capsys, "rescale", "--balance", "--json")[1]) == told
+        code, _, err = run(capsys, "rescale")
+        assert code == 2
+        assert "--balance" in err
+    assert source.requests == [
+        {"do": "rescale", "ranges": 11, "balance": False},
+        {"do": "rescale", "ranges": None, "balance": True},
+    ]
+
+
+def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--ranges", "11", "--from", "10", "--handler-ms", "10", "--lanes", "4")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert (
+        "10 ranges to 11: 9.1% of the ring moves in 10 pieces; no plan moves less than 9.1%" in out
+    )
+    code, out, _ = run(capsys, *arguments, "--json")
+    told = json.loads(out)
+    assert told["movedFraction"] == pytest.approx(1 / 11, abs=2e-4)
+    assert len(told["moves"]) == 10
+    assert told["ceiling"]["after"] == {"keys": 44, "rowsPerSecond": 4_400.0, "limitedBy": "lanes"}
+
+
+def test_a_plan_from_a_running_source_uses_what_it_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timings = Timings()
+    for seconds in (0.01, 0.03):
+        timings.add(seconds)
+    with Asked(status(handlerSeconds=timings.status())):
+        code, out, _ = run(capsys, "plan", "--ranges", "4", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["rangesBefore"], told["movedFraction"]) == (2, 0.5)
+    assert told["handlerSeconds"] == pytest.approx(0.02)
+    # Its 4 workers are fewer than 4 x 16 lanes.
+    assert told["ceiling"]["after"] == {"keys": 4, "rowsPerSecond": 200.0, "limitedBy": "workers"}

@@ -1,0 +1,58 @@
+"""What the broker's statistics say of a subscription."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.hash_range import HashRange, gaps, split_ring
+from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+
+
+def test_gaps_of_the_ring() -> None:
+    assert gaps(split_ring(7)) == ()
+    assert gaps([]) == (HashRange(0, 65535),)
+    assert gaps([HashRange(5, 9), HashRange(7, 8), HashRange(12, 65534)]) == (
+        HashRange(0, 4),
+        HashRange(10, 11),
+        HashRange(65535, 65535),
+    )
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        {"keyHashRangeArrays": [[0, 10], [20, 65535]]},
+        {"keyHashRanges": ["[0, 10]", "[20, 65535]"]},
+    ],
+)
+def test_consumers_and_their_ranges_are_read_as_new_and_old_brokers_write_them(
+    ranges: dict[str, object],
+) -> None:
+    state = SubscriptionState.from_stats(
+        {
+            "type": "Key_Shared",
+            "keySharedMode": "STICKY",
+            "msgBacklog": 7,
+            "msgInReplay": 3,
+            "nonContiguousDeletedMessagesRanges": 2,
+            "consumers": [{"consumerName": "c", "address": "a", "unackedMessages": 5, **ranges}],
+        }
+    )
+    assert (state.kind, state.sticky, state.backlog) == ("Key_Shared", True, 7)
+    assert (state.in_replay, state.ack_holes) == (3, 2)
+    (consumer,) = state.consumers
+    assert (consumer.name, consumer.address, consumer.unacknowledged) == ("c", "a", 5)
+    assert state.gaps == (HashRange(11, 19),)
+
+
+def test_statistics_that_lack_the_backlog_are_refused() -> None:
+    with pytest.raises(ValueError, match="msgBacklog"):
+        SubscriptionState.from_stats({"type": "Shared"})
+
+
+def test_limits_come_from_the_broker_where_it_tells_them() -> None:
+    limits = BrokerLimits.from_settings(
+        {"maxUnackedMessagesPerConsumer": "0", "maxMessageSize": "100", "other": "x"}
+    )
+    assert limits == BrokerLimits(unacked_per_consumer=0, message_bytes=100)
+    assert (limits.replay(3), limits.replay(50)) == (6_000, 20_000)
