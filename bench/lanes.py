@@ -1,22 +1,23 @@
 """How much of the lanes' time do handlers get: by number of keys, by ranges, doing nothing?
 
-Every figure is of a process of its own on one broker; all messages are published before it starts,
-without batching where handlers wait, so that every message is an entry.
+Every figure is of a process of its own on one broker; all messages are published before it starts.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 from rich.console import Console
 
 from bench.child import child
-from bench.loads import efficiency, even_keys, mean_handler_s, publish
+from bench.loads import efficiency, even_keys, handler_s, publish
 from keyshard.devbroker import DevBroker
 from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
 KEYS = (1, 2, 5, 10, 20, 50, 100, 1_000, 10_000)
+UNBATCHED_KEYS = 1_000
 LANES = 16
 MESSAGES, HANDLER_MS = 10_000, (0.0, 5.0)
 
@@ -32,24 +33,31 @@ _console = Console(stderr=True)
 
 
 def by_keys(broker: DevBroker) -> dict[str, float]:
-    """10,000 messages of 0 to 5 ms on one topic partition, 16 lanes, with more and more keys."""
+    """10,000 messages of 0 to 5 ms on one topic partition, 16 lanes, with more and more keys.
+
+    The producer batches by key; with ``_unbatched`` it does not, and every message is an entry.
+    """
     figures: dict[str, float] = {}
+    loads = [(str(keys), Workload(MESSAGES, keys)) for keys in KEYS]
+    loads += [(f"{UNBATCHED_KEYS}_unbatched", Workload(MESSAGES, UNBATCHED_KEYS, batching="none"))]
     low, high = HANDLER_MS
-    for keys in KEYS:
-        load = [f"k{number % keys}" for number in range(MESSAGES)]
-        topic = f"lanes-{keys}"
-        publish(broker.service_url, topic, load)
+    for name, load in loads:
+        topic = f"lanes-{name}"
+        produce(load, broker.service_url, topic)
         found = handled(
             broker, topic, MESSAGES, parallelism=1, lanes=LANES, handler="threads",
             low_ms=low, high_ms=high,
         )  # fmt: skip
-        figures[f"lanes_efficiency_{keys}"] = efficiency(
-            MESSAGES, found["seconds"], min(keys, LANES), mean_handler_s(load, low, high)
+        mean_s = statistics.fmean(
+            handler_s(f"{key}:{seq}:".encode(), low, high) for key, seq in load.sequence()
         )
-        figures[f"lanes_seconds_{keys}"] = found["total_s"]
+        figures[f"lanes_efficiency_{name}"] = efficiency(
+            MESSAGES, found["seconds"], min(load.keys, LANES), mean_s
+        )
+        figures[f"lanes_seconds_{name}"] = found["total_s"]
         _console.print(
-            f"{keys:,} keys: {found['total_s']:.3f} s with connecting, efficiency "
-            f"{figures[f'lanes_efficiency_{keys}']:.3f}"
+            f"{name} keys: {found['total_s']:.3f} s with connecting, efficiency "
+            f"{figures[f'lanes_efficiency_{name}']:.3f}"
         )
     return figures
 

@@ -52,7 +52,7 @@ from keyshard.runtime.workers import (
     ThreadWorkers,
     Workers,
 )
-from keyshard.schema.messages import messages_of
+from keyshard.schema.messages import messages_of_each
 
 COMMIT_INTERVAL_S = 0.02
 """Shortest time between two commits, seconds."""
@@ -280,7 +280,7 @@ class HandlerRun:
 
     def _feed(self, taken: Sequence[tuple[TopicPartition, int, EntryBlock]]) -> None:
         """Give entries to the lanes; workers begin with them while the next ones are made."""
-        messages = list(messages_of([(where, block) for where, _, block in taken]))
+        messages = list(messages_of_each([(where, block) for where, _, block in taken]))
         with self.changed:
             for (topic_partition, index, block), own in zip(taken, messages, strict=True):
                 self.lanes.add(topic_partition, index, block.id, own)

@@ -13,7 +13,12 @@ from keyshard.core.message import Message, MessageId
 from keyshard.schema.content import CONTENT, gather
 
 
-def messages_of(
+def messages_of(topic_partition: TopicPartition, block: EntryBlock) -> list[Message]:
+    """The messages of an entry, in the order of their indices."""
+    return next(messages_of_each([(topic_partition, block)]))
+
+
+def messages_of_each(
     entries: Sequence[tuple[TopicPartition, EntryBlock]],
 ) -> Iterator[list[Message]]:
     """The messages of each entry, in the order of their indices.
