@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 SEED_START ?= 0
 MINUTES ?= 20
+BENCH ?= ingest
 
 .PHONY: demo test unit simulate chaos lint format bench help
 .DEFAULT_GOAL := help
@@ -39,8 +40,8 @@ format: $(INSTALLED) ## format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## rows per second with and without Spark, against a bare client
-	@$(BIN)/python -m bench ingest
+bench: $(INSTALLED) ## BENCH=ingest (rows per second against a bare client), idle, lanes, skew or rescale
+	@$(BIN)/python -m bench $(BENCH)
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

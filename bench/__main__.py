@@ -12,7 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import idle, ingest
+from bench import idle, ingest, lanes, rescale, skew
+
+_WITHOUT_OPTIONS = {
+    "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
+}  # fmt: skip
 
 
 def commit() -> str:
@@ -41,13 +45,16 @@ def machine() -> str:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("bench", choices=["ingest", "idle"])
+    parser.add_argument("bench", choices=["ingest", *_WITHOUT_OPTIONS])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument(
         "--messages", type=int, default=1_000_000, help="ingest: per shape of entries"
     )
     arguments = parser.parse_args()
-    figures = idle.run() if arguments.bench == "idle" else ingest.run(arguments.messages)
+    if arguments.bench == "ingest":
+        figures = ingest.run(arguments.messages)
+    else:
+        figures = _WITHOUT_OPTIONS[arguments.bench]()
     result = {
         "bench": arguments.bench,
         "commit": commit(),

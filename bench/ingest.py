@@ -10,10 +10,10 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 
+from bench.child import child
 from keyshard.devbroker import DevBroker
 from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -24,14 +24,6 @@ WARM_ROWS = 200_000
 TRIGGER_ROWS, TRIGGER_RATE = 1_000, 50.0
 
 _console = Console(stderr=True)
-
-
-def child(module: str, *arguments: str) -> Any:
-    """Run a module and read the JSON of its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def load(broker: DevBroker, topic: str, workload: Workload) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes, Work
 from keyshard.core.message import Message
@@ -54,7 +55,7 @@ from keyshard.runtime.workers import (
     ThreadWorkers,
     Workers,
 )
-from keyshard.schema.messages import messages_of
+from keyshard.schema.messages import messages_of_each
 
 COMMIT_INTERVAL_S = 0.02
 """Shortest time between two commits, seconds."""
@@ -64,6 +65,8 @@ PARKED_SHARE = 4
 """What part of a checkpoint's size the parked keys may take: one in so many."""
 BUSY_WAIT_S = 0.01
 """Longest wait for rows while handlers run, seconds."""
+ENTRIES_AT_ONCE = 500
+"""Entries that are made messages before workers begin with them."""
 IDLE_WAIT_S = 0.1
 """Longest wait for rows while none runs, seconds."""
 
@@ -298,17 +301,21 @@ class HandlerRun:
         with self.changed:
             busy = self.lanes.running or self.lanes.waiting or self.lanes.completed_entries
         taken = self._coordinator.take(BUSY_WAIT_S if busy else IDLE_WAIT_S)
-        entries = [
-            (topic_partition, index, block.id, messages_of(topic_partition, block))
-            for topic_partition, index, block in taken
-        ]
+        for start in range(0, len(taken), ENTRIES_AT_ONCE):
+            self._feed(taken[start : start + ENTRIES_AT_ONCE])
         with self.changed:
-            for entry in entries:
-                self.lanes.add(*entry)
             self.wake()
             completed = self.lanes.completed_entries
         if completed and time.monotonic() >= self._commit_at_s:
             self._commit()
+
+    def _feed(self, taken: Sequence[tuple[TopicPartition, int, EntryBlock]]) -> None:
+        """Give entries to the lanes; workers begin with them while the next ones are made."""
+        messages = list(messages_of_each([(where, block) for where, _, block in taken]))
+        with self.changed:
+            for (topic_partition, index, block), own in zip(taken, messages, strict=True):
+                self.lanes.add(topic_partition, index, block.id, own)
+            self.wake()
 
     def _commit(self) -> None:
         began_s = time.monotonic()

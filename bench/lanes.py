@@ -1,0 +1,121 @@
+"""How much of the lanes' time do handlers get: by number of keys, by ranges, doing nothing?
+
+Every figure is of a process of its own on one broker; all messages are published before it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from rich.console import Console
+
+from bench.child import child
+from bench.loads import efficiency, even_keys, handler_s, publish
+from keyshard.devbroker import DevBroker
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+
+KEYS = (1, 2, 5, 10, 20, 50, 100, 1_000, 10_000)
+UNBATCHED_KEYS = 1_000
+LANES = 16
+MESSAGES, HANDLER_MS = 10_000, (0.0, 5.0)
+
+RANGES = (5, 10, 20, 50, 100)
+PARTITIONS = 5
+RANGE_HANDLER_MS = 10.0
+PER_LANE = 1_000
+"""Messages of each range when it has one lane: 10 s of handlers."""
+
+NOOP_MESSAGES, NOOP_KEYS, NOOP_RANGES = 200_000, 1_000, 10
+
+_console = Console(stderr=True)
+
+
+def by_keys(broker: DevBroker) -> dict[str, float]:
+    """10,000 messages of 0 to 5 ms on one topic partition, 16 lanes, with more and more keys.
+
+    The producer batches by key; with ``_unbatched`` it does not, and every message is an entry.
+    """
+    figures: dict[str, float] = {}
+    loads = [(str(keys), Workload(MESSAGES, keys)) for keys in KEYS]
+    loads += [(f"{UNBATCHED_KEYS}_unbatched", Workload(MESSAGES, UNBATCHED_KEYS, batching="none"))]
+    low, high = HANDLER_MS
+    for name, load in loads:
+        topic = f"lanes-{name}"
+        produce(load, broker.service_url, topic)
+        found = handled(
+            broker, topic, MESSAGES, parallelism=1, lanes=LANES, handler="threads",
+            low_ms=low, high_ms=high,
+        )  # fmt: skip
+        mean_s = statistics.fmean(
+            handler_s(f"{key}:{seq}:".encode(), low, high) for key, seq in load.sequence()
+        )
+        figures[f"lanes_efficiency_{name}"] = efficiency(
+            MESSAGES, found["seconds"], min(load.keys, LANES), mean_s
+        )
+        figures[f"lanes_seconds_{name}"] = found["total_s"]
+        _console.print(
+            f"{name} keys: {found['total_s']:.3f} s with connecting, efficiency "
+            f"{figures[f'lanes_efficiency_{name}']:.3f}"
+        )
+    return figures
+
+
+def by_ranges(broker: DevBroker) -> dict[str, float]:
+    """Handlers of 10 ms, more and more ranges with one lane each over 5 topic partitions."""
+    per_slice = PER_LANE // 100
+    keys = even_keys(max(RANGES), per_slice)
+    rates: dict[int, float] = {}
+    for ranges in RANGES:
+        topic = f"ranges-{ranges}"
+        create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+        load = keys * (PER_LANE * ranges // len(keys))
+        publish(broker.service_url, topic, load)
+        found = handled(
+            broker, topic, len(load), parallelism=ranges, lanes=1, handler="coroutine",
+            low_ms=RANGE_HANDLER_MS, high_ms=RANGE_HANDLER_MS,
+        )  # fmt: skip
+        rates[ranges] = len(load) / found["seconds"]
+        _console.print(f"{ranges} ranges: {rates[ranges]:,.0f} messages/s")
+    fewest = RANGES[0]
+    return {f"ranges_speedup_{ranges}": rates[ranges] / rates[fewest] for ranges in RANGES[1:]} | {
+        f"ranges_efficiency_{ranges}": rate * RANGE_HANDLER_MS / 1e3 / ranges
+        for ranges, rate in rates.items()
+    }
+
+
+def nothing(broker: DevBroker) -> dict[str, float]:
+    """A handler that does nothing, against the bare client loop on the same topic."""
+    topic = "noop"
+    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+    produce(Workload(NOOP_MESSAGES, NOOP_KEYS), broker.service_url, topic)
+    bare_arguments = {
+        "service_url": broker.service_url, "topic": topic, "partitions": PARTITIONS,
+        "messages": NOOP_MESSAGES, "touching": True,
+    }  # fmt: skip
+    rates = {"bare": child("bench.bare", json.dumps(bare_arguments))}
+    for name, handler in (("noop", "nothing"), ("noop_async", "nothing_async")):
+        found = handled(
+            broker, topic, NOOP_MESSAGES, parallelism=NOOP_RANGES, lanes=LANES, handler=handler
+        )
+        rates[name] = NOOP_MESSAGES / found["total_s"]
+    _console.print(", ".join(f"{name} {rate:,.0f} messages/s" for name, rate in rates.items()))
+    return {
+        "noop_over_bare": rates["noop"] / rates["bare"],
+        "noop_async_over_bare": rates["noop_async"] / rates["bare"],
+        **{f"{name}_rows_per_s": rate for name, rate in rates.items()},
+    }
+
+
+def handled(broker: DevBroker, topic: str, messages: int, **settings: Any) -> dict[str, float]:
+    """What :func:`bench.handled.run` measured in a process of its own."""
+    arguments = {"service_url": broker.service_url, "topic": topic, "messages": messages}
+    found: dict[str, float] = child("bench.handled", json.dumps(arguments | settings))
+    return found
+
+
+def run() -> dict[str, float]:
+    """All figures."""
+    with DevBroker() as broker:
+        return by_keys(broker) | by_ranges(broker) | nothing(broker)

@@ -1,0 +1,53 @@
+"""How much of 30 workers' time does a skewed load get: with lanes, and with AUTO_SPLIT?
+
+10 keys have 1,000 messages, 100 have 100 and 5,890 have 9, evenly mixed on one topic; a handler
+takes 10 ms. The best possible time is all of that over 30. Both run in turn, each in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+
+from bench.child import child
+from bench.loads import efficiency, publish, skewed_keys
+from keyshard.devbroker import DevBroker
+
+CLIENTS, CONSUMERS = 3, 10
+LANES = CLIENTS * CONSUMERS
+HANDLER_MS = 10.0
+
+_console = Console(stderr=True)
+
+
+def run() -> dict[str, float]:
+    """All figures."""
+    keys = skewed_keys()
+    mean_s = HANDLER_MS / 1e3
+    figures: dict[str, float] = {}
+    with DevBroker() as broker:
+        publish(broker.service_url, "skew", keys)
+        ideal_s = len(keys) * mean_s / LANES
+        _console.print(f"{len(keys):,} messages, at best {ideal_s:.1f} s")
+        common = {
+            "service_url": broker.service_url, "topic": "skew", "messages": len(keys),
+            "low_ms": HANDLER_MS, "high_ms": HANDLER_MS,
+        }  # fmt: skip
+        ways = {
+            "skew": ("bench.handled", {"parallelism": 1, "lanes": LANES, "handler": "coroutine"}),
+            "skew_3_ranges": (
+                "bench.handled",
+                {"parallelism": CLIENTS, "lanes": CONSUMERS, "handler": "coroutine"},
+            ),
+            "skew_autosplit": ("bench.auto_split", {"clients": CLIENTS, "consumers": CONSUMERS}),
+        }
+        for name, (module, settings) in ways.items():
+            found = child(module, json.dumps(common | settings))
+            figures[f"{name}_efficiency"] = efficiency(len(keys), found["seconds"], LANES, mean_s)
+            figures[f"{name}_seconds"] = found["seconds"]
+            _console.print(
+                f"{name}: {found['seconds']:.1f} s, efficiency {figures[f'{name}_efficiency']:.3f}"
+            )
+    return figures
