@@ -50,7 +50,8 @@ def messages_of_each(
 def _mostly_null(column: pa.Array) -> list[Any]:
     if column.null_count == len(column):
         return [None] * len(column)
-    return column.to_pylist()
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 def _properties(column: pa.Array) -> list[dict[str, str]]:

@@ -214,7 +214,9 @@ def test_messages_that_come_again_behind_their_letters_are_dropped(place: Place)
         place.publish("b")
         wait_until(lambda: place.backlog() == 0 and len(place.handled["b"]) >= 7)
     assert place.handled["b"] == list(range(7)), "each once"
-    assert len(place.letters()) == 5
+    # The newest may have become a letter, too: it came while the key was still on its way out.
+    assert numbers(place.letters())[:5] == list(range(1, 6))
+    assert len(place.letters()) <= 6
 
 
 def test_a_checkpoint_holds_the_parked_keys(place: Place, tmp_path: Path) -> None:
