@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,8 +14,10 @@ from helpers import wait_until
 from keyshard import Message
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.assignment import assign, moved_ranges, reassign
 from keyshard.core.entry import TopicPartition, full_topic_name
 from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.core.key_slot import key_slot
 from keyshard.devbroker import DevBroker
 from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -56,6 +59,43 @@ def test_four_ranges_become_eight_and_three_under_load(
         assert 0 < max(pauses) < 5_000
     finally:
         run.end()
+    run.judge(sent.per_key)
+
+
+def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) -> None:
+    load = Workload(4_000, keys=60, batching="none")
+    moving = moved_ranges(assign(4), reassign(assign(4), 8))
+    gated = next(f"k{n}" for n in range(60) if any(key_slot(f"k{n}") in part for part in moving))
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(message: Message) -> None:
+        time.sleep(0.001)
+        if message.key == gated and not leave.is_set():
+            entered.set()
+            leave.wait(60)
+
+    with DevBroker() as broker:
+        create_partitioned_topic(broker.admin_url, topic_name, PARTITIONS)
+        topic = full_topic_name(topic_name)
+        sent = produce(load, broker.service_url, topic_name)
+        run = RecordedRun(
+            wait, lambda: PulsarBroker(broker.service_url, 5), topic, {"lanes": 4},
+            service_url=broker.service_url, subscribe_timeout_ms=90_000,
+        )  # fmt: skip
+        try:
+            assert entered.wait(30)
+            with ThreadPoolExecutor(1) as pool:
+                rescaling = pool.submit(run.rescale, 8)
+                broker.kill()
+                leave.set()
+                broker.start()
+                report = rescaling.result(100)
+            assert report.ranges_after == 8
+            wait_until(lambda: run.count == sent.sent and backlog(broker, topic) == 0, 60)
+            assert ring(broker, topic) == RING_SIZE
+        finally:
+            leave.set()
+            run.end()
     run.judge(sent.per_key)
 
 
