@@ -127,7 +127,7 @@ class RescaleReport:
     pauses: tuple[Pause, ...]
     """Of each hash range that was subscribed anew."""
     duration_ms: float
-    """From the intent until everything went on, milliseconds."""
+    """All of it, milliseconds: the broker's limits are asked for first, then the ranges move."""
     balance: Balance | None = None
     """What a balance found; ``None`` for a number of ranges."""
 
