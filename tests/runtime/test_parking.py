@@ -17,7 +17,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Kind
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
-from parking_place import Place, numbers
+from parking_place import Place, Record, broken_for_b, numbers
 
 
 @pytest.fixture
@@ -59,6 +59,14 @@ def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
     assert letters[0].error == "ValueError: cannot handle b"
     assert str(letters[0].message.message_id) in letters[1].error
     assert place.resting() == 11, "letters are kept by a subscription of their own"
+
+
+def test_a_key_parks_whose_handler_runs_in_a_process(place: Place) -> None:
+    place.publish(*"ab" * 5)
+    with place.run(broken_for_b, executor="processes", workers=2):
+        wait_until(lambda: place.backlog() == 0)
+    assert numbers(place.letters()) == list(range(5))
+    assert {letter.key for letter in place.letters()} == {"b"}
 
 
 def test_a_letter_is_the_message_with_what_happened_to_it_as_properties(place: Place) -> None:
@@ -317,7 +325,7 @@ def test_a_message_without_key_cannot_park_others(place: Place, null_keys: str) 
 
 def test_nothing_is_acknowledged_while_its_letter_is_not_confirmed(place: Place) -> None:
     place.broken = {"b"}
-    with place.run(operation_timeout_ms=1_000) as run:
+    with place.run(operation_timeout_ms=1_000, acknowledge_timeout_ms=1_000) as run:
         place.publish("b")
         wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
         for client in list(place.cluster._clients):
@@ -337,7 +345,8 @@ def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
     keys = [f"key-{number}" for number in range(30)]
     bad = set(keys[:10])
     place.broken = set(bad)
-    with place.run() as run:
+    record = Record()
+    with place.run(observers=[record]) as run:
         for _ in range(10):
             place.publish(*keys)
         wait_until(lambda: len({letter.key for letter in place.letters()}) == 10)
@@ -351,6 +360,7 @@ def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
         wait_until(lambda: sum(map(len, place.handled.values())) == 30 * 20)
         wait_until(lambda: place.resting() == 0)
     assert place.handled == {key: list(range(20)) for key in keys}
+    record.check(place)
 
 
 def test_the_dead_letter_topic_must_not_be_consumed_itself(place: Place) -> None:
