@@ -394,3 +394,33 @@ def test_a_pattern_does_not_match_the_dead_letters_of_its_own_source(place: Plac
     assert list(place.cluster.subscriptions(letters)) == ["keyshard-parked"]
     with pytest.raises(ConfigError, match="which this source consumes"):
         place.run(**pattern).source.run(place.handle, dead_letter_topic="other-DLQ")
+
+
+def test_ranges_move_while_keys_park_and_come_out(place: Place) -> None:
+    keys = [f"key-{number}" for number in range(12)]
+    place.broken = set(keys[:6])
+    record = Record()
+
+    def handle(message: Message) -> None:
+        time.sleep(0.001)
+        place.handle(message)
+
+    with place.run(handle, observers=[record]) as run:
+        for _ in range(10):
+            place.publish(*keys)
+        wait_until(lambda: len({letter.key for letter in place.letters()}) == 6)
+        run.source.rescale(5)
+        place.broken = set(keys[3:6])
+        for key in keys[:3]:
+            assert run.source.unpark(key)
+        for ranges in (2, 6, 3):
+            place.publish(*keys)
+            run.source.rescale(ranges)
+        place.broken.clear()
+        wait_until(lambda: place.backlog() == 0)
+        for key in keys:
+            run.source.unpark(key)
+        wait_until(lambda: sum(map(len, place.handled.values())) == 12 * 13)
+        wait_until(lambda: place.resting() == 0)
+    assert place.handled == {key: list(range(13)) for key in keys}
+    record.check(place)
