@@ -184,10 +184,11 @@ def test_a_restart_knows_the_parked_keys_before_it_handles_anything(place: Place
 
 def test_a_restart_goes_on_with_a_replay_where_it_was(place: Place) -> None:
     place.broken = {"b"}
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     def handle(message: Message) -> None:
         if not place.broken and message.value == b"2":
+            entered.set()
             gate.wait(20)
         place.handle(message)
 
@@ -196,7 +197,8 @@ def test_a_restart_goes_on_with_a_replay_where_it_was(place: Place) -> None:
         wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
         place.broken.clear()
         run.source.unpark("b")
-        wait_until(lambda: len(place.markers()) == 2)
+        assert entered.wait(20)
+        assert len(place.markers()) == 2
     gate.set()
     wait_until(lambda: place.handled["b"] == [0, 1, 2])
     with place.run() as run:
