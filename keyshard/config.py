@@ -67,7 +67,8 @@ class SourceConfig:
     receive_threads: int = field(default=4, kw_only=True)
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
-    """Longest time without a connected consumer to acknowledge through, milliseconds."""
+    """Longest time without a connected consumer to acknowledge through, or until a dead letter is
+    confirmed, milliseconds."""
     settle_after_ms: int = field(default=300_000, kw_only=True)
     """How long the broker must call an entry acknowledged that was never delivered here before it
     counts as settled, milliseconds. The broker writes cursors every 60 s, and a crash undoes the

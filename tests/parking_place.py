@@ -19,6 +19,9 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Letter, Marker, parse
 from keyshard.errors import KeyShardError, NotRunningError
 from keyshard.schema.messages import messages_of
+from keyshard.verify.checkers import check
+from keyshard.verify.history import Event
+from keyshard.verify.recorder import sent_events
 
 TWO_ATTEMPTS = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
 
@@ -92,6 +95,41 @@ class Place:
         return self.cluster.backlog(self.dead_letters, "keyshard-parked")
 
 
+class Record:
+    """An observer that writes a history for the checkers."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def started(self, message: Message) -> None:
+        self._write("started", message)
+
+    def completed(self, message: Message, _seconds: float) -> None:
+        self._write("completed", message)
+
+    def failed(self, message: Message, _seconds: float, _error: BaseException) -> None:
+        self._write("failed", message)
+
+    def check(self, place: Place) -> None:
+        """Let the checkers judge that everything published is done, in order, and once."""
+        sent = sent_events(place.topic, place.published, 0.0)
+        verdicts = check([*sent, *self._events])
+        broken = [verdict for verdict in verdicts if not verdict.holds]
+        assert not broken, broken
+        names = {verdict.name for verdict in verdicts if verdict.checked}
+        assert names >= {"no loss", "order per key", "bounded duplicates", "one handler per key"}
+
+    def _write(self, kind: str, message: Message) -> None:
+        where = message.message_id
+        self._events.append(
+            Event(
+                0.0, kind, topic=message.topic, partition=message.partition, ledger=where.ledger,
+                entry=where.entry, index=where.batch_index, key=message.routing_key,
+                seq=int(message.value), worker="host",
+            )
+        )  # fmt: skip
+
+
 class Run:
     """A running source; stopped at the end of the block."""
 
@@ -135,3 +173,9 @@ class Run:
 def numbers(values: Sequence[Letter]) -> list[int]:
     """Sequence numbers of some letters."""
     return [int(letter.message.value) for letter in values]
+
+
+def broken_for_b(message: Message) -> None:
+    """A handler that a process can load; it fails for the key ``b``."""
+    if message.key == "b":
+        raise ValueError("cannot handle b")

@@ -67,7 +67,6 @@ class DeadLetters:
         self._broker = broker
         self._config = config
         self._consumer = consumer
-        self._timeout_s = config.operation_timeout_ms / 1000
         self._producer: Producer | None = None
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
@@ -81,8 +80,8 @@ class DeadLetters:
         written again.
 
         Raises:
-            BrokerUnavailableError: No confirmation before ``operation_timeout_ms``. The letter may
-                be stored all the same; the message must stay unacknowledged.
+            BrokerUnavailableError: No confirmation before ``acknowledge_timeout_ms``. The letter
+                may be stored all the same; the message must stay unacknowledged.
             BrokerError: The broker refused it.
         """
         key, message = letter.key, letter.message
@@ -236,7 +235,8 @@ class DeadLetters:
                 value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
             )
 
-        return retry_until(attempt, self._timeout_s, stop=self._stopping)
+        # As patient as acknowledging: a broker that is away for a while must not end the source.
+        return retry_until(attempt, self._config.acknowledge_timeout_ms / 1000, stop=self._stopping)
 
     def _open_producer(self) -> Producer:
         with self._producer_lock:

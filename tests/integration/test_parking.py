@@ -59,7 +59,7 @@ class World:
             partition = sum(key.encode()) % PARTITIONS
             if partition not in self._producers:
                 self._producers[partition] = self.client.producer(
-                    TopicPartition(self.topic, partition), send_timeout_ms=30_000
+                    TopicPartition(self.topic, partition), send_timeout_ms=200_000
                 )
             self._producers[partition].send(b"%d" % self.published[key], key=key)
             self.published[key] += 1
@@ -310,3 +310,61 @@ def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keep
     host.kill()
     handled = {key: list(dict.fromkeys(values)) for key, values in host.handled().items()}
     assert handled == {key: list(range(count)) for key, count in world.published.items()}
+
+
+def test_keys_park_and_come_out_while_the_broker_is_killed(topic_name: str) -> None:
+    broken = set(BAD)
+    handled: defaultdict[str | None, list[int]] = defaultdict(list)
+
+    def handle(message: Message) -> None:
+        if message.routing_key in broken:
+            raise ValueError("cannot handle it")
+        handled[message.routing_key].append(int(message.value))
+
+    with DevBroker() as broker:
+        world = World(broker, topic_name)
+        source = world.source()
+        policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                source.run(handle, lanes=4, retry=policy)
+            except BaseException as exc:  # noqa: BLE001 - told to the test
+                errors.append(exc)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        stopping = threading.Event()
+
+        def publish() -> None:
+            while not stopping.wait(0.02):
+                world.publish(*BAD, *GOOD)
+
+        producer = threading.Thread(target=publish)
+        producer.start()
+        wait_until(lambda: errors or world.resting() > 60)
+        # 1. Some keys come out while others park.
+        out, still = BAD[:2], BAD[2:]
+        broken.difference_update(out)
+        for key in out:
+            assert source.unpark(key)
+        wait_until(lambda: errors or all(handled[key] for key in out))
+        # 2. The broker dies with letters and markers under way, and forgets acknowledgements.
+        broker.kill()
+        broker.start()
+        stopping.set()
+        producer.join(120)
+        # 3. The others come out.
+        broken.clear()
+        for key in still:
+            assert source.unpark(key)
+        total = sum(world.published.values())
+        wait_until(lambda: errors or sum(len(set(v)) for v in handled.values()) == total, 120)
+        assert not errors
+        source.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+        world.close()
+    firsts = {key: list(dict.fromkeys(values)) for key, values in handled.items()}
+    assert firsts == {key: list(range(count)) for key, count in world.published.items()}

@@ -39,7 +39,7 @@ class World:
 
     def open(self, parked: Mapping[str, Any] | None = None, **changes: Any) -> DeadLetters:
         self.clients.append(FaultyBroker(self.cluster))
-        source = config("orders", **({"operation_timeout_ms": 1_000} | changes))
+        source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
         return open_dead_letters(self.clients[-1], self.where.topic, source, parked)
 
     def die(self) -> None:

@@ -17,7 +17,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Kind
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
-from parking_place import Place, numbers
+from parking_place import Place, Record, broken_for_b, numbers
 
 
 @pytest.fixture
@@ -59,6 +59,14 @@ def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
     assert letters[0].error == "ValueError: cannot handle b"
     assert str(letters[0].message.message_id) in letters[1].error
     assert place.resting() == 11, "letters are kept by a subscription of their own"
+
+
+def test_a_key_parks_whose_handler_runs_in_a_process(place: Place) -> None:
+    place.publish(*"ab" * 5)
+    with place.run(broken_for_b, executor="processes", workers=2):
+        wait_until(lambda: place.backlog() == 0)
+    assert numbers(place.letters()) == list(range(5))
+    assert {letter.key for letter in place.letters()} == {"b"}
 
 
 def test_a_letter_is_the_message_with_what_happened_to_it_as_properties(place: Place) -> None:
@@ -176,10 +184,11 @@ def test_a_restart_knows_the_parked_keys_before_it_handles_anything(place: Place
 
 def test_a_restart_goes_on_with_a_replay_where_it_was(place: Place) -> None:
     place.broken = {"b"}
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     def handle(message: Message) -> None:
         if not place.broken and message.value == b"2":
+            entered.set()
             gate.wait(20)
         place.handle(message)
 
@@ -188,7 +197,8 @@ def test_a_restart_goes_on_with_a_replay_where_it_was(place: Place) -> None:
         wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
         place.broken.clear()
         run.source.unpark("b")
-        wait_until(lambda: len(place.markers()) == 2)
+        assert entered.wait(20)
+        assert len(place.markers()) == 2
     gate.set()
     wait_until(lambda: place.handled["b"] == [0, 1, 2])
     with place.run() as run:
@@ -317,7 +327,7 @@ def test_a_message_without_key_cannot_park_others(place: Place, null_keys: str) 
 
 def test_nothing_is_acknowledged_while_its_letter_is_not_confirmed(place: Place) -> None:
     place.broken = {"b"}
-    with place.run(operation_timeout_ms=1_000) as run:
+    with place.run(operation_timeout_ms=1_000, acknowledge_timeout_ms=1_000) as run:
         place.publish("b")
         wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
         for client in list(place.cluster._clients):
@@ -337,7 +347,8 @@ def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
     keys = [f"key-{number}" for number in range(30)]
     bad = set(keys[:10])
     place.broken = set(bad)
-    with place.run() as run:
+    record = Record()
+    with place.run(observers=[record]) as run:
         for _ in range(10):
             place.publish(*keys)
         wait_until(lambda: len({letter.key for letter in place.letters()}) == 10)
@@ -351,6 +362,7 @@ def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
         wait_until(lambda: sum(map(len, place.handled.values())) == 30 * 20)
         wait_until(lambda: place.resting() == 0)
     assert place.handled == {key: list(range(20)) for key in keys}
+    record.check(place)
 
 
 def test_the_dead_letter_topic_must_not_be_consumed_itself(place: Place) -> None:
@@ -384,3 +396,33 @@ def test_a_pattern_does_not_match_the_dead_letters_of_its_own_source(place: Plac
     assert list(place.cluster.subscriptions(letters)) == ["keyshard-parked"]
     with pytest.raises(ConfigError, match="which this source consumes"):
         place.run(**pattern).source.run(place.handle, dead_letter_topic="other-DLQ")
+
+
+def test_ranges_move_while_keys_park_and_come_out(place: Place) -> None:
+    keys = [f"key-{number}" for number in range(12)]
+    place.broken = set(keys[:6])
+    record = Record()
+
+    def handle(message: Message) -> None:
+        time.sleep(0.001)
+        place.handle(message)
+
+    with place.run(handle, observers=[record]) as run:
+        for _ in range(10):
+            place.publish(*keys)
+        wait_until(lambda: len({letter.key for letter in place.letters()}) == 6)
+        run.source.rescale(5)
+        place.broken = set(keys[3:6])
+        for key in keys[:3]:
+            assert run.source.unpark(key)
+        for ranges in (2, 6, 3):
+            place.publish(*keys)
+            run.source.rescale(ranges)
+        place.broken.clear()
+        wait_until(lambda: place.backlog() == 0)
+        for key in keys:
+            run.source.unpark(key)
+        wait_until(lambda: sum(map(len, place.handled.values())) == 12 * 13)
+        wait_until(lambda: place.resting() == 0)
+    assert place.handled == {key: list(range(13)) for key in keys}
+    record.check(place)
