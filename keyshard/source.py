@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from keyshard.runtime.batches import Batch
     from keyshard.runtime.coordinator import Coordinator
-    from keyshard.runtime.handlers import Observer
+    from keyshard.runtime.observing import Observer
     from keyshard.runtime.rescale import Rescaler, RescaleReport
     from keyshard.runtime.workers import Handle
 

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from keyshard.runtime import control
+
 
 @contextmanager
 def own_control_folder() -> Iterator[Path]:
     """Control sockets of this process, and of those it starts, are made in a new folder."""
     with tempfile.TemporaryDirectory(prefix="ks-") as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name) / "keyshard"
         patch.setenv("XDG_RUNTIME_DIR", name)
-        yield Path(name) / "keyshard"
+        # Nor are those found that run on this machine with the usual temporary folder.
+        patch.setattr(control, "_candidates", lambda: iter([folder]))
+        yield folder

@@ -7,7 +7,8 @@ from typing import Any
 
 from keyshard.core.hash_range import HashRange
 from keyshard.core.health import KeyFacts, RangeFacts, most_blocking
-from keyshard.core.lanes import KeyQueue, Lanes
+from keyshard.core.lane_queues import KeyQueue
+from keyshard.core.lanes import Lanes
 
 RETRYING_MAX = 10_000
 """Keys that wait for a retry, and are looked at for what blocks their range."""

@@ -15,95 +15,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import islice
-from typing import NamedTuple
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.core.lane_queues import Entry, KeyQueue, LaneRange, RangeCounts, Work
 from keyshard.core.letters import Resting
 from keyshard.core.message import Message
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """An entry whose messages are handled one by one."""
-
-    topic_partition: TopicPartition
-    id: EntryId
-    waiting: int
-    """Messages that are not done yet."""
-    published: datetime
-    """When its first message was published."""
-    owner: int = 0
-    """Index of the range that it counts for."""
-    begun: bool = False
-    """Whether a message of it was started."""
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One message, its entry and the queue of its key."""
-
-    message: Message
-    entry: Entry | None
-    """``None`` for a dead letter that is replayed: its entry is done already."""
-    queue: KeyQueue
-    started_s: float = 0.0
-    """When the running attempt began."""
-    resting: Resting | None = None
-    """The dead letter that is replayed."""
-    parking: bool = False
-    """Whether a letter is being written, so that no handler works on it."""
-
-
-@dataclass(slots=True, eq=False)
-class KeyQueue:
-    """Messages of one key that are not done, oldest first; the head may be running."""
-
-    key: str | None
-    slot: int | None
-    """Where the key lies on the ring; ``None`` for messages without a key."""
-    owner: int
-    """Index of the range that has it now."""
-    work: deque[Work] = field(default_factory=deque)
-    running: bool = False
-    attempts: int = 0
-    """Failed attempts of the head."""
-    failing_since_s: float = 0.0
-    """When the first attempt of the head began, if one failed."""
-    reason: str | None = None
-    """Why the newest attempt of the head failed."""
-    not_before_s: float = 0.0
-    """When the head may be tried again."""
-
-
-@dataclass(slots=True, eq=False)
-class _Range:
-    """What waits in one range."""
-
-    ready: deque[KeyQueue] = field(default_factory=deque)
-    running: int = 0
-    listed: bool = False
-    """Whether it is among the ranges to look at."""
-    waiting: int = 0
-    """Messages that are not done and do not run."""
-    done: int = 0
-    """Messages that are done, since the ranges are as they are."""
-    entries: dict[Entry, None] = field(default_factory=dict)
-    """Entries that are not completed, in order of receipt."""
-
-
-class RangeCounts(NamedTuple):
-    """What one range holds at one moment; messages, but for ``ready``, which counts keys."""
-
-    ready: int
-    running: int
-    waiting: int
-    done: int
-    oldest: datetime | None
-    """When the entry that it received first, of those not completed, was published."""
 
 
 class Lanes:
@@ -129,8 +47,8 @@ class Lanes:
         self.owner_of = owner_of
         """Index of the range that owns a slot."""
         self._serialise_keyless = serialise_keyless
-        self._ranges = [_Range() for _ in range(ranges)]
-        self._look_at: deque[_Range] = deque()
+        self._ranges = [LaneRange() for _ in range(ranges)]
+        self._look_at: deque[LaneRange] = deque()
         self._keys: dict[str, KeyQueue] = {}
         self._keyless: dict[int, KeyQueue] = {}
         self._later: list[tuple[float, int, KeyQueue]] = []
@@ -312,7 +230,7 @@ class Lanes:
         others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
         queues += {id(q): q for q in others if id(q) not in seen}.values()
         entries = [entry for owner in self._ranges for entry in owner.entries]
-        self._ranges = [_Range() for _ in range(ranges)]
+        self._ranges = [LaneRange() for _ in range(ranges)]
         self._look_at.clear()
         for queue in queues:
             queue.owner = queue.owner % ranges if queue.slot is None else owner_of(queue.slot)
@@ -414,7 +332,7 @@ class Lanes:
         owner.ready.append(queue)
         self._list(owner)
 
-    def _list(self, owner: _Range) -> None:
+    def _list(self, owner: LaneRange) -> None:
         if not owner.listed and owner.ready and owner.running < self.lanes:
             owner.listed = True
             self._look_at.append(owner)

@@ -288,7 +288,9 @@ def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
-        connection.sendall(json.dumps(request).encode() + b"\n")
+        # Who is refused is told so before it has said what it wants.
+        with suppress(BrokenPipeError):
+            connection.sendall(json.dumps(request).encode() + b"\n")
         line = _receive(connection, ANSWER_BYTES_MAX, deadline)
     try:
         answer = json.loads(line)

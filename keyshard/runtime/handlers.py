@@ -14,20 +14,17 @@ import inspect
 import logging
 import math
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import range_index
-from keyshard.core.lanes import Lanes, Work
-from keyshard.core.message import Message
+from keyshard.core.lane_queues import Work
+from keyshard.core.lanes import Lanes
 from keyshard.core.retrying import Reject, RetryLater
 from keyshard.core.tally import Tally
 from keyshard.core.topic_pattern import TopicPattern
@@ -45,9 +42,11 @@ from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.dead_letters import open_dead_letters
 from keyshard.runtime.lane_moves import LaneMoves
 from keyshard.runtime.monitor import Monitor
+from keyshard.runtime.observing import Observer, observed, observed_async
 from keyshard.runtime.parked_lanes import ParkedLanes
 from keyshard.runtime.rescale import Rescaler
 from keyshard.runtime.status import StatusView, Subject
+from keyshard.runtime.stop_signals import stopping_signals
 from keyshard.runtime.workers import (
     AsyncWorkers,
     Handle,
@@ -71,19 +70,6 @@ IDLE_WAIT_S = 0.1
 """Longest wait for rows while none runs, seconds."""
 
 _log = logging.getLogger(__name__)
-
-
-class Observer(Protocol):
-    """Told what becomes of messages, by the thread of the handler; it must be quick."""
-
-    def started(self, message: Message) -> None:
-        """An attempt begins."""
-
-    def completed(self, message: Message, seconds: float) -> None:
-        """The handler returned after ``seconds``."""
-
-    def failed(self, message: Message, seconds: float, error: BaseException) -> None:
-        """The handler raised ``error`` after ``seconds``."""
 
 
 class HandlerRun:
@@ -144,7 +130,7 @@ class HandlerRun:
         """
         try:
             self._start()
-            with _stopping_signals(self.stop):
+            with stopping_signals(self.stop):
                 try:
                     self._monitor = self._show()
                     while not self._stopping:
@@ -280,12 +266,12 @@ class HandlerRun:
     def _make_workers(self) -> Workers:
         handling = self._handling
         if self._mode == "async":
-            return AsyncWorkers(self, self._observed_async())
+            return AsyncWorkers(self, observed_async(self._handle, self._observers))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
             return ProcessWorkers(self, count, self._handle)
         return ThreadWorkers(
-            self, handling.workers or self._places, lambda: self._observed(self._handle)
+            self, handling.workers or self._places, lambda: observed(self._handle, self._observers)
         )
 
     def _show(self) -> Monitor:
@@ -355,42 +341,6 @@ class HandlerRun:
             self._error = error
         self._stopping = True
 
-    # -- observing --------------------------------------------------------------------------------
-
-    def _observed(self, handle: Handle) -> Handle:
-        if not self._observers:
-            return handle
-
-        def observed(message: Message) -> None:
-            with self._observing(message):
-                handle(message)
-
-        return observed
-
-    def _observed_async(self) -> Callable[[Message], Any]:
-        if not self._observers:
-            return self._handle
-
-        async def observed(message: Message) -> None:
-            with self._observing(message):
-                await self._handle(message)
-
-        return observed
-
-    @contextmanager
-    def _observing(self, message: Message) -> Iterator[None]:
-        for observer in self._observers:
-            observer.started(message)
-        began_s = time.monotonic()
-        try:
-            yield
-        except BaseException as exc:
-            for observer in self._observers:
-                observer.failed(message, time.monotonic() - began_s, exc)
-            raise
-        for observer in self._observers:
-            observer.completed(message, time.monotonic() - began_s)
-
 
 def _mode(executor: str, handle: Handle) -> str:
     if not callable(handle):
@@ -425,26 +375,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, (RetryLater, Reject)):
         return error.reason
     return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C stop gracefully; a second one at once. Only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen = False
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-        stop()
-
-    old = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

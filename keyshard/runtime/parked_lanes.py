@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from keyshard.core.entry import TopicPartition
-from keyshard.core.lanes import Lanes, Work
+from keyshard.core.lane_queues import Work
+from keyshard.core.lanes import Lanes
 from keyshard.core.letters import Kind, Letter, Resting
 from keyshard.core.parking import State
 from keyshard.core.retrying import Reject

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from keyshard.core.lanes import Work
+from keyshard.core.lane_queues import Work
 from keyshard.core.message import Message
 from keyshard.errors import ConfigError, HandlerProcessError
 

@@ -356,6 +356,23 @@ MUTANTS = (
         killers=(killer("unit/test_lanes_replay"),),
     ),
     Mutant(
+        name="overlook a handler that never returns while other keys go on",
+        promise="No silent stall: a range that does not progress is named, with key and message.",
+        edits=(
+            Edit(
+                "keyshard/core/health.py",
+                "key.running_s is not None and key.running_s >= STALL_S:",
+                "key.running_s is not None and key.running_s < 0:",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_health",
+                "test_a_handler_that_does_not_return_is_named_though_other_keys_go_on",
+            ),
+        ),
+    ),
+    Mutant(
         name="count a letter twice that a crash wrote twice",
         promise="Order: a message that a crash parked twice is replayed once, in its place.",
         edits=(

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, range_index
 from keyshard.core.key_slot import key_slot
-from keyshard.core.lanes import KeyQueue, Lanes, Work
+from keyshard.core.lane_queues import KeyQueue, Work
+from keyshard.core.lanes import Lanes
 from keyshard.core.message import Message, MessageId
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from keyshard.runtime.control import (
     running_sources,
 )
 
+CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
 
 
@@ -71,6 +73,23 @@ def test_a_source_is_found_by_its_subscription_and_answers() -> None:
         other.close()
     with pytest.raises(ControlError, match="No running source of 'orders'"):
         running_source("orders")
+
+
+def test_a_source_is_found_also_by_who_has_no_runtime_folder(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(control, "_candidates", CANDIDATES)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    server = serve()
+    try:
+        assert server.path.parent == folder.parent / f"keyshard-{os.getuid()}"
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder.parent))
+        assert running_source("orders").path == server.path
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/folder")
+        assert running_source("orders").path == server.path
+    finally:
+        server.close()
 
 
 def test_socket_and_folder_are_for_this_user_alone(folder: Path) -> None:
