@@ -57,7 +57,7 @@ from keyshard.runtime.workers import (
 )
 from keyshard.schema.messages import messages_of_each
 
-COMMIT_INTERVAL_S = 0.02
+COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
 COMMIT_SHARE_MAX = 0.1
 """Most of the time that commits may take: a slow one makes the next come later."""
@@ -283,7 +283,7 @@ class HandlerRun:
             return AsyncWorkers(self, self._observed_async())
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self, count, self._handle)
+            return ProcessWorkers(self, count, self._handle, self._observed)
         return ThreadWorkers(
             self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
