@@ -25,7 +25,11 @@ RANGES = (5, 10, 20, 50, 100)
 PARTITIONS = 5
 RANGE_HANDLER_MS = 10.0
 PER_LANE = 1_000
-"""Messages of each range when it has one lane: 10 s of handlers."""
+"""Messages of each range, which has one lane: 10 s of handlers."""
+KEYS_PER_SLICE = 2
+"""Keys in each hundredth of the ring."""
+RUN = 5
+"""Messages of a key that are published one after the other, and so share an entry."""
 
 NOOP_MESSAGES, NOOP_KEYS, NOOP_RANGES = 200_000, 1_000, 10
 
@@ -64,14 +68,13 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
 
 def by_ranges(broker: DevBroker) -> dict[str, float]:
     """Handlers of 10 ms, more and more ranges with one lane each over 5 topic partitions."""
-    per_slice = PER_LANE // 100
-    keys = even_keys(max(RANGES), per_slice)
+    keys = even_keys(max(RANGES), KEYS_PER_SLICE)
     rates: dict[int, float] = {}
     for ranges in RANGES:
         topic = f"ranges-{ranges}"
         create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
-        load = keys * (PER_LANE * ranges // len(keys))
-        publish(broker.service_url, topic, load)
+        load = [key for key in keys for _ in range(RUN)] * (PER_LANE * ranges // len(keys) // RUN)
+        publish(broker.service_url, topic, load, batched=True)
         found = handled(
             broker, topic, len(load), parallelism=ranges, lanes=1, handler="coroutine",
             low_ms=RANGE_HANDLER_MS, high_ms=RANGE_HANDLER_MS,

@@ -71,8 +71,15 @@ def efficiency(messages: int, seconds: float, at_once: int, mean_s: float) -> fl
     return messages * mean_s / (seconds * at_once)
 
 
-def publish(service_url: str, topic: str, keys: Iterable[str]) -> int:
-    """Publish a load without batching and wait for every confirmation; how many messages it is."""
+def publish(service_url: str, topic: str, keys: Iterable[str], *, batched: bool = False) -> int:
+    """Publish a load and wait for every confirmation; how many messages it is.
+
+    Args:
+        service_url: URL of the broker.
+        topic: Topic name.
+        keys: Routing key of each message.
+        batched: Whether the producer batches by key, or not at all.
+    """
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     answers: Counter[object] = Counter()
 
@@ -81,7 +88,12 @@ def publish(service_url: str, topic: str, keys: Iterable[str]) -> int:
 
     try:
         producer = client.create_producer(
-            topic, batching_enabled=False, block_if_queue_full=True, max_pending_messages=5_000
+            topic,
+            batching_enabled=batched,
+            batching_type=pulsar.BatchingType.KeyBased,
+            batching_max_publish_delay_ms=50,
+            block_if_queue_full=True,
+            max_pending_messages=5_000,
         )
         for key, value in values(keys):
             producer.send_async(value, confirmed, partition_key=key)

@@ -24,12 +24,15 @@ from keyshard.verify.workloads import parse_value
 class RecordedSource(KeyShardSource):
     """A source whose broker writes a history."""
 
-    def record(self, connect: Callable[[], Broker], recorder: Recorder) -> None:
-        object.__setattr__(self, "_recorded", (connect, recorder))
+    def record(self, connect: Callable[[], Broker], recorder: Recorder, epoch: int) -> None:
+        """Write to a recorder; ``epoch``: where the epochs of this run begin in its history."""
+        object.__setattr__(self, "_recorded", (connect, recorder, epoch))
 
     def coordinator(self) -> Coordinator:
-        connect, recorder = self.__dict__["_recorded"]
-        made = Coordinator(self, lambda: recorder.broker(connect(), lambda: made.epoch))
+        connect, recorder, epoch = self.__dict__["_recorded"]
+        made = Coordinator(
+            self, lambda: recorder.broker(connect(), lambda: epoch + made.epoch, self.subscription)
+        )
         object.__setattr__(self, "_made", made)
         return made
 
@@ -42,26 +45,30 @@ class RecordedRun:
         connect: Makes a connection to the broker.
         topic: Full topic name.
         options: Those of the run.
+        before: The run before a restart, whose history goes on.
         settings: Fields of the source.
     """
 
     def __init__(
         self, handle: Callable[[Message], Any], connect: Callable[[], Broker], topic: str,
-        options: dict[str, Any], **settings: Any,
+        options: dict[str, Any], *, before: RecordedRun | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         self.topic = topic
-        self.events: list[Event] = []
+        self.events: list[Event] = [] if before is None else before.events
         self.recorder = Recorder(self, "host")
         given = {"parallelism": 4, "starting_position": "earliest"} | settings
         self.source = RecordedSource(topic, **given)
-        self.source.record(connect, self.recorder)
-        self.handled: defaultdict[str, list[int]] = defaultdict(list)
+        epochs = max((event.epoch or 0 for event in self.events), default=-1) + 1
+        self.source.record(connect, self.recorder, epochs)
+        self.handled: defaultdict[str, list[int]] = (
+            defaultdict(list) if before is None else before.handled
+        )
         self.error: KeyShardError | None = None
         self._lock = threading.Lock()
 
         def run() -> None:
             try:
-                self.source.run(handle, observers=[self], **options)
+                self.source.run(handle, observers=[self.recorder, self], **options)
             except KeyShardError as exc:
                 self.error = exc
 
@@ -119,27 +126,15 @@ class RecordedRun:
         self.events.extend(events)
 
     def started(self, message: Message) -> None:
-        self._write("started", message)
+        """The recorder notes it."""
 
     def completed(self, message: Message, seconds: float) -> None:  # noqa: ARG002
         key, seq = parse_value(message.value)
-        self._write("completed", message)
         with self._lock:
             self.handled[key].append(seq)
 
     def failed(self, message: Message, *_: object) -> None:
-        self._write("failed", message)
-
-    def _write(self, kind: str, message: Message) -> None:
-        key, seq = parse_value(message.value)
-        self.events.append(
-            Event(
-                0.0, kind, topic=message.topic, partition=message.partition,
-                ledger=message.message_id.ledger, entry=message.message_id.entry,
-                index=message.message_id.batch_index, key=key, seq=seq,
-                worker="host",
-            )
-        )  # fmt: skip
+        """The recorder notes it."""
 
 
 class HandlerWorld(RecordedRun):

@@ -56,7 +56,7 @@ from keyshard.runtime.workers import (
 )
 from keyshard.schema.messages import messages_of_each
 
-COMMIT_INTERVAL_S = 0.02
+COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
 COMMIT_SHARE_MAX = 0.1
 """Most of the time that commits may take: a slow one makes the next come later."""
@@ -269,7 +269,7 @@ class HandlerRun:
             return AsyncWorkers(self, observed_async(self._handle, self._observers))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self, count, self._handle)
+            return ProcessWorkers(self, count, self._handle, self._observed)
         return ThreadWorkers(
             self, handling.workers or self._places, lambda: observed(self._handle, self._observers)
         )

@@ -70,6 +70,8 @@ class ThreadWorkers:
         self._desk = desk
         self._handles = handles
         self._idle = 0
+        self._left_behind = False
+        """Whether nobody waits any more for handlers that still run."""
         self._threads: list[threading.Thread] = []
         self._start_threads(count)
 
@@ -93,6 +95,7 @@ class ThreadWorkers:
             self._desk.changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._left_behind = True
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -114,6 +117,8 @@ class ThreadWorkers:
                 handle(work.message)
             except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
                 error = exc
+            if self._left_behind:
+                return
 
 
 class AsyncWorkers:
@@ -210,6 +215,8 @@ class ProcessHandle:
             self._process.join(1.0)
             code = self._process.exitcode
             self.kill()
+            self._connection.close()
+            self._connection = None
             raise HandlerProcessError(
                 f"The worker process ended with status {code} while it handled "
                 f"{message.message_id} of {message.topic}. Look for a crash or the memory limit."
@@ -218,13 +225,10 @@ class ProcessHandle:
             raise error
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does; from any thread. Who waits for it is told."""
         if self._process is not None:
             self._process.kill()
             self._process.join(1.0)
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -263,12 +267,15 @@ class ProcessWorkers(ThreadWorkers):
         desk: Where work comes from.
         count: Number of processes.
         handle: A picklable function.
+        observed: Wraps what the feeding threads call.
 
     Raises:
         ConfigError: The handler cannot be pickled.
     """
 
-    def __init__(self, desk: Desk, count: int, handle: Handle) -> None:
+    def __init__(
+        self, desk: Desk, count: int, handle: Handle, observed: Callable[[Handle], Handle]
+    ) -> None:
         try:
             pickled = pickle.dumps(handle)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
@@ -277,7 +284,9 @@ class ProcessWorkers(ThreadWorkers):
                 "of a module, or use executor='threads'."
             ) from exc
         self._processes: list[ProcessHandle] = []
-        super().__init__(desk, count, lambda: ProcessHandle(pickled, self._processes.append))
+        super().__init__(
+            desk, count, lambda: observed(ProcessHandle(pickled, self._processes.append))
+        )
 
     def grow(self, count: int) -> None:
         """More processes than cores would not do more."""

@@ -1,4 +1,4 @@
-"""Writes the history of an embedded stream: what its host sees, and what passes at its broker.
+"""Writes the history of a source in Python: what its host sees, and what passes at its broker.
 
 ::
 
@@ -17,6 +17,9 @@
 Without :meth:`Recorder.broker`, a plain ``source.open()`` does as well; then the history lacks
 ranges, acknowledgements and what the broker delivered.
 
+A recorder is an observer of handlers too: ``source.run(handle, observers=[recorder])``. Parked and
+rejected messages are done when their dead letter is confirmed, which :meth:`Recorder.broker` sees.
+
 The values must be those of a :class:`keyshard.verify.workloads.Workload` with keys; messages of
 others are recorded without a sequence number.
 """
@@ -33,6 +36,8 @@ from keyshard.broker.port import Broker
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.layout import shared_partition
+from keyshard.core.message import Message
+from keyshard.runtime.batches import Batch
 from keyshard.source import SourceBatch
 from keyshard.verify.history import Event
 from keyshard.verify.recording_broker import RecordingBroker, message_name
@@ -61,17 +66,23 @@ class Recorder:
         self._clock = clock
 
     def broker(
-        self, broker: Broker, epoch: Callable[[], int | None] = lambda: None
+        self,
+        broker: Broker,
+        epoch: Callable[[], int | None] = lambda: None,
+        subscription: str | None = None,
     ) -> RecordingBroker:
         """A broker that also writes ranges, deliveries and acknowledgements to the history.
 
         Args:
             broker: What does the work.
             epoch: Number of the assignment generation now, where somebody counts.
+            subscription: The one that the history is about, where parked keys need another one;
+                ``None``: whatever is subscribed.
         """
         return RecordingBroker(
-            broker, self._history.write_all, self._worker, self._clock, epoch=epoch
-        )
+            broker, self._history.write_all, self._worker, self._clock,
+            epoch=epoch, subscription=subscription,
+        )  # fmt: skip
 
     def sent(self, topic: str, per_key: Mapping[str, int]) -> None:
         """A workload was published, and confirmed.
@@ -101,6 +112,51 @@ class Recorder:
     def checkpointed(self, batch: SourceBatch) -> None:
         """The checkpoint of a batch is durable; call it before ``SourceStream.commit``."""
         self._write("checkpointed", batch=batch.end.batch_id)
+
+    # -- handlers: a recorder is an observer of ``source.run`` -------------------------------------
+
+    def started(self, message: Message) -> None:
+        """A handler begins."""
+        self._handled("started", message)
+
+    def completed(self, message: Message, _seconds: float) -> None:
+        """A handler returned."""
+        self._handled("completed", message)
+
+    def failed(self, message: Message, _seconds: float, _error: BaseException) -> None:
+        """A handler raised."""
+        self._handled("failed", message)
+
+    def _handled(self, kind: str, message: Message) -> None:
+        key, seq = message_name(message.value, message.routing_key)
+        ledger, entry, index = message.message_id
+        self._history.write_all([
+            Event(
+                self._clock(), kind, topic=message.topic, partition=message.partition,
+                ledger=ledger, entry=entry, index=index, key=key, seq=seq, worker=self._worker,
+            )
+        ])  # fmt: skip
+
+    # -- batches that a program acknowledges -------------------------------------------------------
+
+    def records(self, name: str, batch: Batch) -> pa.RecordBatch:
+        """The rows of a batch of ``source.batches()``, written down before they are handed out.
+
+        Args:
+            name: Of the batch, another one for each.
+            batch: The batch.
+        """
+        self._write("started", batch=name)
+        where = {"worker": self._worker, "batch": name, "part": 0}
+        self._history.write_all(row_events(self._clock(), batch.records, where))
+        self._write("completed", batch=name)
+        return batch.records
+
+    def acknowledging(self, name: str) -> None:
+        """The program is done with a batch; call it before ``Batch.ack``."""
+        self._write("checkpointed", batch=name)
+
+    # -- faults ------------------------------------------------------------------------------------
 
     def crashed(self) -> None:
         """This host lost what it held in memory."""

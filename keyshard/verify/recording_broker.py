@@ -1,15 +1,19 @@
-"""A broker behind the port that writes down what passes: ranges, deliveries, acknowledgements."""
+"""A broker behind the port that writes down what passes.
+
+That is ranges, deliveries, acknowledgements, and the dead letters with which messages are done.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
-from keyshard.core.key_slot import key_slot
+from keyshard.core.key_slot import key_slot, routing_key
+from keyshard.core.letters import PREFIX
 from keyshard.verify.history import Event
 from keyshard.verify.workloads import parse_value
 
@@ -38,6 +42,7 @@ class RecordingBroker:
         worker: Who owns the ranges.
         clock: Seconds.
         epoch: Number of the assignment generation now; ``None``: nobody counts.
+        subscription: The one to write about; ``None``: whatever is subscribed.
     """
 
     def __init__(
@@ -48,12 +53,14 @@ class RecordingBroker:
         clock: Callable[[], float],
         *,
         epoch: Callable[[], int | None] = lambda: None,
+        subscription: str | None = None,
     ) -> None:
         self._broker = broker
         self._write = write
         self._worker = worker
         self._clock = clock
         self._epoch = epoch
+        self._subscription = subscription
         self._lock = threading.Lock()
         self._open: set[_RecordingConsumer] = set()
 
@@ -78,6 +85,8 @@ class RecordingBroker:
             consumer_name=consumer_name,
             receiver_queue_size=receiver_queue_size,
         )
+        if self._subscription not in {None, subscription}:
+            return consumer
         recording = _RecordingConsumer(consumer, self)
         with self._lock:
             self._open.add(recording)
@@ -89,7 +98,8 @@ class RecordingBroker:
         return self._broker.reader(topic_partition, start)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
-        return self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        producer = self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        return _RecordingProducer(producer, self)
 
     def close(self) -> None:
         with self._lock:
@@ -118,6 +128,20 @@ class RecordingBroker:
         self._write(
             self._event("acked", consumer, ledger=ledger, entry=entry) for ledger, entry in entries
         )
+
+    def published(self, properties: Mapping[str, str], value: bytes, key: str | None) -> None:
+        """Write that a message is done for good, when what was stored is its dead letter."""
+        if not properties.get(f"{PREFIX}messageId"):
+            return
+        name, seq = message_name(value, key)
+        ledger, entry, index = map(int, properties[f"{PREFIX}messageId"].split(":"))
+        self._write([
+            Event(
+                self._clock(), "completed", topic=properties[f"{PREFIX}topic"],
+                partition=int(properties[f"{PREFIX}partition"]), ledger=ledger, entry=entry,
+                index=index, key=name, seq=seq, worker=self._worker,
+            )
+        ])  # fmt: skip
 
     def _deliveries(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
         hash_range = str(consumer.hash_range)
@@ -177,3 +201,29 @@ class _RecordingConsumer:
     def close(self) -> None:
         self._broker.give_up(self)
         self.consumer.close()
+
+
+class _RecordingProducer:
+    """A producer that tells its broker what is stored."""
+
+    def __init__(self, producer: Producer, broker: RecordingBroker) -> None:
+        self._producer = producer
+        self._broker = broker
+
+    def send(
+        self,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        position = self._producer.send(
+            value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
+        )
+        self._broker.published(properties or {}, value, routing_key(key, ordering_key))
+        return position
+
+    def close(self) -> None:
+        self._producer.close()
