@@ -269,7 +269,9 @@ class HandlerRun:
             return AsyncWorkers(self, observed_async(self._handle, self._observers))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self, count, self._handle, self._observed)
+            return ProcessWorkers(
+                self, count, self._handle, lambda handle: observed(handle, self._observers)
+            )
         return ThreadWorkers(
             self, handling.workers or self._places, lambda: observed(self._handle, self._observers)
         )
