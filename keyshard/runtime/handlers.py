@@ -280,8 +280,11 @@ class HandlerRun:
             count = handling.workers or os.cpu_count() or 1
             return ProcessWorkers(self, count, self._handle, self._observed)
         return ThreadWorkers(
-            self, handling.workers or self._places, lambda: observed(self._handle, self._observers)
+            self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
+
+    def _observed(self, handle: Handle) -> Handle:
+        return observed(handle, self._observers)
 
     def _show(self) -> Monitor:
         assert self.rescaler is not None, "it is shown when it has started"
