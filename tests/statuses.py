@@ -50,6 +50,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "epoch": 0,
         "lanes": 16,
         "workers": 4,
+        "workersMax": 4,
         "executor": "threads",
         "ranges": [
             range_status(0, hashRanges=["0-32767"]),

@@ -62,8 +62,7 @@ def plan(  # noqa: PLR0917 - one argument per option
     made = RescalePlan.make(before, ranges)
     lanes = lanes or status.get("lanes") or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
-    if workers is None and status.get("executor") != "async":
-        workers = status.get("workers")
+    workers = workers or status.get("workersMax")
     ceilings = [Ceiling.of(count, lanes, handler_s, workers) for count in (len(before), ranges)]
     if as_json:
         typer.echo(json.dumps(_as_json(made, ceilings, lanes, handler_s), indent=2))

@@ -137,7 +137,7 @@ class BatchRun:
         return Monitor(
             Subject(
                 self._config, self._coordinator, lanes, Tally(), changed,
-                executor="batches", workers=1, rescaler=self.rescaler,
+                executor="batches", workers=lambda: 1, workers_max=None, rescaler=self.rescaler,
             )
         )  # fmt: skip
 

@@ -213,7 +213,7 @@ def running_source(
         where = ", ".join(map(str, _candidates()))
         raise ControlError(
             f"No running {name} is found for this user on this machine (looked in {where}). Only "
-            "a source that runs by source.run(...) has a control socket."
+            "a source that runs by source.run(...) or batches(...) has a control socket."
         )
     list_of = "; ".join(
         f"pid {one.pid}: {one.subscription!r} on {one.topics} at {one.service_url}"

@@ -263,6 +263,15 @@ class HandlerRun:
         """Most threads that handlers run in: one for each lane."""
         return min(WORKERS_MAX, self.lanes.ranges * self._handling.lanes)
 
+    @property
+    def _workers_max(self) -> int | None:
+        """Handlers at the same time, however many lanes there are; ``None``: no limit."""
+        if self._mode == "async":
+            return None
+        return self._handling.workers or (
+            self._workers.count if self._mode == "processes" else WORKERS_MAX
+        )
+
     def _make_workers(self) -> Workers:
         handling = self._handling
         if self._mode == "async":
@@ -273,15 +282,22 @@ class HandlerRun:
                 self, count, self._handle, lambda handle: observed(handle, self._observers)
             )
         return ThreadWorkers(
-            self, handling.workers or self._places, lambda: observed(self._handle, self._observers)
+            self, handling.workers or self._places, lambda: self._observed(self._handle)
         )
+
+    def _observed(self, handle: Handle) -> Handle:
+        return observed(handle, self._observers)
 
     def _show(self) -> Monitor:
         assert self.rescaler is not None, "it is shown when it has started"
         subject = Subject(
             self._config, self._coordinator, self.lanes, self.tally, self.changed,
-            executor=self._mode, workers=self._workers.count, rescaler=self.rescaler,
-            parked=self._letters.resting, unpark=self.unpark,
+            executor=self._mode,
+            workers=lambda: self._workers.count,
+            workers_max=self._workers_max,
+            rescaler=self.rescaler,
+            parked=self._letters.resting,
+            unpark=self.unpark,
         )  # fmt: skip
         return Monitor(subject, self._handling.metrics_port)
 

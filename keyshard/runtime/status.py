@@ -39,7 +39,10 @@ class Subject:
     changed: threading.Condition
     """Guards lanes and tally."""
     executor: str
-    workers: int
+    workers: Callable[[], int]
+    """Handlers that may run at the same time now: threads or processes, or 1 for an event loop."""
+    workers_max: int | None
+    """The same for any number of ranges; ``None``: only lanes limit."""
     rescaler: Rescaler
     parked: Callable[[], Mapping[str, int]] = dict
     """Letters that rest of each parked key."""
@@ -100,7 +103,8 @@ class StatusView:
             "host": socket.gethostname(),
             "epoch": subject.coordinator.epoch,
             "lanes": subject.lanes.lanes,
-            "workers": subject.workers,
+            "workers": subject.workers(),
+            "workersMax": subject.workers_max,
             "executor": subject.executor,
             "ranges": [
                 self._range(each, seats, stalls.get(each.index), published, now_s)

@@ -310,6 +310,7 @@ def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[s
     )
     status = job.status()
     assert (status["epoch"], len(status["ranges"])) == (1, 5)
+    assert (status["workers"], status["workersMax"]) == (5 * status["lanes"], 256)
     assert len(status["ranges"][4]["hashRanges"]) == 4
     assert all(each["covered"] for each in status["partitions"])
     job.publish(*((key, b"later") for key in KEYS))
