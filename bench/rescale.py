@@ -1,14 +1,18 @@
 """What does a live rescale cost: how long does a moved range pause, what comes twice or wrong?
 
-4 ranges become 8, then 3, then 4 again and so on, while handlers work through a backlog. All is
-judged from outside, by when handlers ran: by the checkers of :mod:`keyshard.verify`, and a pause is
-the longest time around a rescale in which no handler ran for a part of the ring that moved.
+4 ranges become 8, then 3, then 4 again and so on, while handlers work: on what a producer in
+another process publishes meanwhile, and (figures with ``_backlog``) on what was published before. A
+pause is what the rescale reports of each range that moved. A gap is seen from outside: the longest
+time around a rescale in which no handler ran for a part of the ring that moved. The checkers of
+:mod:`keyshard.verify` judge order, and that one handler at a time works on a key.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,21 +21,23 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.loads import publish
 from keyshard import KeyShardSource
 from keyshard.core.assignment import Assignment, assign, reassign
 from keyshard.core.hash_range import HashRange
 from keyshard.devbroker import DevBroker
 from keyshard.verify.checkers import key_order, mutual_exclusion
 from keyshard.verify.history import Event
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value
+from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
 
 FIRST = 4
 STEPS = (8, 3, 4, 8, 3, 4, 8, 3, 4, 8, 3)
 SETTLE_S = 1.0
 """Time under load before each rescale and after the last, seconds."""
-MESSAGES, KEYS, PARTITIONS = 100_000, 1_000, 5
-LANES, HANDLER_S = 4, 0.005
+MESSAGES, KEYS, PARTITIONS = 60_000, 1_000, 5
+RATE_PER_S = 1_500.0
+LANES, HANDLER_S = 8, 0.005
+PART_SLOTS_MIN = 1_024
+"""Parts of the ring smaller than this have no figure: too few messages lie in them, slots."""
 DEADLINE_S = 180.0
 
 _console = Console(stderr=True)
@@ -128,13 +134,10 @@ def duplicates(handled: Sequence[Handled]) -> int:
     return len(handled) - len({(one.topic, one.partition, one.position) for one in handled})
 
 
-def measure(broker: DevBroker) -> tuple[list[Handled], list[Move]]:
-    """Rescale under load again and again."""
-    create_partitioned_topic(broker.admin_url, "rescale", PARTITIONS)
-    load = [key for key, _ in Workload(MESSAGES, KEYS).sequence()]
-    publish(broker.service_url, "rescale", load)
+def measure(broker: DevBroker, topic: str) -> tuple[list[Handled], list[Move], list[float]]:
+    """Rescale under load again and again: what was handled, what moved, reported pauses (ms)."""
     source = KeyShardSource(
-        "rescale",
+        topic,
         service_url=broker.service_url,
         subscription="rescale",
         parallelism=FIRST,
@@ -146,6 +149,7 @@ def measure(broker: DevBroker) -> tuple[list[Handled], list[Move]]:
     )
     runner.start()
     moves: list[Move] = []
+    pauses: list[float] = []
     try:
         wait_for_more(recorder, 1_000)
         now = assign(FIRST)
@@ -153,23 +157,45 @@ def measure(broker: DevBroker) -> tuple[list[Handled], list[Move]]:
             time.sleep(SETTLE_S)
             following = reassign(now, count)
             from_s = time.perf_counter()
-            source.rescale(count)
+            report = source.rescale(count)
             to_s = time.perf_counter()
-            of_step = [Move(part, from_s, to_s) for part in moved(now, following)]
+            pauses += [pause.pause_ms for pause in report.pauses]
+            moves += [
+                Move(part, from_s, to_s)
+                for part in moved(now, following)
+                if len(part) >= PART_SLOTS_MIN
+            ]
             _console.print(
-                f"{len(now)} to {count}: {(to_s - from_s) * 1e3:.0f} ms, {len(of_step)} parts "
-                f"moved, {len(recorder.handled):,} messages handled"
+                f"{topic}, {len(now)} to {count}: {(to_s - from_s) * 1e3:.0f} ms, "
+                f"{len(recorder.handled):,} messages handled"
             )
-            moves += of_step
             now = following
         time.sleep(SETTLE_S)
         wait_for_more(recorder, 1_000)
-        if len(recorder.handled) > MESSAGES - 5_000:
-            raise RuntimeError("the backlog ended before the last rescale: nothing was measured")
     finally:
         source.stop()
         runner.join(DEADLINE_S)
-    return recorder.handled, moves
+    return recorder.handled, moves, pauses
+
+
+def live(broker: DevBroker) -> dict[str, float]:
+    """Figures while a producer publishes 1,500 messages a second."""
+    create_partitioned_topic(broker.admin_url, "live", PARTITIONS)
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.rescale", broker.service_url, "live"],
+    ) as producer:
+        try:
+            return figures("", *measure(broker, "live"))
+        finally:
+            producer.terminate()
+
+
+def backlog(broker: DevBroker) -> dict[str, float]:
+    """Figures with everything published before."""
+    create_partitioned_topic(broker.admin_url, "backlog", PARTITIONS)
+    load = Workload(MESSAGES, KEYS, batching="none")
+    produce(load, broker.service_url, "backlog")
+    return figures("_backlog", *measure(broker, "backlog"))
 
 
 def wait_for_more(recorder: Recorder, messages: int) -> None:
@@ -181,20 +207,35 @@ def wait_for_more(recorder: Recorder, messages: int) -> None:
         time.sleep(0.01)
 
 
+def figures(
+    suffix: str, handled: Sequence[Handled], moves: Sequence[Move], pauses: Sequence[float]
+) -> dict[str, float]:
+    """All figures of one load."""
+    gaps = [gap * 1e3 for move in moves if (gap := pause_s(move, handled)) is not None]
+    events = history(handled)
+    return {
+        f"rescale_pause_p50_ms{suffix}": statistics.median(pauses),
+        f"rescale_pause_p99_ms{suffix}": _p99(pauses),
+        f"rescale_gap_p50_ms{suffix}": statistics.median(gaps),
+        f"rescale_gap_p99_ms{suffix}": _p99(gaps),
+        f"rescale_violations{suffix}": float(
+            key_order(events).violations + mutual_exclusion(events).violations
+        ),
+        f"rescale_duplicates{suffix}": float(duplicates(handled)),
+        f"rescale_pauses{suffix}": float(len(pauses)),
+        f"rescale_handled{suffix}": float(len(handled)),
+    }
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
 def run() -> dict[str, float]:
     """All figures."""
     with DevBroker() as broker:
-        handled, moves = measure(broker)
-    pauses = [pause * 1e3 for move in moves if (pause := pause_s(move, handled)) is not None]
-    events = history(handled)
-    cuts = statistics.quantiles(pauses, n=100, method="inclusive")
-    return {
-        "rescale_pause_p50_ms": statistics.median(pauses),
-        "rescale_pause_p99_ms": cuts[98],
-        "rescale_pauses": float(len(pauses)),
-        "rescale_violations": float(
-            key_order(events).violations + mutual_exclusion(events).violations
-        ),
-        "rescale_duplicates": float(duplicates(handled)),
-        "rescale_handled": float(len(handled)),
-    }
+        return live(broker) | backlog(broker)
+
+
+if __name__ == "__main__":
+    produce(Workload(10**6, KEYS, batching="none", rate_per_s=RATE_PER_S), *sys.argv[1:])
