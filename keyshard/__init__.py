@@ -9,7 +9,7 @@ from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.message import Message, MessageId
 from keyshard.core.retrying import Reject, RetryLater, RetryPolicy
 from keyshard.errors import KeyShardError
-from keyshard.handling import HandlerConfig
+from keyshard.handlers.config import HandlerConfig
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream
 
 __all__ = [

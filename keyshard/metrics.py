@@ -1,7 +1,7 @@
 """Every metric of a running source, in one table; ``docs/metrics.md`` is made from it.
 
 Write the document again with ``python -m keyshard.metrics > docs/metrics.md``. Values are read from
-:meth:`keyshard.KeyShardSource.status` when Prometheus asks; :mod:`keyshard.runtime.metrics_server`
+:meth:`keyshard.KeyShardSource.status` when Prometheus asks; :mod:`keyshard.handlers.metrics_server`
 publishes them.
 """
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.errors import ConfigError, NotRunningError
-from keyshard.handling import HandlerConfig
+from keyshard.handlers.config import HandlerConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from keyshard.runtime.batches import Batch
+    from keyshard.handlers.batches import Batch
+    from keyshard.handlers.observing import Observer
+    from keyshard.handlers.workers import Handle
     from keyshard.runtime.coordinator import Coordinator
-    from keyshard.runtime.observing import Observer
     from keyshard.runtime.rescale import Rescaler, RescaleReport
-    from keyshard.runtime.workers import Handle
 
 
 def _handling(options: dict[str, Any]) -> HandlerConfig:
@@ -82,7 +82,7 @@ class KeyShardSource(SourceConfig):
             ConfigError: An option is wrong, or the source runs already.
             KeyShardError: What ended the source.
         """
-        from keyshard.runtime.handlers import HandlerRun  # noqa: PLC0415
+        from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
 
         run = HandlerRun(self.coordinator(), self, _handling(options), handle, observers)
         self._begin(run)
@@ -113,7 +113,7 @@ class KeyShardSource(SourceConfig):
             WindowFullError: Nobody acknowledges.
             KeyShardError: What ended the source.
         """
-        from keyshard.runtime.batches import BatchRun  # noqa: PLC0415
+        from keyshard.handlers.batches import BatchRun  # noqa: PLC0415
 
         if max_rows < 1 or max_wait_s < 0:
             raise ConfigError("max_rows must be at least 1 and max_wait_s not negative.")

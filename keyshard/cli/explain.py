@@ -23,7 +23,7 @@ def explain(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Say the slot, range and owner of a key, and what waits, runs or is parked."""
-    from keyshard.runtime.control import running_source
+    from keyshard.handlers.control import running_source
 
     if parallelism is None:
         told = running_source(subscription, service_url, pid).ask("explain", key=key)

@@ -23,7 +23,7 @@ def unpark(
     as_json: JsonOption = False,
 ) -> None:
     """Let a running source replay the dead letters of a key, and then its newer messages."""
-    from keyshard.runtime.control import running_source
+    from keyshard.handlers.control import running_source
 
     source = running_source(subscription, service_url, pid)
     told = source.ask("unpark", key=key, timeout_s=_TIMEOUT_S)
@@ -46,7 +46,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Cut the ring of a running source anew, while it runs."""
-    from keyshard.runtime.control import running_source
+    from keyshard.handlers.control import running_source
 
     if (ranges is None) != balance:
         raise ConfigError("Give the number of ranges, or --balance to keep it.")

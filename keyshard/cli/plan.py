@@ -51,7 +51,7 @@ def plan(  # noqa: PLR0917 - one argument per option
     """Show what a rescale would move, and the most that handlers could do after it."""
     from keyshard.core.assignment import assign
     from keyshard.core.rescale_plan import Ceiling, RescalePlan
-    from keyshard.runtime.control import running_source
+    from keyshard.handlers.control import running_source
 
     status: Mapping[str, Any] = {}
     if start is None:

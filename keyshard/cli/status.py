@@ -42,7 +42,7 @@ def status(
     """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
     from rich.live import Live
 
-    from keyshard.runtime.control import running_source
+    from keyshard.handlers.control import running_source
 
     source = running_source(subscription, service_url, pid)
     told = source.ask("status")

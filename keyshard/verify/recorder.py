@@ -37,7 +37,7 @@ from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.layout import shared_partition
 from keyshard.core.message import Message
-from keyshard.runtime.batches import Batch
+from keyshard.handlers.batches import Batch
 from keyshard.source import SourceBatch
 from keyshard.verify.history import Event
 from keyshard.verify.recording_broker import RecordingBroker, message_name

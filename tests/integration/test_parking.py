@@ -27,7 +27,7 @@ from keyshard.core.letters import Kind, Letter, parse
 from keyshard.core.message import MessageId
 from keyshard.devbroker import DevBroker
 from keyshard.errors import SubscriptionInUseError
-from keyshard.runtime.dead_letters import DeadLetters, open_dead_letters
+from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
 from keyshard.schema.messages import messages_of
 from keyshard.verify.workloads import create_partitioned_topic
 

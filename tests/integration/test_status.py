@@ -16,7 +16,7 @@ from helpers import wait_until
 from keyshard import KeyShardSource, Message
 from keyshard.devbroker import DevBroker
 from keyshard.errors import NotRunningError
-from keyshard.runtime.control import running_source
+from keyshard.handlers.control import running_source
 from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]

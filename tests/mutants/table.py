@@ -312,7 +312,7 @@ MUTANTS = (
         promise="No loss: what no handler got done is acknowledged when its letter is stored.",
         edits=(
             Edit(
-                "keyshard/runtime/parked_lanes.py",
+                "keyshard/handlers/parked_lanes.py",
                 "        self.letters.send(letter)\n        with self._run.changed:\n",
                 "        with self._run.changed:\n"
                 "            self._run.lanes.completed(work)\n"
@@ -334,7 +334,7 @@ MUTANTS = (
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(
             Edit(
-                "keyshard/runtime/dead_letters.py",
+                "keyshard/handlers/dead_letters.py",
                 "retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)",
                 "[]",
             ),

@@ -23,7 +23,7 @@ from keyshard.errors import (
     ReplayTimeoutError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.dead_letters import DeadLetters, open_dead_letters
+from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
 
 KEEPS = "unit-parked"
 PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)

@@ -22,8 +22,8 @@ from keyshard.core.lanes import KeyQueue, Lanes, Work
 from keyshard.core.letters import Letter
 from keyshard.core.message import Message
 from keyshard.errors import BrokerError
+from keyshard.handlers.dead_letters import DeadLetters
 from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.dead_letters import DeadLetters
 from keyshard.verify.checkers import check
 from troubled import Troubled, TroubledAsync
 

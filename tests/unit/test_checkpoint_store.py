@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keyshard.errors import CheckpointError, ConfigError
-from keyshard.runtime.checkpoint_store import CheckpointStore
+from keyshard.handlers.checkpoint_store import CheckpointStore
 
 
 @pytest.mark.parametrize("scheme", ["file://", "memory:/", ""])

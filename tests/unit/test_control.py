@@ -20,14 +20,14 @@ import pytest
 from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard.errors import ConfigError, ControlError
-from keyshard.runtime import control
-from keyshard.runtime.control import (
+from keyshard.handlers.control import (
     CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
     ControlServer,
     running_source,
     running_sources,
 )
+from keyshard.runtime import control
 
 CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
@@ -209,7 +209,7 @@ def test_an_answer_has_a_deadline() -> None:
 
 OTHER = """
 import sys, time
-from keyshard.runtime.control import ControlServer
+from keyshard.handlers.control import ControlServer
 server = ControlServer("orders", "pulsar://127.0.0.1:6650", "t", {})
 print(server.path, flush=True)
 time.sleep(120)

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from keyshard.core.timings import BOUNDS_S, Timings
 from keyshard.errors import ConfigError
+from keyshard.handlers.metrics_server import MetricsServer
 from keyshard.metrics import METRICS, Kind, document
-from keyshard.runtime.metrics_server import MetricsServer
 from statuses import partition_status, range_status, status
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

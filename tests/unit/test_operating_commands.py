@@ -13,7 +13,7 @@ from keyshard.cli import main
 from keyshard.cli import status as status_command
 from keyshard.core.key_slot import key_slot
 from keyshard.core.timings import Timings
-from keyshard.runtime.control import ControlServer
+from keyshard.handlers.control import ControlServer
 from statuses import partition_status, range_status, status
 
 

@@ -17,13 +17,13 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
 from keyshard.errors import NotRunningError, WindowFullError
-from keyshard.runtime.checkpoint_store import CheckpointStore
-from keyshard.runtime.committer import Committer
+from keyshard.handlers.checkpoint_store import CheckpointStore
+from keyshard.handlers.committer import Committer
+from keyshard.handlers.lane_moves import LaneMoves
+from keyshard.handlers.monitor import Monitor
+from keyshard.handlers.status import Subject
 from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.lane_moves import LaneMoves
-from keyshard.runtime.monitor import Monitor
 from keyshard.runtime.rescale import Rescaler
-from keyshard.runtime.status import Subject
 from keyshard.schema.columns import SCHEMA, record_batches
 
 WAIT_S = 0.1

@@ -23,8 +23,8 @@ from keyshard.core.parking import State
 from keyshard.core.retrying import Reject
 from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
-from keyshard.handling import HandlerConfig
-from keyshard.runtime.dead_letters import DeadLetters, Replay
+from keyshard.handlers.config import HandlerConfig
+from keyshard.handlers.dead_letters import DeadLetters, Replay
 
 THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from keyshard.core.message import Message
-from keyshard.runtime.workers import Handle
+from keyshard.handlers.workers import Handle
 
 
 class Observer(Protocol):

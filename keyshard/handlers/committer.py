@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.runtime.checkpoint_store import CheckpointStore
+from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.runtime.coordinator import Coordinator
 
 Entries = Mapping[TopicPartition, Collection[EntryId]]

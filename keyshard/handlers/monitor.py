@@ -11,10 +11,10 @@ from keyshard.broker.connect import connect_admin
 from keyshard.core.entry import TopicPartition
 from keyshard.core.health import Stall
 from keyshard.errors import ConfigError, ControlError
-from keyshard.runtime.broker_facts import BrokerFacts
-from keyshard.runtime.control import ControlServer, Handler
-from keyshard.runtime.metrics_server import MetricsServer
-from keyshard.runtime.status import StatusView, Subject
+from keyshard.handlers.broker_facts import BrokerFacts
+from keyshard.handlers.control import ControlServer, Handler
+from keyshard.handlers.metrics_server import MetricsServer
+from keyshard.handlers.status import StatusView, Subject
 
 LOOK_S = 1.0
 """Time between two looks of the watchdog, seconds."""

@@ -20,7 +20,7 @@ from keyshard.core.key_slot import key_slot
 from keyshard.core.lane_facts import lane_of, range_facts
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
-from keyshard.runtime.broker_facts import BrokerFacts, PartitionFacts
+from keyshard.handlers.broker_facts import BrokerFacts, PartitionFacts
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 

@@ -35,25 +35,25 @@ from keyshard.errors import (
     NotRunningError,
     RuntimeStoppedError,
 )
-from keyshard.handling import WORKERS_MAX, HandlerConfig
-from keyshard.runtime.checkpoint_store import CheckpointStore
-from keyshard.runtime.committer import Committer
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.dead_letters import open_dead_letters
-from keyshard.runtime.lane_moves import LaneMoves
-from keyshard.runtime.monitor import Monitor
-from keyshard.runtime.observing import Observer, observed, observed_async
-from keyshard.runtime.parked_lanes import ParkedLanes
-from keyshard.runtime.rescale import Rescaler
-from keyshard.runtime.status import StatusView, Subject
-from keyshard.runtime.stop_signals import stopping_signals
-from keyshard.runtime.workers import (
+from keyshard.handlers.checkpoint_store import CheckpointStore
+from keyshard.handlers.committer import Committer
+from keyshard.handlers.config import WORKERS_MAX, HandlerConfig
+from keyshard.handlers.dead_letters import open_dead_letters
+from keyshard.handlers.lane_moves import LaneMoves
+from keyshard.handlers.monitor import Monitor
+from keyshard.handlers.observing import Observer, observed, observed_async
+from keyshard.handlers.parked_lanes import ParkedLanes
+from keyshard.handlers.status import StatusView, Subject
+from keyshard.handlers.stop_signals import stopping_signals
+from keyshard.handlers.workers import (
     AsyncWorkers,
     Handle,
     ProcessWorkers,
     ThreadWorkers,
     Workers,
 )
+from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.rescale import Rescaler
 from keyshard.schema.messages import messages_of_each
 
 COMMIT_INTERVAL_S = 0.05

@@ -31,7 +31,7 @@ from keyshard.errors import (
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.letter_reading import fold, position_of, read
+from keyshard.handlers.letter_reading import fold, position_of, read
 from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
 
