@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.runtime import control
+from keyshard.handlers import control
 
 
 @contextmanager
