@@ -25,8 +25,8 @@ from keyshard.core import health
 from keyshard.core.hash_range import range_index, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.errors import ConfigError, ControlError, NotRunningError
+from keyshard.handlers import broker_facts, monitor
 from keyshard.handlers.control import running_source, running_sources
-from keyshard.runtime import broker_facts, monitor
 
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]

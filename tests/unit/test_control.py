@@ -20,6 +20,7 @@ import pytest
 from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard.errors import ConfigError, ControlError
+from keyshard.handlers import control
 from keyshard.handlers.control import (
     CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
@@ -27,7 +28,6 @@ from keyshard.handlers.control import (
     running_source,
     running_sources,
 )
-from keyshard.runtime import control
 
 CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
