@@ -80,10 +80,10 @@ def test_retries_parking_rejects_and_rescale(
     handle = MODES[mode](tmp_path)
     world = make_world(handle, **options_of(mode))
     world.publish(*KEYS * 10)
-    world.more(20)
+    wait_until(lambda: world.error or world.count >= 20)
     world.rescale(7)
     world.publish(*KEYS * 10)
-    world.more(20)
+    wait_until(lambda: world.error or world.count >= 150)
     world.rescale(2)
     finish(world)
     assert "poison" not in world.handled, "it is parked"
