@@ -21,6 +21,7 @@ again. The first one counts.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -53,6 +54,11 @@ class ParkedKey:
     def knows(self, topic_partition: TopicPartition, message_id: MessageId) -> bool:
         """Whether there is a letter of an original message."""
         return message_id in self.ids.get(topic_partition, ())
+
+    def rests(self, position: EntryId) -> bool:
+        """Whether a letter that is not replayed lies there."""
+        at = bisect_left(self.resting, position)
+        return at < len(self.resting) and self.resting[at] == position
 
 
 class Parked:
@@ -256,10 +262,11 @@ class Parking:
         return parked.last if position == parked.resting[-1] else position
 
     def replayed(self, position: EntryId, key: str, up_to: EntryId) -> None:
-        """A marker is confirmed; the last one releases its key."""
-        assert self._states[key] is State.REPLAYING
+        """A marker is confirmed; the last one releases its key, unless letters are on their way."""
+        state = self._states[key]
+        assert state is not State.PARKED
         self.parked.replayed(position, key, up_to)
-        if key not in self.parked.keys:
+        if key not in self.parked.keys and state is State.REPLAYING:
             del self._states[key]
 
     def failed_again(self, key: str) -> None:

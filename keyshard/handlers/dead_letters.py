@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
@@ -23,6 +21,7 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
 from keyshard.core.letters import Kind, Letter, Marker, Resting, parse
+from keyshard.core.message import Message
 from keyshard.core.parking import Parked, Parking, State
 from keyshard.errors import (
     BrokerError,
@@ -31,12 +30,17 @@ from keyshard.errors import (
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.handlers.letter_reading import fold, position_of, read
-from keyshard.runtime.replay import stretches
+from keyshard.handlers.letter_reading import fold
+from keyshard.handlers.letter_replay import Replay
 from keyshard.runtime.retry import retry_until
 
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
+
+NEAR_BYTES_MAX = 16 * 1024 * 1024
+"""Most memory of letters that were read beside those of another key, bytes."""
+LETTER_BYTES = 1_000
+"""About what a letter takes beside its value, bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +74,8 @@ class DeadLetters:
         self._producer: Producer | None = None
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
+        self._near: dict[EntryId, Letter] = {}
+        self._near_bytes = 0
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -130,10 +136,14 @@ class DeadLetters:
         Raises:
             KeyShardError: As for :meth:`Replay.next`.
         """
-        with self.lock:
-            parked = self.parking.parked.keys.get(key)
-            positions = [] if parked is None else list(parked.resting)
-        return Replay(self, key, positions).next()
+        while True:
+            with self.lock:
+                parked = self.parking.parked.keys.get(key)
+                positions = [] if parked is None else parked.resting[:1]
+            found = Replay(self, key, positions).next()
+            # Without one it was lost, and that is accepted: the next one is the first now.
+            if found is not None or not positions:
+                return found
 
     def is_first(self, key: str, position: EntryId) -> bool:
         """Whether a key is draining, and its first resting letter lies there."""
@@ -169,6 +179,36 @@ class DeadLetters:
         for handle in (self._producer, self._consumer):
             if handle is not None:
                 handle.close()
+
+    # -- called by replays ------------------------------------------------------------------------
+
+    def came_by(self, position: EntryId, message: Message) -> None:
+        """Keep a letter that was read for another key, if its own key is on its way out, too."""
+        with self.lock:
+            key = message.routing_key
+            if key is None or self.parking.state(key) in (None, State.PARKED):
+                return
+            parked = self.parking.parked.keys.get(key)
+            if parked is None or position in self._near or not parked.rests(position):
+                return
+            found = parse(message)
+            assert isinstance(found, Letter), "what rests was read as a letter before"
+            self._near[position] = found
+            self._near_bytes += _bytes(found)
+            while self._near_bytes > NEAR_BYTES_MAX:
+                self._near_bytes -= _bytes(self._near.pop(next(iter(self._near))))
+
+    def kept(self, positions: Iterable[EntryId]) -> list[Resting]:
+        """What was kept of the next letters of a replay, without a gap."""
+        found: list[Resting] = []
+        with self.lock:
+            for position in positions:
+                letter = self._near.pop(position, None)
+                if letter is None:
+                    break
+                self._near_bytes -= _bytes(letter)
+                found.append(Resting(position, letter))
+        return found
 
     # -- helpers ----------------------------------------------------------------------------------
 
@@ -255,51 +295,8 @@ class DeadLetters:
             _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc)
 
 
-class Replay:
-    """Resting letters of one key, in order; made by :meth:`DeadLetters.replay`."""
-
-    def __init__(self, letters: DeadLetters, key: str, positions: Sequence[EntryId]) -> None:
-        self._letters = letters
-        self._key = key
-        self._positions = deque(positions)
-        self._read: deque[Resting] = deque()
-
-    def next(self) -> Resting | None:
-        """The next letter; ``None`` after the last.
-
-        Raises:
-            DataLossTrimmedError: It is not stored any more; by ``fail_on_data_loss``.
-            ReplayTimeoutError: It could not be read before ``replay_timeout_ms``.
-        """
-        timeout_s = self._letters.replay_timeout_s
-        while not self._read and self._positions:
-            self._read.extend(retry_until(lambda: self._fill(timeout_s), timeout_s))
-        return self._read.popleft() if self._read else None
-
-    def _fill(self, timeout_s: float) -> list[Resting]:
-        """Read some of the next letters."""
-        stretch = next(stretches(EntrySet.of(self._positions)))
-        wanted = list(stretch)
-        found: list[Resting] = []
-        reader = self._letters.reader(wanted[0])
-        try:
-            where = self._letters.topic_partition
-            for message in read(reader, where, wanted[-1], timeout_s, lambda: bool(found)):
-                position = position_of(message)
-                letter = parse(message) if position in stretch else None
-                if isinstance(letter, Letter):
-                    found.append(Resting(position, letter))
-        finally:
-            reader.close()
-        have = {one.position: one for one in found}
-        ready = [have[one] for one in takewhile(have.__contains__, wanted)]
-        if not ready:
-            until = found[0].position if found else None
-            missing = [one for one in wanted if until is None or one < until]
-            self._letters.lost(self._key, missing)
-        for _ in ready or missing:
-            self._positions.popleft()
-        return ready
+def _bytes(letter: Letter) -> int:
+    return len(letter.message.value) + LETTER_BYTES
 
 
 def open_dead_letters(

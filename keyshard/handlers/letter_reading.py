@@ -78,7 +78,7 @@ def read(
     timeout_s: float,
     enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Message]:
-    """Messages up to an entry, or to the end of the topic.
+    """Messages up to an entry, and what was read with it; or to the end of the topic.
 
     Args:
         reader: Where it reads on.
@@ -92,8 +92,8 @@ def read(
         blocks = reader.read(READ_WAIT_MS)
         for block in blocks:
             yield from messages_of(where, block)
-            if last is not None and block.id >= last:
-                return
+        if last is not None and blocks and blocks[-1].id >= last:
+            return
         if enough() or (not blocks and reader.at_end()):
             return
         if time.monotonic() >= deadline:

@@ -24,7 +24,8 @@ from keyshard.core.retrying import Reject
 from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
-from keyshard.handlers.dead_letters import DeadLetters, Replay
+from keyshard.handlers.dead_letters import DeadLetters
+from keyshard.handlers.letter_replay import Replay
 
 THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""

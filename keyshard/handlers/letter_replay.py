@@ -1,0 +1,71 @@
+"""Reads the resting letters of one key again, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from keyshard.core.entry import EntryId
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.letters import Letter, Resting, parse
+from keyshard.handlers.letter_reading import position_of, read
+from keyshard.runtime.replay import stretches
+from keyshard.runtime.retry import retry_until
+
+if TYPE_CHECKING:
+    from keyshard.handlers.dead_letters import DeadLetters
+
+
+class Replay:
+    """Resting letters of one key, in order; made by :meth:`DeadLetters.replay`."""
+
+    def __init__(self, letters: DeadLetters, key: str, positions: Sequence[EntryId]) -> None:
+        self._letters = letters
+        self._key = key
+        self._positions = deque(positions)
+        self._read: deque[Resting] = deque()
+
+    def next(self) -> Resting | None:
+        """The next letter; ``None`` after the last.
+
+        Raises:
+            DataLossTrimmedError: It is not stored any more; by ``fail_on_data_loss``.
+            ReplayTimeoutError: It could not be read before ``replay_timeout_ms``.
+        """
+        timeout_s = self._letters.replay_timeout_s
+        while not self._read and self._positions:
+            self._read.extend(retry_until(lambda: self._fill(timeout_s), timeout_s))
+        return self._read.popleft() if self._read else None
+
+    def _fill(self, timeout_s: float) -> list[Resting]:
+        """Read some of the next letters."""
+        kept = self._letters.kept(self._positions)
+        if kept:
+            for _ in kept:
+                self._positions.popleft()
+            return kept
+        stretch = next(stretches(EntrySet.of(self._positions)))
+        wanted = list(stretch)
+        found: list[Resting] = []
+        reader = self._letters.reader(wanted[0])
+        try:
+            where = self._letters.topic_partition
+            for message in read(reader, where, wanted[-1], timeout_s, lambda: bool(found)):
+                position = position_of(message)
+                if position not in stretch:
+                    self._letters.came_by(position, message)
+                elif isinstance(letter := parse(message), Letter):
+                    found.append(Resting(position, letter))
+        finally:
+            reader.close()
+        have = {one.position: one for one in found}
+        ready = [have[one] for one in takewhile(have.__contains__, wanted)]
+        if not ready:
+            until = found[0].position if found else None
+            missing = [one for one in wanted if until is None or one < until]
+            self._letters.lost(self._key, missing)
+        for _ in ready or missing:
+            self._positions.popleft()
+        return ready
