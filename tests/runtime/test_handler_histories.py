@@ -218,7 +218,8 @@ def test_what_breaks_a_promise_is_found_out(
     world = make_world(Troubled(tmp_path))
     world.keep_publishing()
     world.publish(*KEYS * 20)
-    for count in (7, 2):
+    # Not every rescale finds a handler at work in a range that moves: many do.
+    for count in (7, 2) * (8 if name == "rescale" else 1):
         world.more(100)
         world.rescale(count)
     world.more(100)
