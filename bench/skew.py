@@ -36,10 +36,10 @@ def run() -> dict[str, float]:
             "low_ms": HANDLER_MS, "high_ms": HANDLER_MS,
         }  # fmt: skip
         ways = {
-            "skew": ("bench.handled", {"parallelism": 1, "lanes": LANES, "handler": "coroutine"}),
+            "skew": ("bench.handled", {"parallelism": 1, "lanes": LANES, "handler": "threads"}),
             "skew_3_ranges": (
                 "bench.handled",
-                {"parallelism": CLIENTS, "lanes": CONSUMERS, "handler": "coroutine"},
+                {"parallelism": CLIENTS, "lanes": CONSUMERS, "handler": "threads"},
             ),
             "skew_autosplit": ("bench.auto_split", {"clients": CLIENTS, "consumers": CONSUMERS}),
         }

@@ -36,6 +36,8 @@ class Work:
     entry: Entry | None
     """``None`` for a dead letter that is replayed: its entry is done already."""
     queue: KeyQueue
+    number: int = 0
+    """Where it stands in the order of receipt; 0 for a dead letter, which goes before."""
     started_s: float = 0.0
     """When the running attempt began."""
     resting: Resting | None = None
@@ -69,7 +71,9 @@ class KeyQueue:
 class LaneRange:
     """What waits in one range."""
 
-    ready: deque[KeyQueue] = field(default_factory=deque)
+    ready: list[tuple[int, int, KeyQueue]] = field(default_factory=list)
+    """Heap of the keys whose head may be started, by the number of the head: a key with many
+    messages keeps up with the others, and does not work alone at the end."""
     running: int = 0
     listed: bool = False
     """Whether it is among the ranges to look at."""

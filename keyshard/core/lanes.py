@@ -23,6 +23,9 @@ from keyshard.core.lane_queues import Entry, KeyQueue, LaneRange, RangeCounts, W
 from keyshard.core.letters import Resting
 from keyshard.core.message import Message
 
+KEYS_READY_MIN = 4
+"""Keys that should be ready in a range, for each of its lanes."""
+
 
 class Lanes:
     """All keys of a source, spread over its ranges.
@@ -53,6 +56,8 @@ class Lanes:
         self._keyless: dict[int, KeyQueue] = {}
         self._later: list[tuple[float, int, KeyQueue]] = []
         self._later_count = 0
+        self._received = 0
+        self._readied = 0
         self._draining = False
         self._held = bytearray(RING_SIZE)
         self._aside: list[KeyQueue] = []
@@ -81,7 +86,8 @@ class Lanes:
         for message in messages:
             queue = self._queue_of(message, range_index)
             self._ranges[queue.owner].waiting += 1
-            work = Work(message, entry, queue)
+            self._received += 1
+            work = Work(message, entry, queue, self._received)
             queue.work.append(work)
             if len(queue.work) == 1:
                 self._make_ready(queue)
@@ -98,7 +104,7 @@ class Lanes:
             owner.listed = False
             if owner.running >= lanes or not owner.ready:
                 continue
-            queue = owner.ready.popleft()
+            queue = heapq.heappop(owner.ready)[2]
             work = queue.work[0]
             if (queue.slot is not None and self._held[queue.slot]) or (
                 self._draining and not (work.entry and work.entry.begun)
@@ -225,7 +231,7 @@ class Lanes:
         """
         self.owner_of = owner_of
         queues = [*self._keys.values(), *self._keyless.values()]
-        ready = [queue for owner in self._ranges for queue in owner.ready]
+        ready = [queue for owner in self._ranges for _, _, queue in owner.ready]
         seen = {id(queue) for queue in queues}
         others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
         queues += {id(q): q for q in others if id(q) not in seen}.values()
@@ -257,6 +263,12 @@ class Lanes:
         return len(self._ranges)
 
     @property
+    def hungry(self) -> bool:
+        """Whether some range has few keys ready, so that more messages may fill its lanes."""
+        enough = KEYS_READY_MIN * self.lanes
+        return any(len(owner.ready) < enough for owner in self._ranges)
+
+    @property
     def runnable(self) -> int:
         """Messages that :meth:`next` could give at once, at least; for waking workers."""
         return sum(
@@ -286,7 +298,7 @@ class Lanes:
         """Every queue that has a message, running ones included."""
         seen: dict[int, KeyQueue] = {id(queue): queue for queue in self._keys.values()}
         for owner in self._ranges:
-            seen.update((id(queue), queue) for queue in owner.ready)
+            seen.update((id(queue), queue) for _, _, queue in owner.ready)
         seen.update((id(queue), queue) for queue in self._aside)
         seen.update((id(queue), queue) for queue in self.running)
         seen.update((id(queue), queue) for _, _, queue in self._later)
@@ -329,7 +341,8 @@ class Lanes:
 
     def _make_ready(self, queue: KeyQueue) -> None:
         owner = self._ranges[queue.owner]
-        owner.ready.append(queue)
+        self._readied += 1
+        heapq.heappush(owner.ready, (queue.work[0].number, self._readied, queue))
         self._list(owner)
 
     def _list(self, owner: LaneRange) -> None:

@@ -66,6 +66,11 @@ BUSY_WAIT_S = 0.01
 """Longest wait for rows while handlers run, seconds."""
 ENTRIES_AT_ONCE = 500
 """Entries that are made messages before workers begin with them."""
+FED_WAIT_S = 0.005
+"""Pause while every range has enough keys ready, seconds."""
+AHEAD_ROWS_MAX = 2_000
+"""Rows received before they are taken. Receiving all there is at once would keep handlers from the
+interpreter, and bring more again when a range moves."""
 IDLE_WAIT_S = 0.1
 """Longest wait for rows while none runs, seconds."""
 
@@ -241,6 +246,7 @@ class HandlerRun:
     def _start(self) -> None:
         text = None if self._store is None else self._store.load()
         checkpoint = None if text is None else Checkpoint.from_json(text)
+        self._coordinator.ahead_rows_max = AHEAD_ROWS_MAX
         self._coordinator.start(checkpoint)
         letters = open_dead_letters(
             self._coordinator.broker,
@@ -304,9 +310,14 @@ class HandlerRun:
     def _turn(self) -> None:
         with self.changed:
             busy = self.lanes.running or self.lanes.waiting or self.lanes.completed_entries
-        taken = self._coordinator.take(BUSY_WAIT_S if busy else IDLE_WAIT_S)
-        for start in range(0, len(taken), ENTRIES_AT_ONCE):
-            self._feed(taken[start : start + ENTRIES_AT_ONCE])
+            hungry = self.lanes.hungry
+        if hungry:
+            taken = self._coordinator.take(BUSY_WAIT_S if busy else IDLE_WAIT_S)
+            for start in range(0, len(taken), ENTRIES_AT_ONCE):
+                self._feed(taken[start : start + ENTRIES_AT_ONCE])
+        else:
+            self._coordinator.check()
+            time.sleep(FED_WAIT_S)
         with self.changed:
             self.wake()
             completed = self.lanes.completed_entries

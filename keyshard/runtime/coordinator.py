@@ -73,6 +73,9 @@ class Coordinator:
         self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
         self._available_now: AvailableNow | None = None
+        self.ahead_rows_max: int | None = None
+        """Rows received after the last :meth:`take` at which receiving pauses; ``None``: never."""
+        self._rows_taken = 0
         self._ending: Checkpoint | None = None
         """A batch that was planned before the start; some of its topics may be dropped since."""
         self._watch = Watch(fail_on_misrouted=config.on_misrouted == "fail")
@@ -265,6 +268,7 @@ class Coordinator:
                 timeout_s,
             )
             self.check()
+            self._rows_taken = self._window.counters.rows_received
             return self._window.take()
 
     def commit(
@@ -363,8 +367,11 @@ class Coordinator:
     # -- called by the receive threads ----------------------------------------------------------
 
     def is_paused(self, seat: Seat) -> bool:
-        return self._range_consumers.suspends(seat) or self._pauses.include(
-            seat.topic_partition, seat.range_index
+        ahead = self._window.counters.rows_received - self._rows_taken
+        return (
+            (self.ahead_rows_max is not None and ahead >= self.ahead_rows_max)
+            or self._range_consumers.suspends(seat)
+            or self._pauses.include(seat.topic_partition, seat.range_index)
         )
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:

@@ -19,7 +19,7 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange, range_index
 from keyshard.core.key_slot import key_slot
 from keyshard.core.lane_queues import KeyQueue, Work
-from keyshard.core.lanes import Lanes
+from keyshard.core.lanes import KEYS_READY_MIN, Lanes
 from keyshard.core.message import Message, MessageId
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
@@ -194,6 +194,28 @@ def test_ready_keys_take_turns() -> None:
         order.append(work.message.key)
         lanes.completed(work)
     assert order == KEYS[:3] * 3
+
+
+def test_a_key_with_many_messages_keeps_up_with_the_others() -> None:
+    hot, lanes = KEYS[0], Lanes(1, 1, lambda _: 0)
+    keys = [hot, KEYS[1], hot, hot, KEYS[2], hot]
+    for entry, key in enumerate(keys):
+        lanes.add(WHERE, 0, EntryId(1, entry), [message(entry, 0, key)])
+    order = []
+    while work := lanes.next(0.0):
+        order.append(work.message.key)
+        lanes.completed(work)
+    assert order == keys, "the oldest message is next, not the key that waited longest"
+
+
+def test_a_range_is_hungry_while_its_lanes_could_run_dry() -> None:
+    lanes = Lanes(1, 2, lambda _: 0)
+    for entry in range(2 * KEYS_READY_MIN):
+        assert lanes.hungry
+        lanes.add(WHERE, 0, EntryId(1, entry), [message(entry, 0, None)])
+    assert not lanes.hungry
+    assert lanes.next(0.0)
+    assert lanes.hungry
 
 
 def test_a_free_lane_of_one_range_is_not_used_by_another() -> None:

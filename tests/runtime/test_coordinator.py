@@ -748,3 +748,14 @@ def test_a_misrouted_message_is_counted_and_warned_of(
         wait_until(lambda: coordinator.cut() is not None)
         assert coordinator.status()["misrouted"] == 3
     assert "batches by default" in caplog.text
+
+
+def test_receiving_pauses_while_handlers_have_enough(bench: Bench) -> None:
+    bench.publish(40)
+    with running(bench.cluster, bench.source) as coordinator:
+        coordinator.ahead_rows_max = 40
+        seat = Seat(bench.where[0], 0, split_ring(4)[0])
+        received(coordinator, 40)
+        assert coordinator.is_paused(seat)
+        assert len(coordinator.take(0)) == 40
+        assert not coordinator.is_paused(seat)
