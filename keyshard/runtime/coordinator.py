@@ -241,14 +241,18 @@ class Coordinator:
     def wait_for_rows(self, timeout_s: float) -> bool:
         """Wait until something can be cut; whether it can."""
         with self._lock:
-            self._lock.wait_for(
-                lambda: (
-                    self._window.received_rows or self._error is not None or self._stopping.is_set()
-                ),
-                timeout_s,
-            )
-            self.check()
+            self._wait_for_rows(timeout_s)
             return bool(self._window.received_rows)
+
+    def _wait_for_rows(self, timeout_s: float) -> None:
+        """Wait, with the lock held, for rows or the end; raises what ended the source."""
+        self._lock.wait_for(
+            lambda: (
+                self._window.received_rows or self._error is not None or self._stopping.is_set()
+            ),
+            timeout_s,
+        )
+        self.check()
 
     def take(self, timeout_s: float) -> list[tuple[TopicPartition, int, EntryBlock]]:
         """Hand out every received entry to handlers; ``[]`` when nothing came in time.
@@ -261,13 +265,7 @@ class Coordinator:
             KeyShardError: The error that ended the source.
         """
         with self._lock:
-            self._lock.wait_for(
-                lambda: (
-                    self._window.received_rows or self._error is not None or self._stopping.is_set()
-                ),
-                timeout_s,
-            )
-            self.check()
+            self._wait_for_rows(timeout_s)
             self._rows_taken = self._window.counters.rows_received
             return self._window.take()
 
