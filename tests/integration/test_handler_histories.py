@@ -82,11 +82,12 @@ def test_handlers_keep_their_promises_under_trouble(
     after = tmp_path / "after"
     after.mkdir()
     with closing(Publisher(dev_broker, topic)) as publisher:
-        publisher.publish(*KEYS * 20)
         first = Run(dev_broker, topic, tmp_path)
         try:
             for count in (7, 2):
-                first.more(300)
+                before = publisher.per_key.total()
+                publisher.publish(*KEYS * 10)
+                wait_until(lambda before=before: first.error or first.done() >= before + 100)
                 first.rescale(count)
             publisher.publish(*KEYS * 5)
             wait_until(lambda: first.error or first.done() == publisher.per_key.total())
