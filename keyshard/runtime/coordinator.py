@@ -158,6 +158,9 @@ class Coordinator:
         if self._stopping.is_set():
             return
         deadline = time.monotonic() + timeout_s
+        # Acknowledgements need consumers, and a rescale may just have none.
+        if self.changing.acquire(timeout=timeout_s / 2):
+            self.changing.release()
         self._stopping.set()
         # Wakes who waits for rows. A signal may have interrupted a call that holds the lock.
         if self._lock.acquire(timeout=0.1):

@@ -20,6 +20,7 @@ from keyshard import KeyShardSource, Message, RetryLater, RetryPolicy
 from keyshard.broker.memory import Batching, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import BrokerError, ConfigError, HandlerFailedError, WindowFullError
+from keyshard.runtime.range_consumers import RangeConsumers
 
 AT_ONCE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(3))
 
@@ -325,3 +326,32 @@ def test_a_source_runs_once_at_a_time(place: Place) -> None:
         wait_until(lambda: "_running" in source.__dict__)
         with pytest.raises(ConfigError, match="runs already"):
             source.run(place.note)
+
+
+def test_a_stop_lets_a_rescale_end_so_that_acknowledgements_have_consumers(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = place.source(parallelism=1)
+    taking, reports = threading.Event(), []
+    take = RangeConsumers.take
+
+    def slowly(consumers: RangeConsumers, *args: Any) -> Any:
+        if taking.is_set():
+            time.sleep(0.5)  # Nobody owns anything now.
+        return take(consumers, *args)
+
+    def handle(message: Message) -> None:
+        place.note(message)
+        if place.count == 20:
+            taking.set()
+            rescaling.start()
+
+    rescaling = threading.Thread(target=lambda: reports.append(source.rescale(2)))
+    monkeypatch.setattr(RangeConsumers, "take", slowly)
+    place.publish(keys=4, per_key=5)
+    with place.running(source, handle):
+        wait_until(lambda: place.count == 20 and rescaling.is_alive())
+        source.stop()
+    rescaling.join(10)
+    assert place.backlog() == 0
+    assert [report.ranges_after for report in reports] == [2]
