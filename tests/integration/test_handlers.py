@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import wait_until
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.devbroker import DevBroker
 from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.broker
 PARTITIONS = 5
 ROOT = Path(__file__).parents[2]
 END_S = 120.0
+NOTHING = PartitionCheckpoint()
+"""Of a topic partition that no checkpoint has yet."""
 
 
 class Job:
@@ -133,7 +135,8 @@ def test_nothing_in_the_checkpoint_comes_again_whoever_is_killed(
     handled = job.handled()
     assert first_times(handled) == {key: list(range(n)) for key, n in sent.per_key.items()}
     for lines, checkpoint in durable:
-        again = [one for one in handled[lines:] if checkpoint.partitions[one[0]].settled(one[1])]
+        states = {where: checkpoint.partitions.get(where, NOTHING) for where, *_ in handled}
+        again = [one for one in handled[lines:] if states[one[0]].settled(one[1])]
         assert not again, f"{len(again)} messages of the checkpoint were handled again"
     twice = sum(count - 1 for count in Counter(handled).values())
     print(f"{twice} of {load.messages} messages were handled twice over 3 kills")
