@@ -58,8 +58,9 @@ from keyshard.schema.messages import messages_of_each
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
-COMMIT_SHARE_MAX = 0.1
-"""Most of the time that commits may take: a slow one makes the next come later."""
+COMMIT_SHARE_MAX = 0.25
+"""Most of a processor's time that commits may take: a costly one makes the next come later. Waiting
+for the disk does not count: what is not committed yet comes again after a crash."""
 PARKED_SHARE = 4
 """What part of a checkpoint's size the parked keys may take: one in so many."""
 BUSY_WAIT_S = 0.01
@@ -333,15 +334,15 @@ class HandlerRun:
             self.wake()
 
     def _commit(self) -> None:
-        began_s = time.monotonic()
+        began_s = time.thread_time()
         with self.changed:
             completed = self.lanes.take_completed()
         left = self._committer.commit(completed)
         if left:
             with self.changed:
                 self.lanes.put_back(left)
-        ended_s = time.monotonic()
-        self._commit_at_s = ended_s + max(COMMIT_INTERVAL_S, (ended_s - began_s) / COMMIT_SHARE_MAX)
+        spent_s = time.thread_time() - began_s
+        self._commit_at_s = time.monotonic() + max(COMMIT_INTERVAL_S, spent_s / COMMIT_SHARE_MAX)
 
     def _drain(self) -> None:
         """Let handlers finish the entries that have begun, and commit what they completed."""
