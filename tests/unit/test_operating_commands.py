@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,8 @@ def test_status_watches_until_it_is_interrupted(
         if len(slept) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_command.__globals__["time"], "sleep", sleep)
+    # Not the module's own sleep: threads of other tests may sleep, too.
+    monkeypatch.setitem(status_command.__globals__, "time", SimpleNamespace(sleep=sleep))
     with Asked(BUSY) as source:
         code, out, _ = run(capsys, "status", "--watch", "--json")
     assert code == 0
