@@ -117,10 +117,7 @@ class KeyShardSource(SourceConfig):
 
         if max_rows < 1 or max_wait_s < 0:
             raise ConfigError("max_rows must be at least 1 and max_wait_s not negative.")
-        run = BatchRun(
-            self.coordinator(), self, max_rows, max_wait_s,
-            checkpoint=checkpoint, full_timeout_s=self.operation_timeout_ms / 1000,
-        )  # fmt: skip
+        run = BatchRun(self.coordinator(), self, max_rows, max_wait_s, checkpoint=checkpoint)
         self._begin(run)
         try:
             yield from run.batches()

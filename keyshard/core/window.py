@@ -193,9 +193,7 @@ class Window:
             ready[tp].left_out = {index for _, index in ready[tp].received}
         if not entries:
             return None
-        checkpoint = self._advance(entries)
-        self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
-        return checkpoint
+        return self._planned(entries)
 
     def take(self) -> list[tuple[TopicPartition, int, EntryBlock]]:
         """Hand every received entry to handlers; it stays held until its batch is released.
@@ -233,9 +231,7 @@ class Window:
                 left[topic_partition] = sorted(ids)[len(blocks) :]
         if not entries:
             return None, left
-        checkpoint = self._advance(entries)
-        self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
-        return checkpoint, left
+        return self._planned(entries), left
 
     def expect(self, checkpoint: Checkpoint) -> None:
         """Hold the ids of a planned batch that is going to be read again.
@@ -393,6 +389,12 @@ class Window:
             assert all(map(window.state.settled, planned))
             blocks += window.taken.values()
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)
+
+    def _planned(self, entries: dict[TopicPartition, list[EntryBlock]]) -> Checkpoint:
+        """Plan a batch of ``entries``, which are taken out of what was received; its end."""
+        checkpoint = self._advance(entries)
+        self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
+        return checkpoint
 
     def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:
         """The checkpoint after a batch of ``entries``; becomes the newest."""

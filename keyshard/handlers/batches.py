@@ -67,7 +67,6 @@ class BatchRun:
         rows_max: Most rows of a batch, unless one entry has more.
         wait_max_s: Longest wait for more rows after the first, seconds.
         checkpoint: fsspec URL of the checkpoint; ``None``: none.
-        full_timeout_s: Time after which a full window that nobody empties is an error, seconds.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class BatchRun:
         wait_max_s: float,
         *,
         checkpoint: str | None,
-        full_timeout_s: float,
     ) -> None:
         self._coordinator = coordinator
         self._config = config
         self._rows_max = rows_max
         self._wait_max_s = wait_max_s
-        self._full_timeout_s = full_timeout_s
+        self._full_timeout_s = config.operation_timeout_ms / 1000
+        """Time after which a full window that nobody empties is an error, seconds."""
         self._store = None if checkpoint is None else CheckpointStore(checkpoint)
         self._lock = threading.Lock()
         self._left: dict[TopicPartition, list[EntryId]] = {}

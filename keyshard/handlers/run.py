@@ -43,7 +43,7 @@ from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.observing import Observer, observed, observed_async
 from keyshard.handlers.parked_lanes import ParkedLanes
-from keyshard.handlers.status import StatusView, Subject
+from keyshard.handlers.status import Subject
 from keyshard.handlers.stop_signals import stopping_signals
 from keyshard.handlers.workers import (
     AsyncWorkers,
@@ -120,7 +120,6 @@ class HandlerRun:
         self._stopping = self._ended = False
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
-        self._done = threading.Event()
         self._dead_letter_topic = _dead_letter_topic(config, handling)
         self._parked: ParkedLanes | None = None
         self.rescaler: Rescaler | None = None
@@ -147,7 +146,6 @@ class HandlerRun:
             if self._monitor is not None:
                 self._monitor.close()
             self._coordinator.stop()
-            self._done.set()
         if self._error is not None:
             raise self._error
 
@@ -171,16 +169,9 @@ class HandlerRun:
         Raises:
             NotRunningError: It has not started yet.
         """
-        return self._shown().status()
-
-    def _shown(self) -> StatusView:
         if self._monitor is None:
             raise NotRunningError("The source is still starting. Ask again.")
-        return self._monitor.view
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end of :meth:`run`; whether it ended."""
-        return self._done.wait(timeout_s)
+        return self._monitor.view.status()
 
     @property
     def _letters(self) -> ParkedLanes:
@@ -285,9 +276,7 @@ class HandlerRun:
             return AsyncWorkers(self, observed_async(self._handle, self._observers))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(
-                self, count, self._handle, lambda handle: observed(handle, self._observers)
-            )
+            return ProcessWorkers(self, count, self._handle, self._observed)
         return ThreadWorkers(
             self, handling.workers or self._places, lambda: self._observed(self._handle)
         )

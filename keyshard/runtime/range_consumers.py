@@ -104,7 +104,7 @@ class RangeConsumers:
         return [one.seat for where in self.consumed for one in self.by_partition[where]]
 
     def serve(self, range_consumers: Sequence[RangeConsumer]) -> None:
-        """Begin to receive from opened range_consumers."""
+        """Begin to receive from opened range consumers."""
         with self._lock:
             if self._stopped:
                 return

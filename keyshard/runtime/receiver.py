@@ -97,7 +97,7 @@ def close_quietly(range_consumer: RangeConsumer) -> None:
 
 
 class Receiver:
-    """One daemon thread over some range_consumers.
+    """One daemon thread over some range consumers.
 
     A range consumer is ready (it is received from), paused (its topic partition is full), or idle:
     then the client rings when something comes, and it costs nothing until then.
@@ -118,7 +118,7 @@ class Receiver:
         self._thread.start()
 
     def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
-        """Serve more range_consumers."""
+        """Serve more range consumers."""
         with self._changed:
             self.range_consumers += len(range_consumers)
             self._ready.extend(range_consumers)
@@ -308,7 +308,7 @@ class Receiver:
         self._reopen(range_consumer)
 
     def _reopen(self, range_consumer: RangeConsumer) -> None:
-        """Make the broker deliver everything unacknowledged again, and serve the range_consumer."""
+        """Make the broker deliver everything unacknowledged again, and serve the range consumer."""
         self._sink.reopen(range_consumer)
         with self._changed:
             range_consumer.ringing = None
