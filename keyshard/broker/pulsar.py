@@ -31,6 +31,9 @@ RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 """Payload bytes one round takes at most."""
 READ_MESSAGES_MAX = 1_000
 """Messages one :meth:`PulsarReader.read` returns at most."""
+ENTRIES_AT_ONCE = 10
+"""Entries after which other threads are let in: else who waits for the interpreter, such as a handler
+that has slept, does so for its switch interval of 5 ms."""
 
 _Message = _pulsar.Message
 _BATCH_SIZE_TAG = 6 << 3
@@ -127,6 +130,8 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
             )
         )
         position = stop
+        if not len(blocks) % ENTRIES_AT_ONCE:
+            time.sleep(0)
     return blocks
 
 

@@ -23,7 +23,7 @@ from keyshard.core.lane_queues import Entry, KeyQueue, LaneRange, RangeCounts, W
 from keyshard.core.letters import Resting
 from keyshard.core.message import Message
 
-KEYS_READY_MIN = 4
+KEYS_READY_MIN = 16
 """Keys that should be ready in a range, for each of its lanes."""
 
 

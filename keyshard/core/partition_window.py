@@ -97,10 +97,22 @@ class PartitionWindow:
         self.waiting_rows = 0
         self.left_out = set()
 
-    def take_all(self) -> list[tuple[EntryBlock, int]]:
-        """Hand out everything received, in order of receipt; it stays held."""
-        taken, self.received = self.received, []
-        self.received_rows = self.received_bytes = self.received_payload = 0
+    def take_oldest(self, rows_max: int | None) -> list[tuple[EntryBlock, int]]:
+        """Hand out what was received first; it stays held.
+
+        Args:
+            rows_max: Rows after which no entry is begun; ``None``: everything.
+        """
+        count, rows = len(self.received), self.received_rows
+        if rows_max is not None and rows > rows_max:
+            count = rows = 0
+            while rows < rows_max:
+                rows += self.received[count][0].rows
+                count += 1
+        taken, self.received = self.received[:count], self.received[count:]
+        self.received_rows -= rows
+        self.received_bytes -= sum(_size(block) for block, _ in taken)
+        self.received_payload -= sum(block.payload_bytes for block, _ in taken)
         self.waiting_rows = 0
         self.taken.update((block.id, block) for block, _ in taken)
         return taken

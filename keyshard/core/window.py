@@ -195,17 +195,24 @@ class Window:
             return None
         return self._planned(entries)
 
-    def take(self) -> list[tuple[TopicPartition, int, EntryBlock]]:
-        """Hand every received entry to handlers; it stays held until its batch is released.
+    def take(
+        self, rows_max: int | None = None
+    ) -> list[tuple[TopicPartition, int, EntryBlock]]:
+        """Hand received entries to handlers; they stay held until their batch is released.
+
+        Args:
+            rows_max: About how many rows, the same of each topic partition; default: all.
 
         Returns:
             (topic partition, index of the range that received it, entry), in order of receipt per
             topic partition.
         """
+        filled = {tp: window for tp, window in self._partitions.items() if window.received}
+        share = None if rows_max is None or not filled else max(1, rows_max // len(filled))
         return [
             (topic_partition, index, block)
-            for topic_partition, window in self._partitions.items()
-            for block, index in window.take_all()
+            for topic_partition, window in filled.items()
+            for block, index in window.take_oldest(share)
         ]
 
     def commit(

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from keyshard.config import SourceConfig
@@ -65,8 +66,11 @@ PARKED_SHARE = 4
 """What part of a checkpoint's size the parked keys may take: one in so many."""
 BUSY_WAIT_S = 0.01
 """Longest wait for rows while handlers run, seconds."""
-ENTRIES_AT_ONCE = 500
-"""Entries that are made messages before workers begin with them."""
+ROWS_AT_ONCE = 200
+"""Rows that are taken at once: all there is would keep handlers from the interpreter for long."""
+ENTRIES_AT_ONCE = 10
+"""Entries that go to the lanes while their lock is held; then who waits for it, or for the
+interpreter, is let in."""
 FED_WAIT_S = 0.005
 """Pause while every range has enough keys ready, seconds."""
 AHEAD_ROWS_MAX = 2_000
@@ -302,9 +306,8 @@ class HandlerRun:
             busy = self.lanes.running or self.lanes.waiting or self.lanes.completed_entries
             hungry = self.lanes.hungry
         if hungry:
-            taken = self._coordinator.take(BUSY_WAIT_S if busy else IDLE_WAIT_S)
-            for start in range(0, len(taken), ENTRIES_AT_ONCE):
-                self._feed(taken[start : start + ENTRIES_AT_ONCE])
+            wait_s = BUSY_WAIT_S if busy else IDLE_WAIT_S
+            self._feed(self._coordinator.take(wait_s, ROWS_AT_ONCE))
         else:
             self._coordinator.check()
             time.sleep(FED_WAIT_S)
@@ -316,11 +319,16 @@ class HandlerRun:
 
     def _feed(self, taken: Sequence[tuple[TopicPartition, int, EntryBlock]]) -> None:
         """Give entries to the lanes; workers begin with them while the next ones are made."""
-        messages = list(messages_of_each([(where, block) for where, _, block in taken]))
-        with self.changed:
-            for (topic_partition, index, block), own in zip(taken, messages, strict=True):
-                self.lanes.add(topic_partition, index, block.id, own)
-            self.wake()
+        if not taken:
+            return
+        made = messages_of_each([(where, block) for where, _, block in taken])
+        entries = zip(taken, made, strict=True)
+        while portion := list(islice(entries, ENTRIES_AT_ONCE)):
+            with self.changed:
+                for (topic_partition, index, block), messages in portion:
+                    self.lanes.add(topic_partition, index, block.id, messages)
+                self.wake()
+            time.sleep(0)
 
     def _commit(self) -> None:
         began_s = time.thread_time()

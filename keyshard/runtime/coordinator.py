@@ -74,8 +74,8 @@ class Coordinator:
         self._gone: set[TopicPartition] = set()
         self._available_now: AvailableNow | None = None
         self.ahead_rows_max: int | None = None
-        """Rows received after the last :meth:`take` at which receiving pauses; ``None``: never."""
-        self._rows_taken = 0
+        """Rows received and not yet taken at which receiving pauses; ``None``: never."""
+        self._rows_ahead = 0
         self._ending: Checkpoint | None = None
         """A batch that was planned before the start; some of its topics may be dropped since."""
         self._watch = Watch(fail_on_misrouted=config.on_misrouted == "fail")
@@ -257,8 +257,14 @@ class Coordinator:
         )
         self.check()
 
-    def take(self, timeout_s: float) -> list[tuple[TopicPartition, int, EntryBlock]]:
-        """Hand out every received entry to handlers; ``[]`` when nothing came in time.
+    def take(
+        self, timeout_s: float, rows_max: int | None = None
+    ) -> list[tuple[TopicPartition, int, EntryBlock]]:
+        """Hand out received entries to handlers; ``[]`` when nothing came in time.
+
+        Args:
+            timeout_s: Longest wait for rows, seconds.
+            rows_max: About how many rows, the same of each topic partition; default: all.
 
         Returns:
             (topic partition, index of the range that received it, entry), in order of receipt per
@@ -269,8 +275,9 @@ class Coordinator:
         """
         with self._lock:
             self._wait_for_rows(timeout_s)
-            self._rows_taken = self._window.counters.rows_received
-            return self._window.take()
+            taken = self._window.take(rows_max)
+            self._rows_ahead = self._window.received_rows
+            return taken
 
     def commit(
         self, completed: Mapping[TopicPartition, Collection[EntryId]]
@@ -368,9 +375,8 @@ class Coordinator:
     # -- called by the receive threads ----------------------------------------------------------
 
     def is_paused(self, seat: Seat) -> bool:
-        ahead = self._window.counters.rows_received - self._rows_taken
         return (
-            (self.ahead_rows_max is not None and ahead >= self.ahead_rows_max)
+            (self.ahead_rows_max is not None and self._rows_ahead >= self.ahead_rows_max)
             or self._range_consumers.suspends(seat)
             or self._pauses.include(seat.topic_partition, seat.range_index)
         )
@@ -392,14 +398,18 @@ class Coordinator:
         with self._lock:
             if not self._range_consumers.owns(seat):
                 return  # it is delivered again, to who owns it now
+            accepted: list[EntryBlock] = []
             for block in entries:
                 receipt = self._window.receive(seat.topic_partition, seat.range_index, block)
                 if receipt is Receipt.COMMITTED:
                     again.append(block.id)
-                elif receipt is Receipt.ACCEPTED and self._load_meter is not None:
-                    self._load_meter.add(block)
+                elif receipt is Receipt.ACCEPTED:
+                    accepted.append(block)
+            if self._load_meter is not None:
+                self._load_meter.add(accepted)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
+            self._rows_ahead = self._window.received_rows
             was_full = self._pauses.any_full
             self._pauses.received(seat.topic_partition)
             if self._pauses.any_full and not was_full:

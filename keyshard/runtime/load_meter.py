@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from keyshard.core.entry import EntryBlock
 from keyshard.core.key_slot import routing_key
 from keyshard.core.slot_load import SlotLoad
+from keyshard.schema.content import gather
 
 ALL_MESSAGES = 20_000
 """Messages up to which every entry is counted."""
@@ -22,24 +25,30 @@ class LoadMeter:
         self._random = random.Random()
         self._load = SlotLoad()
 
-    def add(self, block: EntryBlock) -> None:
-        """A new entry came. Keyless messages count nowhere: no key decides who gets them."""
+    def add(self, blocks: Sequence[EntryBlock]) -> None:
+        """New entries came. Keyless messages count nowhere: no key decides who gets them."""
         times = 1
         if self._load.messages >= ALL_MESSAGES:
-            if self._random.randrange(ONE_OF):
-                return
             times = ONE_OF
-        if block.mixed_slots is not None:
-            for slot in block.mixed_slots:
-                if slot is not None:
-                    self._load.add(slot, times)
-        elif block.slot is not None:
-            part = block.parts[0]
-            key, ordering_key = (
-                part.content.column(name)[part.start].as_py() for name in ("__key", "__orderingKey")
-            )
-            self._load.add(block.slot, times * block.rows, routing_key(key, ordering_key))
+            blocks = [block for block in blocks if not self._random.randrange(ONE_OF)]
+        for block, key in zip(blocks, _first_keys(blocks), strict=True):
+            if block.mixed_slots is not None:
+                for slot in block.mixed_slots:
+                    if slot is not None:
+                        self._load.add(slot, times)
+            elif block.slot is not None:
+                self._load.add(block.slot, times * block.rows, key)
 
     def load(self) -> SlotLoad:
         """The load so far; it does not change with what comes later."""
         return self._load.copy()
+
+
+def _first_keys(blocks: Sequence[EntryBlock]) -> Iterator[str | None]:
+    """The routing key of the first message of each entry."""
+    if not blocks:
+        return iter(())
+    columns = gather(blocks, ("__key", "__orderingKey"))
+    keys, ordering_keys = (column.to_pylist() for column in columns.values())
+    first = accumulate((block.rows for block in blocks[:-1]), initial=0)
+    return (routing_key(keys[row], ordering_keys[row]) for row in first)

@@ -11,9 +11,9 @@ from keyshard.runtime.load_meter import LoadMeter
 
 def test_every_entry_counts_at_first() -> None:
     meter = LoadMeter()
-    meter.add(block(1, 0, "a", "a", "a"))
-    meter.add(block(1, 1, "b"))
-    meter.add(block(1, 2, "b", ordering_key="a"))
+    meter.add([block(1, 0, "a", "a", "a"), block(1, 1, "b")])
+    meter.add([block(1, 2, "b", ordering_key="a")])
+    meter.add([])
     load = meter.load()
     assert load.messages == 5
     assert (load.slots[key_slot("a")], load.slots[key_slot("b")]) == (4, 1)
@@ -22,8 +22,7 @@ def test_every_entry_counts_at_first() -> None:
 
 def test_keyless_messages_count_nowhere_and_mixed_entries_by_slot() -> None:
     meter = LoadMeter()
-    meter.add(block(1, 0, None))
-    meter.add(block(1, 1, "a", None, "b"))
+    meter.add([block(1, 0, None), block(1, 1, "a", None, "b")])
     load = meter.load()
     assert load.messages == 2
     assert load.slots[key_slot("a")] == load.slots[key_slot("b")] == 1
@@ -34,8 +33,7 @@ def test_a_sample_counts_for_all() -> None:
     meter = LoadMeter()
     blocks = [block(1, 0, *["a"] * 3), block(1, 1, *["b"] * 1)]
     for _ in range(40_000):
-        for one in blocks:
-            meter.add(one)
+        meter.add(blocks)
     load = meter.load()
     assert load.messages == pytest.approx(160_000, rel=0.1)
     assert load.slots[key_slot("a")] / load.messages == pytest.approx(0.75, abs=0.05)
