@@ -32,8 +32,8 @@ RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 READ_MESSAGES_MAX = 1_000
 """Messages one :meth:`PulsarReader.read` returns at most."""
 ENTRIES_AT_ONCE = 10
-"""Entries after which other threads are let in: else who waits for the interpreter, such as a handler
-that has slept, does so for its switch interval of 5 ms."""
+"""Entries after which other threads are let in: who waits for the interpreter, such as a handler
+that has slept, would else do so for the switch interval of 5 ms."""
 
 _Message = _pulsar.Message
 _BATCH_SIZE_TAG = 6 << 3

@@ -23,7 +23,7 @@ from keyshard.core.lane_queues import Entry, KeyQueue, LaneRange, RangeCounts, W
 from keyshard.core.letters import Resting
 from keyshard.core.message import Message
 
-KEYS_READY_MIN = 16
+KEYS_READY_MIN = 8
 """Keys that should be ready in a range, for each of its lanes."""
 
 
@@ -70,6 +70,8 @@ class Lanes:
         """Messages that are not done and do not run."""
         self.completed_entries = 0
         """Entries that :meth:`take_completed` would give."""
+        self.done = 0
+        """Messages that are done."""
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -137,6 +139,7 @@ class Lanes:
         elif self._keyless.get(queue.owner) is queue:
             del self._keyless[queue.owner]
         entry = work.entry
+        self.done += 1
         self._ranges[queue.owner].done += 1
         if entry is None:
             return
@@ -179,6 +182,7 @@ class Lanes:
         queue.work[0] = Work(resting.letter.message, None, queue, resting=resting)
         self.waiting += 1
         self._ranges[queue.owner].waiting += 1
+        self.done += 1
         self._ranges[queue.owner].done += 1
         queue.attempts, queue.reason = 0, None
         self._make_ready(queue)
@@ -267,6 +271,11 @@ class Lanes:
         """Whether some range has few keys ready, so that more messages may fill its lanes."""
         enough = KEYS_READY_MIN * self.lanes
         return any(len(owner.ready) < enough for owner in self._ranges)
+
+    @property
+    def starving(self) -> bool:
+        """Whether some range has a free lane and no key for it."""
+        return any(not owner.ready and owner.running < self.lanes for owner in self._ranges)
 
     @property
     def runnable(self) -> int:

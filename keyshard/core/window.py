@@ -195,9 +195,7 @@ class Window:
             return None
         return self._planned(entries)
 
-    def take(
-        self, rows_max: int | None = None
-    ) -> list[tuple[TopicPartition, int, EntryBlock]]:
+    def take(self, rows_max: int | None = None) -> list[tuple[TopicPartition, int, EntryBlock]]:
         """Hand received entries to handlers; they stay held until their batch is released.
 
         Args:

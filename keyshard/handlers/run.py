@@ -17,12 +17,10 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
@@ -40,6 +38,7 @@ from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.config import WORKERS_MAX, HandlerConfig
 from keyshard.handlers.dead_letters import open_dead_letters
+from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.observing import Observer, observed, observed_async
@@ -55,7 +54,6 @@ from keyshard.handlers.workers import (
 )
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
-from keyshard.schema.messages import messages_of_each
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
@@ -64,20 +62,6 @@ COMMIT_SHARE_MAX = 0.25
 for the disk does not count: what is not committed yet comes again after a crash."""
 PARKED_SHARE = 4
 """What part of a checkpoint's size the parked keys may take: one in so many."""
-BUSY_WAIT_S = 0.01
-"""Longest wait for rows while handlers run, seconds."""
-ROWS_AT_ONCE = 200
-"""Rows that are taken at once: all there is would keep handlers from the interpreter for long."""
-ENTRIES_AT_ONCE = 10
-"""Entries that go to the lanes while their lock is held; then who waits for it, or for the
-interpreter, is let in."""
-FED_WAIT_S = 0.005
-"""Pause while every range has enough keys ready, seconds."""
-AHEAD_ROWS_MAX = 2_000
-"""Rows received before they are taken. Receiving all there is at once would keep handlers from the
-interpreter, and bring more again when a range moves."""
-IDLE_WAIT_S = 0.1
-"""Longest wait for rows while none runs, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +104,7 @@ class HandlerRun:
         )
         self.tally = Tally()
         self.changed = threading.Condition()
+        self._feeder = Feeder(coordinator, self.lanes, self.changed, self.wake)
         self._monitor: Monitor | None = None
         self._stopping = self._ended = False
         self._error: KeyShardError | None = None
@@ -230,19 +215,22 @@ class HandlerRun:
 
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
+        if self._workers.resting:
+            due_s = self.lanes.next_due_s()
+            due = due_s is not None and due_s <= time.monotonic()
+            self._workers.wake(self.lanes.runnable + due)
+
+    def _moved(self) -> None:
+        """Ranges have moved, and there may be more of them; called with ``changed`` held."""
         if self._handling.workers is None:
             self._workers.grow(self._places)
-        due_s = self.lanes.next_due_s()
-        waiting = self.lanes.runnable + (due_s is not None and due_s <= time.monotonic())
-        if waiting:
-            self._workers.wake(waiting)
+        self.wake()
 
     # -- the run's own thread ----------------------------------------------------------------------
 
     def _start(self) -> None:
         text = None if self._store is None else self._store.load()
         checkpoint = None if text is None else Checkpoint.from_json(text)
-        self._coordinator.ahead_rows_max = AHEAD_ROWS_MAX
         self._coordinator.start(checkpoint)
         letters = open_dead_letters(
             self._coordinator.broker,
@@ -257,7 +245,7 @@ class HandlerRun:
         self._workers = self._make_workers()
         self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
         self.rescaler = self._coordinator.rescaler(
-            LaneMoves(self.lanes, self.changed, self.wake), self._handling.drain_timeout_s
+            LaneMoves(self.lanes, self.changed, self._moved), self._handling.drain_timeout_s
         )
 
     @property
@@ -302,33 +290,12 @@ class HandlerRun:
         return Monitor(subject, self._handling.metrics_port)
 
     def _turn(self) -> None:
-        with self.changed:
-            busy = self.lanes.running or self.lanes.waiting or self.lanes.completed_entries
-            hungry = self.lanes.hungry
-        if hungry:
-            wait_s = BUSY_WAIT_S if busy else IDLE_WAIT_S
-            self._feed(self._coordinator.take(wait_s, ROWS_AT_ONCE))
-        else:
-            self._coordinator.check()
-            time.sleep(FED_WAIT_S)
+        self._feeder.turn()
         with self.changed:
             self.wake()
             completed = self.lanes.completed_entries
         if completed and time.monotonic() >= self._commit_at_s:
             self._commit()
-
-    def _feed(self, taken: Sequence[tuple[TopicPartition, int, EntryBlock]]) -> None:
-        """Give entries to the lanes; workers begin with them while the next ones are made."""
-        if not taken:
-            return
-        made = messages_of_each([(where, block) for where, _, block in taken])
-        entries = zip(taken, made, strict=True)
-        while portion := list(islice(entries, ENTRIES_AT_ONCE)):
-            with self.changed:
-                for (topic_partition, index, block), messages in portion:
-                    self.lanes.add(topic_partition, index, block.id, messages)
-                self.wake()
-            time.sleep(0)
 
     def _commit(self) -> None:
         began_s = time.thread_time()

@@ -46,6 +46,10 @@ class Workers(Protocol):
     count: int
     """Threads or processes; 1 for an event loop."""
 
+    @property
+    def resting(self) -> bool:
+        """Whether there is somebody to wake; the desk's lock is held."""
+
     def wake(self, messages: int) -> None:
         """There are so many messages to start; the desk's lock is held."""
 
@@ -85,9 +89,12 @@ class ThreadWorkers:
             thread.start()
         self.count = max(self.count, count)
 
+    @property
+    def resting(self) -> bool:
+        return self._idle > 0
+
     def wake(self, messages: int) -> None:
-        if self._idle:
-            self._desk.changed.notify(min(messages, self._idle))
+        self._desk.changed.notify(min(messages, self._idle))
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -139,8 +146,12 @@ class AsyncWorkers:
         self._thread = threading.Thread(target=self._run, name="keyshard-work-async", daemon=True)
         self._thread.start()
 
+    @property
+    def resting(self) -> bool:
+        return not self._awake
+
     def wake(self, messages: int) -> None:
-        if messages and not self._awake:
+        if messages:
             self._awake = True
             self._loop.call_soon_threadsafe(self._start)
 

@@ -218,6 +218,22 @@ def test_a_range_is_hungry_while_its_lanes_could_run_dry() -> None:
     assert lanes.hungry
 
 
+def test_a_range_starves_while_a_lane_has_nothing_to_do() -> None:
+    lanes = Lanes(1, 2, lambda _: 0)
+    assert lanes.starving
+    for entry in range(2):
+        lanes.add(WHERE, 0, EntryId(1, entry), [message(entry, 0, KEYS[0])])
+    assert not lanes.starving
+    first = lanes.next(0.0)
+    assert first
+    assert lanes.starving, "the other lane may not work on the same key"
+    lanes.add(WHERE, 0, EntryId(1, 2), [message(2, 0, KEYS[1])])
+    assert lanes.next(0.0)
+    assert not lanes.starving
+    lanes.completed(first)
+    assert not lanes.starving, "the first key goes on"
+
+
 def test_a_free_lane_of_one_range_is_not_used_by_another() -> None:
     lanes = Lanes(2, 1, lambda slot: range_index(slot, 2))
     low = [key for key in map(str, range(50)) if key_slot(key) < 32_768][:3]

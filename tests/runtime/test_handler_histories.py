@@ -176,8 +176,8 @@ def tried_again_behind_the_next(lanes: Lanes, work: Work, *args: Any) -> None:
     work.queue.work.rotate(-1)
 
 
-def acknowledged_when_taken(coordinator: Coordinator, timeout_s: float) -> Any:
-    taken = TAKE(coordinator, timeout_s)
+def acknowledged_when_taken(coordinator: Coordinator, *args: Any) -> Any:
+    taken = TAKE(coordinator, *args)
     for where, _, block in taken:
         with suppress(BrokerError):  # While its range moves.
             consumer = coordinator._range_consumers.consumer_of(where)

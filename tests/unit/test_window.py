@@ -460,6 +460,24 @@ def test_keyless_entries_stay_in_a_range_that_is_there() -> None:
     assert [index for _, index, _ in window.take()] == [1]
 
 
+def test_handlers_take_the_oldest_entries_of_every_topic_partition() -> None:
+    window = window_of(P0, P1)
+    give(window, *range(10))
+    for entry in range(10):
+        window.receive(P1, 0, block(1, entry, "a", "b", "c"))
+    left = {P0: list(range(10)), P1: list(range(10))}
+    while window.received_rows:
+        of_each = {P0: 4, P1: 2}  # Of 8 rows, 4 are of each: the second entry crosses the limit.
+        if not left[P0] or not left[P1]:
+            of_each = {P0: 8, P1: 3}
+        for where, _, one in window.take(8):
+            assert one.id.entry == left[where].pop(0)
+            of_each[where] -= 1
+            assert of_each[where] >= 0
+        window.validate()
+    assert left == {P0: [], P1: []}
+
+
 def test_a_smaller_budget_counts_at_once() -> None:
     window = window_of()
     give(window, *range(10))
