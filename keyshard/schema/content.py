@@ -23,6 +23,9 @@ CONTENT = pa.schema([
     pa.field("__properties", PROPERTIES),
 ])  # fmt: skip
 """What only the messages themselves tell; the other columns follow from where an entry lies."""
+PROPERTYLESS_MAX = 10_000
+"""Most messages of a delivery that share one empty column when none of them has a property: making
+one costs as much as the keys and values of a hundred messages."""
 
 
 def pack(
@@ -146,14 +149,22 @@ def _event_times(event_ms: Sequence[int]) -> pa.Array:
 
 
 def _properties(properties: Sequence[Mapping[str, str]]) -> pa.Array:
+    if not any(properties) and len(properties) <= len(_NO_PROPERTIES):
+        return _NO_PROPERTIES.slice(0, len(properties))
     offsets = [0] * (len(properties) + 1)
     keys: list[str] = []
     items: list[str] = []
-    if any(properties):
-        for row, own in enumerate(properties):
-            keys.extend(own.keys())
-            items.extend(own.values())
-            offsets[row + 1] = len(keys)
+    for row, own in enumerate(properties):
+        keys.extend(own.keys())
+        items.extend(own.values())
+        offsets[row + 1] = len(keys)
+    return _map(offsets, keys, items)
+
+
+def _map(offsets: list[int], keys: list[str], items: list[str]) -> pa.Array:
     return pa.MapArray.from_arrays(
         pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(items, pa.string())
     )
+
+
+_NO_PROPERTIES = _map([0] * (PROPERTYLESS_MAX + 1), [], [])
