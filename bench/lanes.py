@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from bench.child import child
-from bench.loads import efficiency, even_keys, handler_s, publish
+from bench.loads import efficiency, even_keys, handler_s, mixed_keys, publish, values
 from keyshard.devbroker import DevBroker
 from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
 
 KEYS = (1, 2, 5, 10, 20, 50, 100, 1_000, 10_000)
 UNBATCHED_KEYS = 1_000
+FEW_KEYS, TURNS = 10, 3
 LANES = 16
 MESSAGES, HANDLER_MS = 10_000, (0.0, 5.0)
 
 RANGES = (5, 10, 20, 50, 100)
 PARTITIONS = 5
 RANGE_HANDLER_MS = 10.0
+RANGE_HANDLERS = {"ranges": "coroutine", "ranges_threads": "threads"}
 PER_LANE = 1_000
 """Messages of each range, which has one lane: 10 s of handlers."""
 KEYS_PER_SLICE = 2
@@ -40,52 +43,76 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
     """10,000 messages of 0 to 5 ms on one topic partition, 16 lanes, with more and more keys.
 
     The producer batches by key; with ``_unbatched`` it does not, and every message is an entry.
+    From ``FEW_KEYS`` on, figures are medians of ``TURNS`` runs.
     """
     figures: dict[str, float] = {}
-    loads = [(str(keys), Workload(MESSAGES, keys)) for keys in KEYS]
-    loads += [(f"{UNBATCHED_KEYS}_unbatched", Workload(MESSAGES, UNBATCHED_KEYS, batching="none"))]
-    low, high = HANDLER_MS
-    for name, load in loads:
-        topic = f"lanes-{name}"
-        produce(load, broker.service_url, topic)
-        found = handled(
-            broker, topic, MESSAGES, parallelism=1, lanes=LANES, handler="threads",
-            low_ms=low, high_ms=high,
-        )  # fmt: skip
-        mean_s = statistics.fmean(
-            handler_s(f"{key}:{seq}:".encode(), low, high) for key, seq in load.sequence()
+    for keys, batched in [*((keys, True) for keys in KEYS), (UNBATCHED_KEYS, False)]:
+        name = f"{keys}" if batched else f"{keys}_unbatched"
+        load = mixed_keys(keys, MESSAGES)
+        publish(broker.service_url, f"lanes-{name}", load, batched=batched)
+        low, high = HANDLER_MS
+        found = [
+            handled(
+                broker, f"lanes-{name}", MESSAGES, parallelism=1, lanes=LANES, handler="threads",
+                low_ms=low, high_ms=high,
+            )
+            for _ in range(TURNS if keys >= FEW_KEYS else 1)
+        ]  # fmt: skip
+        mean_s = statistics.fmean(handler_s(value, low, high) for _, value in values(load))
+        figures[f"lanes_efficiency_{name}"] = statistics.median(
+            efficiency(MESSAGES, run["seconds"], min(keys, LANES), mean_s) for run in found
         )
-        figures[f"lanes_efficiency_{name}"] = efficiency(
-            MESSAGES, found["seconds"], min(load.keys, LANES), mean_s
-        )
-        figures[f"lanes_seconds_{name}"] = found["total_s"]
+        figures[f"lanes_seconds_{name}"] = statistics.median(run["total_s"] for run in found)
         _console.print(
-            f"{name} keys: {found['total_s']:.3f} s with connecting, efficiency "
+            f"{name} keys: {figures[f'lanes_seconds_{name}']:.3f} s with connecting, efficiency "
             f"{figures[f'lanes_efficiency_{name}']:.3f}"
         )
+    return figures | yardsticks(
+        broker, f"lanes-{UNBATCHED_KEYS}", mixed_keys(UNBATCHED_KEYS, MESSAGES)
+    )
+
+
+def yardsticks(broker: DevBroker, topic: str, load: Sequence[str]) -> dict[str, float]:
+    """What as many threads reach on this machine with the plain client, and with no client."""
+    low, high = HANDLER_MS
+    arguments = {
+        "service_url": broker.service_url, "topic": topic, "messages": len(load),
+        "threads": LANES, "low_ms": low, "high_ms": high,
+    }  # fmt: skip
+    found = [child("bench.plain_threads", json.dumps(arguments)) for _ in range(TURNS)]
+    mean_s = statistics.fmean(handler_s(value, low, high) for _, value in values(load))
+    figures = {
+        f"lanes_{name}_efficiency": statistics.median(
+            efficiency(len(load), run[f"{name}_s"], LANES, mean_s) for run in found
+        )
+        for name in ("plain", "sleeping")
+    }
+    _console.print(", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     return figures
 
 
 def by_ranges(broker: DevBroker) -> dict[str, float]:
     """Handlers of 10 ms, more and more ranges with one lane each over 5 topic partitions."""
     keys = even_keys(max(RANGES), KEYS_PER_SLICE)
-    rates: dict[int, float] = {}
+    rates: dict[str, dict[int, float]] = {name: {} for name in RANGE_HANDLERS}
     for ranges in RANGES:
         topic = f"ranges-{ranges}"
         create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
         load = [key for key in keys for _ in range(RUN)] * (PER_LANE * ranges // len(keys) // RUN)
         publish(broker.service_url, topic, load, batched=True)
-        found = handled(
-            broker, topic, len(load), parallelism=ranges, lanes=1, handler="coroutine",
-            low_ms=RANGE_HANDLER_MS, high_ms=RANGE_HANDLER_MS,
-        )  # fmt: skip
-        rates[ranges] = len(load) / found["seconds"]
-        _console.print(f"{ranges} ranges: {rates[ranges]:,.0f} messages/s")
-    fewest = RANGES[0]
-    return {f"ranges_speedup_{ranges}": rates[ranges] / rates[fewest] for ranges in RANGES[1:]} | {
-        f"ranges_efficiency_{ranges}": rate * RANGE_HANDLER_MS / 1e3 / ranges
-        for ranges, rate in rates.items()
-    }
+        for name, handler in RANGE_HANDLERS.items():
+            found = handled(
+                broker, topic, len(load), parallelism=ranges, lanes=1, handler=handler,
+                low_ms=RANGE_HANDLER_MS, high_ms=RANGE_HANDLER_MS,
+            )  # fmt: skip
+            rates[name][ranges] = len(load) / found["seconds"]
+            _console.print(f"{ranges} {name}: {rates[name][ranges]:,.0f} messages/s")
+    figures: dict[str, float] = {}
+    for name, of_name in rates.items():
+        for ranges, rate in of_name.items():
+            figures[f"{name}_speedup_{ranges}"] = rate / of_name[RANGES[0]]
+            figures[f"{name}_efficiency_{ranges}"] = rate * RANGE_HANDLER_MS / 1e3 / ranges
+    return figures
 
 
 def nothing(broker: DevBroker) -> dict[str, float]:

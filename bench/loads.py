@@ -27,6 +27,16 @@ def skewed_keys() -> list[str]:
     return keys
 
 
+def mixed_keys(count: int, messages: int) -> list[str]:
+    """The routing key of each message: ``count`` keys in turn, each turn in another order."""
+    names = [f"k{number}" for number in range(count)]
+    order = random.Random(SEED)
+    keys: list[str] = []
+    while len(keys) < messages:
+        keys += order.sample(names, count)
+    return keys[:messages]
+
+
 def even_keys(slices: int, per_slice: int) -> list[str]:
     """Keys of which equally many lie in each of ``slices`` equal parts of the ring.
 

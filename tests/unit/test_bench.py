@@ -11,6 +11,7 @@ from bench.loads import (
     efficiency,
     even_keys,
     handler_s,
+    mixed_keys,
     skewed_keys,
     values,
 )
@@ -44,6 +45,14 @@ def test_even_keys_load_every_range_alike_at_any_time() -> None:
         owners = [range_index(key_slot(key), ranges) for key in keys]
         assert set(Counter(owners).values()) == {60 // ranges}
         assert set(Counter(owners[:20]).values()) == {20 // ranges}
+
+
+def test_mixed_keys_have_equally_many_messages_at_any_time() -> None:
+    keys = mixed_keys(20, 1_000)
+    assert keys == mixed_keys(20, 1_000)
+    assert set(Counter(keys).values()) == {50}
+    assert set(Counter(keys[:400]).values()) == {20}
+    assert keys[:20] != keys[20:40]
 
 
 def test_values_count_the_messages_of_each_key() -> None:
