@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 
 from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes
@@ -104,9 +103,9 @@ class BatchRun:
             WindowFullError: Nobody acknowledges.
             KeyShardError: What ended the source.
         """
-        text = None if self._store is None else self._store.load()
+        checkpoint = None if self._store is None else self._store.load()
         try:
-            self._coordinator.start(None if text is None else Checkpoint.from_json(text))
+            self._coordinator.start(checkpoint)
             self._committer = Committer(self._coordinator, self._store)
             self._monitor = self._show()
             while not self._stopping:

@@ -1,4 +1,4 @@
-"""Keeps one text durably behind an fsspec URL."""
+"""Keeps the newest checkpoint durably behind an fsspec URL."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from keyshard.core.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError
 
 
 class CheckpointStore:
-    """The newest checkpoint of a source; a crash leaves either the old text or the new one.
+    """The newest checkpoint of a source; a crash leaves either the old one or the new one.
 
     Args:
         url: fsspec URL of a file, such as ``file:///var/lib/app/orders.json``. On a local disk the
-            text is written beside it, synced and renamed; object stores replace objects atomically.
+            new one is written beside it, synced and renamed; object stores replace objects
+            atomically.
 
     Raises:
         ConfigError: The URL names no known file system, or no file.
@@ -34,25 +36,31 @@ class CheckpointStore:
             raise ConfigError(f"checkpoint is {url!r}; it must name a file, not a folder.")
         self._url = url
 
-    def load(self) -> str | None:
-        """The text stored last; ``None`` when there is none.
+    def load(self) -> Checkpoint | None:
+        """The checkpoint stored last; ``None`` when there is none.
 
         Raises:
             CheckpointError: It cannot be read.
         """
         try:
-            return str(self._files.cat_file(self._path).decode())
+            return Checkpoint.from_json(self._files.cat_file(self._path).decode())
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as exc:
             raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
+        except CheckpointError as exc:
+            raise CheckpointError(
+                f"Could not read the checkpoint {self._url}: {exc.message} Restore it, or name "
+                "another file to begin from what the broker knows."
+            ) from exc
 
-    def save(self, text: str) -> None:
-        """Replace the text; it is durable when this returns.
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Replace what is stored; it is durable when this returns.
 
         Raises:
-            CheckpointError: It could not be written; the old text stands.
+            CheckpointError: It could not be written; the old one stands.
         """
+        text = checkpoint.to_json()
         try:
             if isinstance(self._files, LocalFileSystem):
                 _replace(Path(self._path), text)

@@ -53,6 +53,6 @@ class Committer:
         if checkpoint is not None:
             if self._store is not None:
                 parked = None if self._parked is None else self._parked()
-                self._store.save(replace(checkpoint, parked=parked).to_json())
+                self._store.save(replace(checkpoint, parked=parked))
             self._coordinator.release(checkpoint)
         return left

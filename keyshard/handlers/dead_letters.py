@@ -329,16 +329,15 @@ def open_dead_letters(
         )
     state = Parked() if parked is None else Parked.from_dict(parked)
     consumer = _hold(broker, where, config)
-    letters = DeadLetters(broker, where, config, consumer, state)
     try:
         replay_s = config.replay_timeout_ms / 1000
         finished = retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)
-        for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
-            letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     except BaseException:
-        letters.close()
+        consumer.close()
         raise
-    letters.parking = Parking(state)
+    letters = DeadLetters(broker, where, config, consumer, state)
+    for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
+        letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     if state.keys:
         _log.warning(
             "%d keys of %r are parked in %s, %s first; source.unpark(key) lets a key out",

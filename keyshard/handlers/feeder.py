@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 200
 """Rows that are taken at once."""
 ROWS_PER_DONE = 2
 """Rows that are taken for each message that is done, while every lane has work."""
-ENTRIES_AT_ONCE = 10
+ENTRIES_AT_ONCE = 5
 """Entries that go to the lanes while their lock is held."""
 BUSY_WAIT_S = 0.01
 """Longest wait for rows while handlers run, seconds."""

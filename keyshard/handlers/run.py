@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import range_index
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
@@ -229,8 +228,7 @@ class HandlerRun:
     # -- the run's own thread ----------------------------------------------------------------------
 
     def _start(self) -> None:
-        text = None if self._store is None else self._store.load()
-        checkpoint = None if text is None else Checkpoint.from_json(text)
+        checkpoint = None if self._store is None else self._store.load()
         self._coordinator.start(checkpoint)
         letters = open_dead_letters(
             self._coordinator.broker,
