@@ -26,7 +26,7 @@ MESSAGES, HANDLER_MS = 10_000, (0.0, 5.0)
 RANGES = (5, 10, 20, 50, 100)
 PARTITIONS = 5
 RANGE_HANDLER_MS = 10.0
-RANGE_HANDLERS = {"ranges": "coroutine", "ranges_threads": "threads"}
+RANGE_HANDLERS = {"ranges": "threads", "ranges_async": "coroutine"}
 PER_LANE = 1_000
 """Messages of each range, which has one lane: 10 s of handlers."""
 KEYS_PER_SLICE = 2
