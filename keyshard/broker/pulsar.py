@@ -31,7 +31,7 @@ RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 """Payload bytes one round takes at most."""
 READ_MESSAGES_MAX = 1_000
 """Messages one :meth:`PulsarReader.read` returns at most."""
-ENTRIES_AT_ONCE = 100
+ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
 that has slept, would else do so for the switch interval of 5 ms. Several receive threads that let
 each other in more often only cost time."""
