@@ -58,9 +58,8 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
             )
             for _ in range(TURNS if keys >= FEW_KEYS else 1)
         ]  # fmt: skip
-        mean_s = statistics.fmean(handler_s(value, low, high) for _, value in values(load))
-        figures[f"lanes_efficiency_{name}"] = statistics.median(
-            efficiency(MESSAGES, run["seconds"], min(keys, LANES), mean_s) for run in found
+        figures[f"lanes_efficiency_{name}"] = _median_efficiency(
+            load, min(keys, LANES), [run["seconds"] for run in found]
         )
         figures[f"lanes_seconds_{name}"] = statistics.median(run["total_s"] for run in found)
         _console.print(
@@ -80,15 +79,19 @@ def yardsticks(broker: DevBroker, topic: str, load: Sequence[str]) -> dict[str, 
         "threads": LANES, "low_ms": low, "high_ms": high,
     }  # fmt: skip
     found = [child("bench.plain_threads", json.dumps(arguments)) for _ in range(TURNS)]
-    mean_s = statistics.fmean(handler_s(value, low, high) for _, value in values(load))
     figures = {
-        f"lanes_{name}_efficiency": statistics.median(
-            efficiency(len(load), run[f"{name}_s"], LANES, mean_s) for run in found
+        f"lanes_{name}_efficiency": _median_efficiency(
+            load, LANES, [run[f"{name}_s"] for run in found]
         )
         for name in ("plain", "sleeping")
     }
     _console.print(", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     return figures
+
+
+def _median_efficiency(load: Sequence[str], at_once: int, seconds: Sequence[float]) -> float:
+    mean_s = statistics.fmean(handler_s(value, *HANDLER_MS) for _, value in values(load))
+    return statistics.median(efficiency(len(load), one, at_once, mean_s) for one in seconds)
 
 
 def by_ranges(broker: DevBroker) -> dict[str, float]:
