@@ -185,6 +185,32 @@ def rerun_lacks_a_row_of_a_partial_run(script: Script) -> Sequence[Event]:
     return [script.events[2]]
 
 
+def reruns_broken_off_with_different_rows(script: Script) -> Sequence[Event]:
+    run(script, 0, [message(0, part=0), message(2, key="b", part=1)])
+    run(script, 0, [message(1, part=0)])
+    return [script.events[4], script.events[1]]
+
+
+def reruns_broken_off_with_a_row_in_two_parts(script: Script) -> Sequence[Event]:
+    run(script, 0, [message(0, part=0)])
+    run(script, 0, [message(0, part=1)])
+    return [script.events[1], script.events[3]]
+
+
+def rerun_broken_off_unlike_all_but_the_shortest(script: Script) -> Sequence[Event]:
+    run(script, 0, [message(0), message(1), message(2)])
+    run(script, 0, [message(0)])
+    run(script, 0, [message(0), message(3)])
+    return [script.events[8], script.events[2]]
+
+
+def rerun_unlike_the_complete_run_after_one_like_it(script: Script) -> Sequence[Event]:
+    run(script, 0, [message(0), message(1)])
+    run(script, 0, [message(1), message(0)])
+    commit(script, 0, message(0), message(1))
+    return [script.events[4], script.events[7]]
+
+
 def rerun_has_more_than_a_complete_run(script: Script) -> Sequence[Event]:
     run(script, 0, [message(0)])
     script.add("completed", batch="b0")
@@ -306,6 +332,10 @@ BROKEN: dict[str, list[Change]] = {
         rerun_in_another_order,
         rerun_in_another_part,
         rerun_lacks_a_row_of_a_partial_run,
+        reruns_broken_off_with_different_rows,
+        reruns_broken_off_with_a_row_in_two_parts,
+        rerun_broken_off_unlike_all_but_the_shortest,
+        rerun_unlike_the_complete_run_after_one_like_it,
         rerun_has_more_than_a_complete_run,
     ],
     "ring_coverage": [

@@ -79,10 +79,10 @@ def batch_host(seed: int = 0, count: int = 60, keys: int = 6, ranges: int = 3) -
             if key_slot(row["key"]) * ranges // 65_536 == part
         ]
         for _ in range(chance.choice([0, 0, 1, 2])):
-            run(script, batch, laid_out[: chance.randint(0, len(laid_out))])
+            run(script, batch, by_tasks(laid_out, chance, broken_off=True))
             script.add("crashed", worker="host")
             start_host(script, ring)
-        run(script, batch, laid_out)
+        run(script, batch, by_tasks(laid_out, chance, broken_off=False))
         script.add("completed", batch=f"b{batch}", worker="host")
         script.add("checkpointed", batch=f"b{batch}", worker="host")
         for entry in entries_of(rows):
@@ -92,6 +92,27 @@ def batch_host(seed: int = 0, count: int = 60, keys: int = 6, ranges: int = 3) -
     for one in ring:
         script.add("range_lost", range=one, worker="host")
     return script.events
+
+
+def by_tasks(
+    laid_out: Iterable[dict[str, Any]], chance: random.Random, *, broken_off: bool
+) -> list[dict[str, Any]]:
+    """Rows as tasks read them that run at the same time: each part in its own order.
+
+    Args:
+        laid_out: The rows of a batch.
+        chance: Decides whose turn it is.
+        broken_off: Whether each part ends somewhere.
+    """
+    parts: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in laid_out:
+        parts[row["part"]].append(row)
+    if broken_off:
+        parts.update({i: rows[: chance.randint(0, len(rows))] for i, rows in parts.items()})
+    turns = [i for i, rows in parts.items() for _ in rows]
+    chance.shuffle(turns)
+    left = {i: iter(rows) for i, rows in parts.items()}
+    return [next(left[i]) for i in turns]
 
 
 def start_host(script: Script, ring: Iterable[str]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from keyshard.verify.history import Event, Name
 from keyshard.verify.history_view import HistoryView, Host, Run
@@ -177,24 +176,60 @@ def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict
 def rerun_equality(events: Sequence[Event]) -> Verdict:
     """A batch that runs again has the same rows in the same parts in the same order.
 
-    A run that is not known to be complete must be the beginning of the others, part by part.
+    Tasks read the parts of a batch at the same time, so a run that is broken off ends in each part
+    by itself, and two of those need not contain one another. What a run has of a part must be the
+    beginning of that part in a complete run; where none is complete, of the longest that any run
+    has of it, and then no row may lie in two parts.
     """
     view = HistoryView.of(events)
     found = Findings("re-runs are equal", "runs of batches compared", "no batch ran twice")
     for batch, runs in view.runs.items():
         if len(runs) < 2:
             continue
-        ordered = sorted(runs, key=lambda run: (run.complete, len(run.rows)))
-        for shorter, longer in pairwise(ordered):
-            found.checked += 1
-            _compare(found, batch, shorter, longer)
+        found.checked += len(runs) - 1
+        complete = next((run for run in runs if run.complete), None)
+        if complete is None:
+            whole = _longest(runs)
+            _check_parts(found, batch, whole)
+        else:
+            whole = _parts(complete)
+        for run in runs:
+            _compare(found, batch, run, whole)
     return found.verdict()
 
 
-def _compare(found: Findings, batch: str, shorter: Run, longer: Run) -> None:
-    one, other = _parts(shorter), _parts(longer)
-    for part in sorted(one.keys() | other.keys(), key=str):
-        left, right = one.get(part, []), other.get(part, [])
+_Parts = dict[int | None, list[Event]]
+"""Rows of a run, or of all runs of a batch, by part."""
+
+
+def _longest(runs: Iterable[Run]) -> _Parts:
+    """The most that is known of each part: of rightful runs, all others are beginnings of it."""
+    whole: _Parts = {}
+    for run in runs:
+        for part, rows in _parts(run).items():
+            if len(rows) > len(whole.get(part, ())):
+                whole[part] = rows
+    return whole
+
+
+def _check_parts(found: Findings, batch: str, whole: _Parts) -> None:
+    homes: dict[Name, Event] = {}
+    for rows in whole.values():
+        for row in rows:
+            first = homes.setdefault(row.stored, row)
+            if first.part != row.part:
+                found.violation(
+                    f"batch {batch} has {_text(row)} in part {first.part} in one run and in part "
+                    f"{row.part} in another",
+                    *(first, row),
+                )
+                return
+
+
+def _compare(found: Findings, batch: str, run: Run, whole: _Parts) -> None:
+    parts = _parts(run)
+    for part in sorted(parts.keys() | whole.keys(), key=str):
+        left, right = parts.get(part, []), whole.get(part, [])
         for a, b in zip(left, right, strict=False):
             if (a.stored, a.message) != (b.stored, b.message):
                 found.violation(
@@ -203,7 +238,7 @@ def _compare(found: Findings, batch: str, shorter: Run, longer: Run) -> None:
                     *(a, b),
                 )
                 return
-        if len(left) > len(right) or (shorter.complete and len(left) < len(right)):
+        if len(left) > len(right) or (run.complete and len(left) < len(right)):
             more = left[len(right) :] or right[len(left) :]
             found.violation(
                 f"batch {batch} has {_text(more[0])} in part {part} in one run and not in another",
@@ -212,10 +247,10 @@ def _compare(found: Findings, batch: str, shorter: Run, longer: Run) -> None:
             return
 
 
-def _parts(run: Run) -> dict[int | None, list[Event]]:
-    result: defaultdict[int | None, list[Event]] = defaultdict(list)
+def _parts(run: Run) -> _Parts:
+    result: _Parts = {}
     for row in run.rows:
-        result[row.part].append(row)
+        result.setdefault(row.part, []).append(row)
     return result
 
 

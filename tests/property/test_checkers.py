@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from histories import batch_host, handlers
 from keyshard.core.hash_range import split_ring
 from keyshard.core.key_slot import key_slot
-from keyshard.verify.checkers import check
+from keyshard.verify.checkers import check, rerun_equality
 from keyshard.verify.history import Event
 
 Events = list[Event]
@@ -101,6 +102,34 @@ def row_of_a_broken_off_run_replaced(events: Events, chance: random.Random) -> E
     return with_one_more(without(events, at), at, replace(events[at], part=events[at].part + 1))
 
 
+def without_what_ended(events: Events) -> Events:
+    """Only the runs that were broken off: none is known to be complete."""
+    committed = {at for batch in batches_of(events) for at in last_run(events, batch)}
+    ends = set(places(events, "completed", "checkpointed", message=False))
+    return [event for at, event in enumerate(events) if at not in committed | ends]
+
+
+def row_in_two_broken_off_runs(events: Events, chance: random.Random) -> tuple[Events, int]:
+    """Broken-off runs alone, and where one has a row that another one has, too."""
+    events = without_what_ended(events)
+    rows = places(events, "delivered")
+    times = Counter((events[at].batch, events[at].stored) for at in rows)
+    twice = [at for at in rows if times[events[at].batch, events[at].stored] > 1]
+    assume(twice)
+    return events, chance.choice(twice)
+
+
+def row_of_one_of_two_broken_off_runs_moved(events: Events, chance: random.Random) -> Events:
+    events, at = row_in_two_broken_off_runs(events, chance)
+    return with_one_more(without(events, at), at, replace(events[at], part=events[at].part + 1))
+
+
+def row_of_one_of_two_broken_off_runs_renamed(events: Events, chance: random.Random) -> Events:
+    events, at = row_in_two_broken_off_runs(events, chance)
+    other = replace(events[at], seq=10**6, entry=10**6)
+    return with_one_more(without(events, at), at, other)
+
+
 def other_range(events: Events, chance: random.Random) -> Events:
     at = chance.choice(places(events, "delivered"))
     wrong = [str(one) for one in split_ring(3) if key_slot(events[at].key) not in one]
@@ -168,6 +197,8 @@ MUTATIONS: list[tuple[Callable[[int], Events], Callable[[Events, random.Random],
     (batch_host, acked_before_its_checkpoint, "acknowledged after the checkpoint"),
     (batch_host, checkpoint_late, "done in time after the faults"),
     (batch_host, row_of_a_broken_off_run_replaced, "re-runs are equal"),
+    (batch_host, row_of_one_of_two_broken_off_runs_moved, "re-runs are equal"),
+    (batch_host, row_of_one_of_two_broken_off_runs_renamed, "re-runs are equal"),
     (batch_host, other_range, "routed by key"),
     (batch_host, last_gain_dropped, "ring covered without overlap"),
     (handlers, completion_dropped, "no loss"),
@@ -180,6 +211,13 @@ MUTATIONS: list[tuple[Callable[[int], Events], Callable[[Events, random.Random],
     (handlers, older_epoch, "ring covered without overlap"),
     (handlers, other_range, "routed by key"),
 ]
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=50, deadline=None)
+def test_runs_that_were_broken_off_are_equal_though_none_contains_another(seed: int) -> None:
+    verdict = rerun_equality(without_what_ended(batch_host(seed)))
+    assert verdict.holds, verdict.message
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,32 @@ def broken_off_run(script: Script) -> str:
     return "rerun_equality"
 
 
+def runs_broken_off_in_different_parts(script: Script) -> str:
+    """Found by the simulation, seed 77001184: two runs of a batch that crashes broke off.
+
+    1. two tasks begin, and the first run has a row of part 2 when it is killed
+    2. the second run has two rows of part 0, and none of part 2 yet, when it is killed
+    3. the third one ends; it holds both
+    """
+    one, two = message(0, key="b", part=0), message(1, key="b", part=0)
+    three = message(2, part=2)
+    run(script, 0, [three])
+    script.add("crashed", worker="host")
+    run(script, 0, [one, two])
+    script.add("crashed", worker="host")
+    commit(script, 0, one, two, three)
+    return "rerun_equality"
+
+
+def runs_broken_off_and_never_ended(script: Script) -> str:
+    one, two = message(0, key="b", part=0), message(1, key="b", part=0)
+    three = message(2, part=2)
+    run(script, 0, [three, one])
+    run(script, 0, [one, two])
+    run(script, 0, [])
+    return "rerun_equality"
+
+
 def range_regained_by_its_owner(script: Script) -> str:
     for _ in range(2):
         script.add("range_gained", worker="a", range="0-65535", epoch=1)
@@ -159,6 +185,8 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,
         broken_off_run,
+        runs_broken_off_in_different_parts,
+        runs_broken_off_and_never_ended,
         range_regained_by_its_owner,
         range_of_a_crashed_worker_taken_over,
     ],
