@@ -1,0 +1,1 @@
+"""Seeded attacks on the public API: options, checkpoints, messages and exceptions."""

@@ -1,0 +1,105 @@
+"""What must hold whatever is thrown at the public API."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from keyshard.broker import memory_cluster
+from keyshard.broker.memory import MemoryCluster
+from keyshard.errors import KeyShardError
+from tests.fuzz.values import SECRET
+
+END_S = 30.0
+"""Longest time of one call that the fuzzer makes, seconds."""
+SENTENCE_CHARS_MAX = 2_000
+"""An error is a sentence or a few, not a dump."""
+
+
+class BrokenPromiseError(AssertionError):
+    """A promise does not hold."""
+
+
+def promise(holds: object, what: str) -> None:
+    """Raise where something does not hold."""
+    if not holds:
+        raise BrokenPromiseError(what)
+
+
+def refused(call: Callable[[], Any], what: str) -> Any:
+    """Call; returns what the call returned, or the error if it is one of keyshard's, said clearly.
+
+    Raises:
+        BrokenPromiseError: It raised something else, or nothing that a user can read.
+    """
+    try:
+        return call()
+    except KeyShardError as error:
+        text = str(error)
+        promise(text.startswith("[KEYSHARD_"), f"{what}: an error without its code: {text[:200]}")
+        promise(
+            len(text) <= SENTENCE_CHARS_MAX,
+            f"{what}: an error of {len(text)} characters: {text[:200]}",
+        )
+        promise(SECRET not in text + repr(error), f"{what}: an error shows a secret: {text}")
+        return error
+    except Exception as error:
+        raise BrokenPromiseError(
+            f"{what}: a raw {type(error).__name__}\n{''.join(traceback.format_exception(error))}"
+        ) from error
+
+
+class Ended:
+    """A call in a thread of its own, which must end."""
+
+    def __init__(self, call: Callable[[], Any], what: str) -> None:
+        self.result: Any = None
+        self._what = what
+        self._broken: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.result = refused(call, what)
+            except BaseException as error:  # noqa: BLE001 - it is raised in join
+                self._broken = error
+
+        self._thread = threading.Thread(target=run, name="fuzzed", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> Any:
+        """What :func:`refused` returned."""
+        self._thread.join(END_S)
+        promise(not self.alive, f"{self._what}: not at its end after {END_S:.0f} s")
+        if self._broken is not None:
+            raise self._broken
+        return self.result
+
+
+class Cluster:
+    """An in-memory cluster at a URL of its own, with one topic; a context manager."""
+
+    def __init__(self, name: str, partitions: int) -> None:
+        self.url = f"memory://{name}"
+        self._name = name
+        self.memory = MemoryCluster.named(name)
+        self.topic = self.memory.create_topic("orders", partitions=partitions)
+
+    def backlog(self, subscription: str = "keyshard") -> int:
+        """Messages that are not acknowledged, over all topic partitions."""
+        return sum(
+            self.memory.backlog(where, subscription)
+            for where in self.memory.partitions(self.topic)
+            if subscription in self.memory.subscriptions(where)
+        )
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        memory_cluster._NAMED.pop(self._name, None)

@@ -1,0 +1,47 @@
+"""Runs seeds in several processes; a seed that hangs is ended with the stacks of its threads."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from random import Random
+
+from tests.fuzz import checkpoints, exceptions, messages, options
+
+TARGETS: tuple[Callable[[Random, str], None], ...] = (
+    options.source_options,
+    options.run_options,
+    options.calls,
+    options.batch_options,
+    checkpoints.checkpoints,
+    messages.messages,
+    exceptions.exceptions,
+)
+"""A seed attacks one of them, in turns."""
+HANG_S = 120
+"""Time after which the process of a seed is ended, seconds."""
+
+
+def run_seed(seed: int) -> tuple[int, str]:
+    """The seed, and what it broke: empty when nothing."""
+    target = TARGETS[seed % len(TARGETS)]
+    logging.disable(logging.CRITICAL)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    try:
+        target(Random(f"fuzz:{seed}"), f"fuzz-{seed}")
+    except Exception:  # noqa: BLE001 - whatever it is, it fails the seed
+        return seed, f"{target.__name__}: {traceback.format_exc()}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        logging.disable(logging.NOTSET)
+    return seed, ""
+
+
+def run_seeds(first: int, count: int, processes: int) -> Iterator[tuple[int, str]]:
+    """Run seeds in their order."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(run_seed, range(first, first + count), chunksize=4)
