@@ -175,9 +175,22 @@ def document() -> str:
 
 _HEAD = """# Metrics
 
-`source.run(handle, metrics_port=9464)` serves them on `http://127.0.0.1:9464/metrics` while it
-runs. They are read from the status of the source when Prometheus asks; the default registry of the
-process is not touched. What only the admin interface knows is missing without `admin_url`.
+`source.run(handle, metrics_port=9464)` serves them on `http://127.0.0.1:9464/metrics` from its
+call to its return. They are read from the status of the source when Prometheus asks; the default
+registry of the process is not touched. What only the admin interface knows is missing without
+`admin_url`.
+`metrics_host="0.0.0.0"` lets others reach the port, as in a container; it has no password.
+
+Beside them, for probes such as those of Kubernetes:
+
+| path | 200 | 503, with the reason as text |
+|---|---|---|
+| `/livez` | also while it starts or stops, and while the broker is away | the run's own \
+loop has not gone round for 60 s, which only a restart may mend |
+| `/readyz` | it runs, and each of its consumers is connected | it starts or stops, or a \
+consumer is not connected, as when the broker is down |
+
+Every other path is 404.
 
 This page is made from the table in `keyshard/metrics.py`: `python -m keyshard.metrics >
 docs/metrics.md` writes it again.

@@ -172,7 +172,7 @@ class KeyShardSource(SourceConfig):
         """What a running source does, range by range, as plain JSON values; see docs/status.md.
 
         From memory, from any thread. What the broker says is a few seconds old, and ``None``
-        without ``admin_url``.
+        without ``admin_url``. While the source starts, its ``state`` says so and it has no ranges.
 
         Raises:
             NotRunningError: It does not run.

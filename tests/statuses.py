@@ -41,6 +41,7 @@ def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
 def status(**changes: Any) -> dict[str, Any]:
     """Two ranges over one topic partition."""
     return {
+        "state": "running",
         "subscription": "s",
         "topics": ["persistent://public/default/t"],
         "topicsPattern": None,

@@ -78,13 +78,13 @@ def _view(told: Mapping[str, Any]) -> RenderableType:
         left = told["parkedKeys"] - len(named)
         more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
-    counters = told["counters"]
+    counters, window = told["counters"], told["window"] or {}
     parts.append(
         Text(
             f"completed {counters['completed']:,}, failed attempts "
             f"{counters['failedAttempts']:,}, rejected {counters['rejected']:,}, parked "
             f"{counters['parked']:,}, dead letters {counters['deadLettered']:,}, redeliveries "
-            f"dropped {told['window']['duplicatesDropped']:,}"
+            f"dropped {window.get('duplicatesDropped', 0):,}"
         )
     )
     if told["brokerError"]:
@@ -95,7 +95,7 @@ def _view(told: Mapping[str, Any]) -> RenderableType:
 def _head(told: Mapping[str, Any]) -> str:
     topics = told["topicsPattern"] or ", ".join(told["topics"])
     return (
-        f"{told['subscription']!r} on {topics} at {told['serviceUrl']}: "
+        f"{told['state']}: {told['subscription']!r} on {topics} at {told['serviceUrl']}: "
         f"{plural(len(told['ranges']), 'range')} x {plural(told['lanes'], 'lane')}, "
         f"{plural(told['workers'], 'worker')} ({told['executor']}), epoch {told['epoch']}, "
         f"pid {told['pid']} on {told['host']}"

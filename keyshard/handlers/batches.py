@@ -15,12 +15,12 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
-from keyshard.errors import NotRunningError, WindowFullError
+from keyshard.errors import WindowFullError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
-from keyshard.handlers.status import Subject
+from keyshard.handlers.status import StatusView, Subject
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 from keyshard.schema.columns import SCHEMA, record_batches
@@ -91,6 +91,13 @@ class BatchRun:
         self._monitor: Monitor | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
+        ranges = config.parallelism
+        self._lanes = Lanes(ranges, 1, lambda slot: range_index(slot, ranges))
+        self._subject = Subject(
+            config, coordinator, self._lanes, Tally(), threading.Condition(),
+            executor="batches", workers=lambda: 1, workers_max=None,
+            stopping=lambda: self._stopping, rescaler=lambda: self.rescaler,
+        )  # fmt: skip
 
     def stop(self) -> None:
         """End the iteration; returns at once."""
@@ -105,9 +112,11 @@ class BatchRun:
         """
         checkpoint = None if self._store is None else self._store.load()
         try:
+            self._monitor = Monitor(self._subject)
             self._coordinator.start(checkpoint)
             self._committer = Committer(self._coordinator, self._store)
-            self._monitor = self._show()
+            moves = LaneMoves(self._lanes, self._subject.changed, wake=lambda: None)
+            self.rescaler = self._coordinator.rescaler(moves, drain_timeout_s=0.0)
             while not self._stopping:
                 batch = self._next()
                 if batch is not None:
@@ -118,26 +127,9 @@ class BatchRun:
             self._coordinator.stop()
 
     def status(self) -> dict[str, Any]:
-        """What goes on, as plain JSON values; no lane works on anything.
-
-        Raises:
-            NotRunningError: It has not started yet.
-        """
-        if self._monitor is None:
-            raise NotRunningError("The source is still starting. Ask again.")
-        return self._monitor.view.status()
-
-    def _show(self) -> Monitor:
-        ranges, changed = self._config.parallelism, threading.Condition()
-        lanes = Lanes(ranges, 1, lambda slot: range_index(slot, ranges))
-        moves = LaneMoves(lanes, changed, wake=lambda: None)
-        self.rescaler = self._coordinator.rescaler(moves, drain_timeout_s=0.0)
-        return Monitor(
-            Subject(
-                self._config, self._coordinator, lanes, Tally(), changed,
-                executor="batches", workers=lambda: 1, workers_max=None, rescaler=self.rescaler,
-            )
-        )  # fmt: skip
+        """What goes on, as plain JSON values; no lane works on anything."""
+        view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
+        return view.status()
 
     def commit(self, entries: dict[TopicPartition, list[EntryId]]) -> None:
         """Commit the entries of a batch, and those that found no room before."""

@@ -42,7 +42,9 @@ class HandlerConfig:
     drain_timeout_s: float = 30.0
     """Longest wait for running handlers at a stop or while a range moves, seconds."""
     metrics_port: int | None = None
-    """Port on loopback where Prometheus can read; ``None``: none."""
+    """Port that serves ``/metrics`` for Prometheus, ``/livez`` and ``/readyz``; ``None``: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; ``0.0.0.0`` or ``::`` where others must reach it, as in a container."""
 
     def __post_init__(self) -> None:
         _choice("executor", self.executor, "auto", "threads", "async", "processes")
@@ -53,6 +55,10 @@ class HandlerConfig:
             _number("workers", self.workers, 1, 10_000)
         if self.metrics_port is not None:
             _number("metrics_port", self.metrics_port, 0, 65_535)
+        if not isinstance(self.metrics_host, str) or not self.metrics_host:
+            raise ConfigError(
+                f"metrics_host is {self.metrics_host!r}; give an address, such as '0.0.0.0'."
+            )
         if not isinstance(self.retry, RetryPolicy):
             raise ConfigError(f"retry is {self.retry!r}; give a keyshard.RetryPolicy.")
         if not 0 <= self.drain_timeout_s <= 86_400:

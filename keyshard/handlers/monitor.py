@@ -10,7 +10,7 @@ from typing import Any
 from keyshard.broker.connect import connect_admin
 from keyshard.core.entry import TopicPartition
 from keyshard.core.health import Stall
-from keyshard.errors import ConfigError, ControlError
+from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.handlers.broker_facts import BrokerFacts
 from keyshard.handlers.control import ControlServer, Handler
 from keyshard.handlers.metrics_server import MetricsServer
@@ -25,17 +25,17 @@ _log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Shows one started run until :meth:`close`.
+    """Shows one run, from before it starts until :meth:`close`.
 
     Args:
         subject: The run.
-        metrics_port: Port on loopback for Prometheus; ``None``: none.
+        metrics: Address and port for Prometheus and probes; ``None``: none.
 
     Raises:
         ConfigError: The port for metrics cannot be had.
     """
 
-    def __init__(self, subject: Subject, metrics_port: int | None = None) -> None:
+    def __init__(self, subject: Subject, metrics: tuple[str, int] | None = None) -> None:
         self._subject = subject
         self._stopping = threading.Event()
         config = subject.config
@@ -48,9 +48,11 @@ class Monitor:
                 lambda: connect_admin(admin_url), config.subscription, self._partitions
             )
         self.view = StatusView(subject, self._broker_facts)
-        if metrics_port is not None:
+        if metrics is not None:
             try:
-                self._metrics = MetricsServer(metrics_port, self.view.status)
+                self._metrics = MetricsServer(
+                    *metrics, self.view.status, self.view.not_live, self.view.not_ready
+                )
             except BaseException:
                 self.close()
                 raise
@@ -83,7 +85,9 @@ class Monitor:
                 part.close()
 
     def _partitions(self) -> Collection[TopicPartition]:
-        return {seat.topic_partition for seat, _, _ in self._subject.coordinator.seats()}
+        coordinator = self._subject.coordinator
+        seats = coordinator.seats() if coordinator.started else []
+        return {seat.topic_partition for seat, _, _ in seats}
 
     def _status(self, _request: Mapping[str, Any]) -> Any:
         return self.view.status()
@@ -96,7 +100,9 @@ class Monitor:
         return {"parked": self._subject.unpark(_key_of(request))}
 
     def _rescale(self, request: Mapping[str, Any]) -> Any:
-        rescaler, ranges = self._subject.rescaler, request.get("ranges")
+        rescaler, ranges = self._subject.rescaler(), request.get("ranges")
+        if rescaler is None:
+            raise NotRunningError("The source is still starting. Try again in a moment.")
         if request.get("balance") is True and ranges is None:
             return rescaler.balance().to_dict()
         if type(ranges) is not int or request.get("balance"):

@@ -42,7 +42,7 @@ from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.observing import Observer, observed, observed_async
 from keyshard.handlers.parked_lanes import ParkedLanes
-from keyshard.handlers.status import Subject
+from keyshard.handlers.status import StatusView, Subject
 from keyshard.handlers.stop_signals import stopping_signals
 from keyshard.handlers.workers import (
     AsyncWorkers,
@@ -108,10 +108,22 @@ class HandlerRun:
         self._stopping = self._ended = False
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
+        self._turned_s = time.monotonic()
         self._dead_letter_topic = _dead_letter_topic(config, handling)
         self._parked: ParkedLanes | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
+        self._subject = Subject(
+            config, coordinator, self.lanes, self.tally, self.changed,
+            executor=self._mode,
+            workers=lambda: 0 if self.rescaler is None else self._workers.count,
+            workers_max=self._workers_max,
+            stopping=lambda: self._stopping,
+            rescaler=lambda: self.rescaler,
+            turned_s=lambda: self._turned_s,
+            parked=lambda: {} if self._parked is None else self._parked.resting(),
+            unpark=self.unpark,
+        )  # fmt: skip
 
     # -- for the user's thread ------------------------------------------------------------------
 
@@ -121,11 +133,15 @@ class HandlerRun:
         Raises:
             KeyShardError: What ended the source.
         """
+        handling = self._handling
+        port = handling.metrics_port
         try:
+            self._monitor = Monitor(
+                self._subject, None if port is None else (handling.metrics_host, port)
+            )
             self._start()
             with stopping_signals(self.stop):
                 try:
-                    self._monitor = self._show()
                     while not self._stopping:
                         self._turn()
                 finally:
@@ -152,14 +168,9 @@ class HandlerRun:
             return self._parked.unpark(key)
 
     def status(self) -> dict[str, Any]:
-        """What goes on, as plain JSON values.
-
-        Raises:
-            NotRunningError: It has not started yet.
-        """
-        if self._monitor is None:
-            raise NotRunningError("The source is still starting. Ask again.")
-        return self._monitor.view.status()
+        """What goes on, as plain JSON values."""
+        view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
+        return view.status()
 
     @property
     def _letters(self) -> ParkedLanes:
@@ -257,7 +268,7 @@ class HandlerRun:
         if self._mode == "async":
             return None
         return self._handling.workers or (
-            self._workers.count if self._mode == "processes" else WORKERS_MAX
+            os.cpu_count() or 1 if self._mode == "processes" else WORKERS_MAX
         )
 
     def _make_workers(self) -> Workers:
@@ -274,20 +285,8 @@ class HandlerRun:
     def _observed(self, handle: Handle) -> Handle:
         return observed(handle, self._observers)
 
-    def _show(self) -> Monitor:
-        assert self.rescaler is not None, "it is shown when it has started"
-        subject = Subject(
-            self._config, self._coordinator, self.lanes, self.tally, self.changed,
-            executor=self._mode,
-            workers=lambda: self._workers.count,
-            workers_max=self._workers_max,
-            rescaler=self.rescaler,
-            parked=self._letters.resting,
-            unpark=self.unpark,
-        )  # fmt: skip
-        return Monitor(subject, self._handling.metrics_port)
-
     def _turn(self) -> None:
+        self._turned_s = time.monotonic()
         self._feeder.turn()
         with self.changed:
             self.wake()

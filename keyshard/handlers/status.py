@@ -20,10 +20,13 @@ from keyshard.core.key_slot import key_slot
 from keyshard.core.lane_facts import lane_of, range_facts
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
+from keyshard.errors import NotRunningError
 from keyshard.handlers.broker_facts import BrokerFacts, PartitionFacts
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 
+LIVE_S = 60.0
+"""Time without a turn of its loop after which a run is taken for dead, seconds."""
 PARKED_MAX = 1_000
 """Parked keys that a status names; of more it only tells how many there are."""
 
@@ -43,11 +46,22 @@ class Subject:
     """Handlers that may run at the same time now: threads or processes, or 1 for an event loop."""
     workers_max: int | None
     """The same for any number of ranges; ``None``: only lanes limit."""
-    rescaler: Rescaler
+    stopping: Callable[[], bool]
+    rescaler: Callable[[], Rescaler | None]
+    """``None`` while it starts."""
+    turned_s: Callable[[], float] = time.monotonic
+    """When the loop of the run went round last."""
     parked: Callable[[], Mapping[str, int]] = dict
     """Letters that rest of each parked key."""
     unpark: Callable[[str], bool] | None = None
     """Lets a parked key out; ``None`` where nothing is parked."""
+
+    @property
+    def phase(self) -> str:
+        """``starting``, ``running`` or ``stopping``."""
+        if self.stopping():
+            return "stopping"
+        return "starting" if self.rescaler() is None else "running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,8 @@ class StatusView:
 
     def watch(self) -> list[Stall]:
         """Look for ranges that stall; those that are to be named now."""
+        if not self._subject.coordinator.started:
+            return []
         now_s = time.monotonic()
         facts = self._facts(now_s, self._seats())
         with self._lock:
@@ -86,8 +102,9 @@ class StatusView:
         """Everything; see ``docs/status.md``."""
         subject = self._subject
         now_s = time.monotonic()
-        seats = self._seats()
-        facts = self._facts(now_s, seats)
+        started = subject.coordinator.started
+        seats = self._seats() if started else _Seats({}, {}, set(), {})
+        facts = self._facts(now_s, seats) if started else []
         with subject.changed:
             oldest = [subject.lanes.counts(each.index).oldest for each in facts]
             counters, timings = subject.tally.counters(), subject.tally.timings.status()
@@ -95,13 +112,14 @@ class StatusView:
             stalls = dict(self._watchdog.stalls)
         config, parked = subject.config, subject.parked()
         return {
+            "state": subject.phase,
             "subscription": config.subscription,
             "topics": list(config.topics),
             "topicsPattern": config.topics_pattern,
             "serviceUrl": config.service_url,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "epoch": subject.coordinator.epoch,
+            "epoch": subject.coordinator.epoch if started else 0,
             "lanes": subject.lanes.lanes,
             "workers": subject.workers(),
             "workersMax": subject.workers_max,
@@ -120,12 +138,36 @@ class StatusView:
             ],
             "counters": counters,
             "handlerSeconds": timings,
-            "window": subject.coordinator.status(),
+            "window": subject.coordinator.status() if started else None,
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
         }
 
+    def not_live(self) -> str:
+        """What only a restart of the process may mend; empty when nothing is known."""
+        idle_s = time.monotonic() - self._subject.turned_s()
+        if self._subject.phase != "running" or idle_s < LIVE_S:
+            return ""
+        return f"The loop of the run has not gone round for {idle_s:.0f} s."
+
+    def not_ready(self) -> str:
+        """Why the source does not take messages; empty when it does."""
+        phase = self._subject.phase
+        if phase != "running":
+            return f"The source is {phase}."
+        away = sorted({name for names in self._seats().disconnected.values() for name in names})
+        if not away:
+            return ""
+        more = f" and {len(away) - 1} more" if len(away) > 1 else ""
+        return f"Not every consumer is connected to {away[0]}{more}."
+
     def explain(self, key: str) -> dict[str, Any]:
-        """Where a key lies, and what happens to it, as plain JSON values."""
+        """Where a key lies, and what happens to it, as plain JSON values.
+
+        Raises:
+            NotRunningError: The source is starting.
+        """
+        if not self._subject.coordinator.started:
+            raise NotRunningError("The source is still starting. Ask again in a moment.")
         slot = key_slot(key)
         lanes = self._subject.lanes
         with self._subject.changed:

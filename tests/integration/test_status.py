@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 
 from control_folder import own_control_folder
@@ -54,7 +55,7 @@ class Job:
 
     def _run(self) -> None:
         try:
-            self.source.run(self._handle, drain_timeout_s=1)
+            self.source.run(self._handle, drain_timeout_s=1, metrics_port=0)
         except BaseException as exc:  # noqa: BLE001 - told to the test
             self.error = exc
 
@@ -64,9 +65,14 @@ class Job:
 
     def status(self) -> dict[str, Any] | None:
         try:
-            return self.source.status()
+            status = self.source.status()
         except NotRunningError:
             return None
+        return status if status["state"] == "running" else None
+
+    def ready(self) -> int:
+        port = self.source.__dict__["_running"]._monitor.metrics_port
+        return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).status_code
 
     def partitions(self, name: str) -> list[Any]:
         status = self.status()
@@ -107,6 +113,7 @@ def test_it_shows_what_the_broker_holds_and_a_broker_that_is_away_is_named_in_ti
         job.hold.set()
         wait_until(lambda: sum(job.partitions("backlog")) == 0 and job.handled == 200)
         assert job.states() == ["idle"] * RANGES
+        assert job.ready() == 200
         with caplog.at_level(logging.WARNING):
             broker.kill()
             killed = time.monotonic()
@@ -114,6 +121,7 @@ def test_it_shows_what_the_broker_holds_and_a_broker_that_is_away_is_named_in_ti
             wait_until(lambda: "is not connected to" in caplog.text)
         assert time.monotonic() - killed < 10
         assert job.partitions("covered") == [False] * PARTITIONS
+        assert job.ready() == 503
         status = job.status()
         assert status is not None
         assert "does not answer" in status["brokerError"]

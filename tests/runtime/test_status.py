@@ -18,15 +18,18 @@ from control_folder import own_control_folder
 from helpers import key_in, wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.connect import connect_admin
-from keyshard.broker.memory import LookAhead, MemoryCluster
+from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
+from keyshard.broker.port import Broker
 from keyshard.cli import main
 from keyshard.core import health
 from keyshard.core.hash_range import range_index, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.handlers import broker_facts, monitor
+from keyshard.handlers import status as status_module
 from keyshard.handlers.control import running_source, running_sources
+from keyshard.runtime.coordinator import Coordinator
 
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]
@@ -82,7 +85,7 @@ class Job:
 
     def shown(self) -> bool:
         try:
-            return bool(self.status())
+            return bool(self.status()["state"] == "running")
         except NotRunningError:
             return False
 
@@ -348,6 +351,75 @@ def test_metrics_are_served_while_it_runs(job: Job) -> None:
     job.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False)
+
+
+class HeldUp(KeyShardSource):
+    """A source whose broker takes its time to connect."""
+
+    def coordinator(self) -> Coordinator:
+        return Coordinator(self, self.__dict__["_connect"])
+
+
+def test_while_it_starts_it_says_so_and_takes_nothing(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def connect() -> Broker:
+        assert job.release.wait(60)
+        return MemoryBroker(job.cluster)
+
+    job.source = HeldUp(job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url)
+    object.__setattr__(job.source, "_connect", connect)
+    thread = threading.Thread(target=job.source.run, args=[job.handle], kwargs={"metrics_port": 0})
+    thread.start()
+    wait_until(lambda: running_sources("jobs"))
+    status = job.source.status()
+    assert (status["state"], status["ranges"], status["partitions"]) == ("starting", [], [])
+    with pytest.raises(SystemExit):
+        main(["status", "jobs"])
+    assert "starting: 'jobs' on" in capsys.readouterr().out
+    for request in ({"do": "rescale", "ranges": 2}, *({"do": do, "key": "k"} for do in ASKS)):
+        with pytest.raises(NotRunningError, match="starting"):
+            running_source("jobs").ask(**request)
+    assert probe(job, "/livez") == (200, "ok")
+    assert probe(job, "/readyz") == (503, "The source is starting.")
+    job.release.set()
+    wait_until(lambda: job.source.status()["state"] == "running")
+    assert probe(job, "/readyz") == (200, "ok")
+    job.source.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+ASKS = ("explain", "unpark")
+
+
+def probe(job: Job, path: str) -> tuple[int, str]:
+    port = job.source.__dict__["_running"]._monitor.metrics_port
+    answer = httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False)
+    return answer.status_code, answer.text.strip()
+
+
+def test_probes_tell_the_truth(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.start(metrics_port=0, drain_timeout_s=60)
+    assert probe(job, "/readyz") == (200, "ok")
+    partitions = job.cluster.partitions(job.topic)
+    (client,) = job.cluster._clients
+    consumers = client.drop(partitions)
+    wait_until(lambda: probe(job, "/readyz")[0] == 503)
+    assert probe(job, "/readyz")[1] == (
+        f"Not every consumer is connected to {partitions[0]} and 1 more."
+    )
+    assert probe(job, "/livez") == (200, "ok"), "a restart would not bring the broker back"
+    client.reconnect(consumers)
+    wait_until(lambda: probe(job, "/readyz") == (200, "ok"))
+    monkeypatch.setattr(status_module, "LIVE_S", 0.0)
+    assert probe(job, "/livez")[0] == 503
+    monkeypatch.undo()
+    job.publish((KEYS[0], b"hang"))
+    wait_until(lambda: job.hung)
+    job.source.stop()
+    assert probe(job, "/readyz") == (503, "The source is stopping.")
+    assert probe(job, "/livez") == (200, "ok")
 
 
 def test_a_metrics_port_that_is_taken_ends_the_run_with_an_error(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,42 @@ def scrape(server: MetricsServer) -> dict[tuple[str, tuple[tuple[str, str], ...]
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def serve(
+    status: Callable[[], dict[str, Any]],
+    live: str = "",
+    ready: str = "",
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> MetricsServer:
+    return MetricsServer(host, port, status, lambda: live, lambda: ready)
+
+
+def test_probes_say_why_and_other_paths_are_not_found() -> None:
+    for host, url in [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")]:  # noqa: S104
+        server = serve(status, ready="The source is starting.", host=host)
+        try:
+            told = {
+                path: httpx.get(f"http://{url}:{server.port}{path}", trust_env=False)
+                for path in ("/livez", "/readyz?verbose", "/healthz", "/", "/metrics/", "/metrics")
+            }
+        finally:
+            server.close()
+        assert [answer.status_code for answer in told.values()] == [200, 503, 404, 404, 404, 200]
+        assert told["/livez"].text == "ok\n"
+        assert told["/readyz?verbose"].text == "The source is starting.\n"
+        assert "/readyz" in told["/healthz"].text
+
+
+def test_while_a_source_starts_what_is_not_known_is_missing() -> None:
+    server = serve(lambda: status(state="starting", ranges=[], partitions=[], window=None))
+    try:
+        samples = scrape(server)
+    finally:
+        server.close()
+    assert samples[("keyshard_ranges", ())] == 0
+    assert ("keyshard_window_messages", ()) not in samples
 
 
 def test_the_document_is_that_of_the_table() -> None:
@@ -60,7 +97,7 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
         handlerSeconds=timings.status(),
         counters=status()["counters"] | {"completed": 41, "rejected": 2},
     )
-    server = MetricsServer(0, lambda: now)
+    server = serve(lambda: now)
     try:
         samples = scrape(server)
     finally:
@@ -93,11 +130,12 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
 
 def test_a_server_leaves_no_global_state_and_frees_its_port() -> None:
     before = set(REGISTRY._names_to_collectors)
-    first = MetricsServer(0, status)
-    second = MetricsServer(0, status)
+    first, second = serve(status), serve(status)
     assert set(REGISTRY._names_to_collectors) == before
     with pytest.raises(ConfigError, match="metrics_port"):
-        MetricsServer(first.port, status)
+        serve(status, port=first.port)
+    with pytest.raises(ConfigError, match="metrics_host"):
+        serve(status, host="192.0.2.1")
     for server in (first, second):
         server.close()
         server.close()
