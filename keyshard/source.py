@@ -15,15 +15,17 @@ from keyshard.handlers.config import HandlerConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
     from keyshard.handlers.batches import Batch
+    from keyshard.handlers.config import HandlerOptions
     from keyshard.handlers.observing import Observer
     from keyshard.handlers.workers import Handle
     from keyshard.runtime.coordinator import Coordinator
     from keyshard.runtime.rescale import Rescaler, RescaleReport
 
 
-def _handling(options: dict[str, Any]) -> HandlerConfig:
+def _handling(options: HandlerOptions) -> HandlerConfig:
     known = {field.name for field in fields(HandlerConfig)}
     unknown = sorted(options.keys() - known)
     if unknown:
@@ -60,7 +62,13 @@ class KeyShardSource(SourceConfig):
         timeout_s = max(1, self.operation_timeout_ms // 1000)
         return Coordinator(self, lambda: connect(self.service_url, timeout_s), admin)
 
-    def run(self, handle: Handle, *, observers: Sequence[Observer] = (), **options: Any) -> None:
+    def run(
+        self,
+        handle: Handle,
+        *,
+        observers: Sequence[Observer] = (),
+        **options: Unpack[HandlerOptions],
+    ) -> None:
         """Call ``handle`` with every message, in key order, until it is stopped.
 
         ::

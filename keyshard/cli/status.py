@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keyshard.cli import watching
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_EVERY_S = 1.0
 _PARKED_MAX = 10
 _STYLES = {
     "stalled": "red",
@@ -33,63 +32,44 @@ def status(
         str | None, typer.Argument(help="Subscription of the source; default: the only one.")
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Again every second, with rates, until it stops.")
     ] = False,
     service_url: ServiceUrlOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
-    from rich.live import Live
-
     from keyshard.handlers.control import running_source
 
     source = running_source(subscription, service_url, pid)
+    if watch:
+        watching.watch(source, _view, as_json=as_json)
+        return
     told = source.ask("status")
-    if as_json and not watch:
+    if as_json:
         typer.echo(json.dumps(told, indent=2))
-        return
-    if not watch:
+    else:
         console().print(_view(told))
-        return
-    try:
-        if as_json:
-            while True:
-                typer.echo(json.dumps(told))
-                time.sleep(_EVERY_S)
-                told = source.ask("status")
-        with Live(_view(told), console=console(), auto_refresh=False) as live:
-            while True:
-                time.sleep(_EVERY_S)
-                live.update(_view(source.ask("status")), refresh=True)
-    except KeyboardInterrupt:
-        return
 
 
-def _view(told: Mapping[str, Any]) -> RenderableType:
+def _view(told: Mapping[str, Any], rates: watching.Rates | None = None) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
     from rich.text import Text
 
-    parts: list[RenderableType] = [Text(_head(told)), _ranges(told), _partitions(told)]
+    # What is short stands first: a terminal may be too low for all ranges.
+    parts: list[RenderableType] = [Text(_head(told)), Text(_counts(told))]
+    if rates is not None:
+        parts.append(Text(_paces(rates)))
     named = [each["key"] for each in told["parked"][:_PARKED_MAX]]
     if named:
         names = ", ".join(map(repr, named))
         left = told["parkedKeys"] - len(named)
         more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
-    counters, window = told["counters"], told["window"] or {}
-    parts.append(
-        Text(
-            f"completed {counters['completed']:,}, failed attempts "
-            f"{counters['failedAttempts']:,}, rejected {counters['rejected']:,}, parked "
-            f"{counters['parked']:,}, dead letters {counters['deadLettered']:,}, redeliveries "
-            f"dropped {window.get('duplicatesDropped', 0):,}"
-        )
-    )
     if told["brokerError"]:
         parts.append(Text(f"broker facts are old: {told['brokerError']}", style="yellow"))
-    return Group(*parts)
+    return Group(*parts, _ranges(told, rates), _partitions(told))
 
 
 def _head(told: Mapping[str, Any]) -> str:
@@ -102,11 +82,42 @@ def _head(told: Mapping[str, Any]) -> str:
     )
 
 
-def _ranges(told: Mapping[str, Any]) -> RenderableType:
+def _counts(told: Mapping[str, Any]) -> str:
+    counters, window = told["counters"], told["window"] or {}
+    return (
+        f"completed {counters['completed']:,}, failed attempts {counters['failedAttempts']:,}, "
+        f"rejected {counters['rejected']:,}, parked {counters['parked']:,}, dead letters "
+        f"{counters['deadLettered']:,}, redeliveries dropped "
+        f"{window.get('duplicatesDropped', 0):,}"
+    )
+
+
+def _paces(rates: watching.Rates) -> str:
+    received = rates.of(lambda told: (told["window"] or {}).get("rowsReceived"))
+    completed = rates.of(lambda told: told["counters"]["completed"])
+    failed = rates.of(lambda told: told["counters"]["failedAttempts"])
+    return (
+        f"per second: received {_pace(received)}, completed {_pace(completed)}, failed attempts "
+        f"{_pace(failed)}"
+    )
+
+
+def _pace(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 10 or not value else f"{value:.1f}"
+
+
+def _handled(index: int) -> Callable[[Mapping[str, Any]], int | None]:
+    return lambda told: next(
+        (each["handled"] for each in told["ranges"] if each["index"] == index), None
+    )
+
+
+def _ranges(told: Mapping[str, Any], rates: watching.Rates | None) -> RenderableType:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("range", "slots", "state", "waiting", "in flight", "oldest", "blocked by")
+    paces = [] if rates is None else ["handled/s"]
+    table = Table("range", "slots", "state", "waiting", "in flight", *paces, "oldest", "blocked by")
     for each in told["ranges"]:
         state = each["state"]
         oldest = each["oldestUnacknowledgedMillis"]
@@ -116,6 +127,7 @@ def _ranges(told: Mapping[str, Any]) -> RenderableType:
             f"[{_STYLES.get(state, '')}]{state}[/]",
             f"{each['waiting']:,}",
             f"{each['inFlight']:,}",
+            *([] if rates is None else [_pace(rates.of(_handled(each["index"])))]),
             "-" if oldest is None else f"{oldest / 1000:.1f} s",
             escape(_why(each)),
         )

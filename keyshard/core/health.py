@@ -7,8 +7,8 @@ State of a range, the first that applies::
     disconnected  a consumer of it is not connected to the broker
     draining      it is about to move: what runs is finished, nothing new starts
     blocked       rows wait, and every key they have waits for a retry
+    running       handlers work, or a worker may take a row at once
     paused        it receives nothing, because the window or the checkpoint has no room
-    running       handlers work, or rows are about to be worked on
     idle          nothing to do
 """
 
@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+BLOCKS_S = 1.0
+"""Time after which a handler that has not returned is said to hold back its range, seconds."""
 STALL_S = 6.0
 """Time without progress after which a range is called stalled, seconds."""
 REMIND_S = 60.0
@@ -54,6 +56,11 @@ class KeyFacts:
     """What the handler raised last."""
     parking: bool = False
     """Whether it runs only to become a dead letter."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it is worth a word: a handler that has only just begun holds nothing back."""
+        return self.running_s is None or self.running_s >= BLOCKS_S
 
     @property
     def reason(self) -> str:
@@ -120,7 +127,7 @@ def state_of(facts: RangeFacts, *, stalled: bool) -> RangeState:
         return RangeState.DRAINING
     if facts.blocking is not None and not facts.in_flight and not facts.ready:
         return RangeState.BLOCKED
-    if facts.paused:
+    if facts.paused and not facts.in_flight and not facts.ready:
         return RangeState.PAUSED
     return RangeState.RUNNING if facts.waiting or facts.in_flight else RangeState.IDLE
 

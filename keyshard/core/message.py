@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import NamedTuple
+
+from keyshard.core.key_slot import key_slot
 
 
 class MessageId(NamedTuple):
@@ -41,6 +43,37 @@ class Message(NamedTuple):
     redelivered: bool
     """Whether the broker counts a delivery before this one. It counts negative acknowledgements
     and time-outs of others, not what comes again because a consumer went away."""
+
+    @classmethod
+    def for_test(
+        cls,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_time: datetime | None = None,
+    ) -> Message:
+        """A message such as a handler gets, for the tests of a handler.
+
+        ::
+
+            handle(Message.for_test(b"content", key="order-17"))
+
+        What is not given is the same each time; ``message._replace(partition=3)`` changes it.
+
+        Raises:
+            TypeError: The value is not bytes, which it always is in a source.
+        """
+        if not isinstance(value, bytes):
+            raise TypeError(f"The value of a message is bytes, not {type(value).__name__}.")
+        routing = key if ordering_key is None else ordering_key
+        return cls(
+            value, key, ordering_key, MessageId(1, 0, 0), "persistent://public/default/test", 0,
+            publish_time=datetime(2024, 1, 1, tzinfo=timezone.utc), event_time=event_time,
+            properties={} if properties is None else dict(properties),
+            slot=None if routing is None else key_slot(routing), redelivered=False,
+        )  # fmt: skip
 
     @property
     def routing_key(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from keyshard.core.entry import full_topic_name
 from keyshard.core.retrying import RetryPolicy
@@ -67,6 +68,22 @@ class HandlerConfig:
             )
         if self.dead_letter_topic is not None:
             object.__setattr__(self, "dead_letter_topic", full_topic_name(self.dead_letter_topic))
+
+
+class HandlerOptions(TypedDict, total=False):
+    """The fields of :class:`HandlerConfig`, so that editors know the options of ``run()``."""
+
+    lanes: int
+    workers: int | None
+    executor: str
+    retry: RetryPolicy
+    on_failure: str
+    null_keys: str
+    dead_letter_topic: str | None
+    checkpoint: str | None
+    drain_timeout_s: float
+    metrics_port: int | None
+    metrics_host: str
 
 
 def _choice(name: str, value: object, *choices: str) -> None:

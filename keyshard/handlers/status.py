@@ -222,6 +222,9 @@ class StatusView:
         published: datetime | None,
         now_s: float,
     ) -> dict[str, Any]:
+        blocking = facts.blocking
+        if blocking is not None and stall is None and not blocking.blocks:
+            blocking = None
         age = None if published is None else datetime.now(timezone.utc) - published
         return {
             "index": facts.index,
@@ -234,7 +237,7 @@ class StatusView:
             "oldestUnacknowledgedMillis": (
                 None if age is None else max(0, int(age.total_seconds() * 1000))
             ),
-            "blockedBy": None if facts.blocking is None else _key(facts.blocking),
+            "blockedBy": None if blocking is None else _key(blocking),
             "stalled": None
             if stall is None
             else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},

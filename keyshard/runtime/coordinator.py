@@ -359,9 +359,9 @@ class Coordinator:
             }
 
     def seats(self) -> list[tuple[Seat, bool, bool]]:
-        """Every seat, whether its consumer is connected, and whether it pauses."""
+        """Every seat, whether its consumer is connected, and whether there is no room for it."""
         return [
-            (seat, connected, self.is_paused(seat))
+            (seat, connected, self._has_no_room(seat))
             for seat, connected in self._range_consumers.connected()
         ]
 
@@ -378,8 +378,11 @@ class Coordinator:
         return (
             (self.ahead_rows_max is not None and self._rows_ahead >= self.ahead_rows_max)
             or self._range_consumers.suspends(seat)
-            or self._pauses.include(seat.topic_partition, seat.range_index)
+            or self._has_no_room(seat)
         )
+
+    def _has_no_room(self, seat: Seat) -> bool:
+        return self._pauses.include(seat.topic_partition, seat.range_index)
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         if self._available_now is not None:

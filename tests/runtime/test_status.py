@@ -149,6 +149,28 @@ def test_a_hung_handler_is_named_within_ten_seconds_and_others_go_on(
     assert len(job.handled) == 4
 
 
+def test_a_healthy_backlog_is_running_and_blocked_by_nothing(job: Job) -> None:
+    job.source = KeyShardSource(
+        job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url, admin_url=job.url,
+        starting_position="earliest", window_rows_max=2_000,
+    )  # fmt: skip
+    done = threading.Event()
+
+    def handle(_message: Message) -> None:
+        done.wait(0.001)
+
+    job.handle = handle  # type: ignore[method-assign]
+    job.publish(*((key, b"%d" % n) for n in range(1_500) for key in KEYS))
+    job.start(lanes=1)
+    looks = []
+    while job.status()["counters"]["completed"] < 1_000:
+        looks += job.status()["ranges"]
+        time.sleep(0.01)
+    done.set()
+    assert {each["state"] for each in looks if each["waiting"]} == {"running"}
+    assert [each["blockedBy"] for each in looks if each["blockedBy"]] == []
+
+
 def test_a_key_that_waits_for_its_retry_blocks_its_range_and_is_explained(
     job: Job, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,6 +27,8 @@ RETRYING = KeyFacts("k", "1:2:0", attempts=3, retry_in_s=4.0, error="ValueError(
         (RangeFacts(0, in_flight=1), RangeState.RUNNING),
         (RangeFacts(0, paused=True), RangeState.PAUSED),
         (RangeFacts(0, waiting=3, paused=True), RangeState.PAUSED),
+        (RangeFacts(0, waiting=3, in_flight=2, paused=True), RangeState.RUNNING),
+        (RangeFacts(0, waiting=3, ready=1, paused=True), RangeState.RUNNING),
         (RangeFacts(0, waiting=3, blocking=RETRYING), RangeState.BLOCKED),
         (RangeFacts(0, waiting=3, ready=1, blocking=RETRYING), RangeState.RUNNING),
         (RangeFacts(0, waiting=3, in_flight=1, blocking=RETRYING), RangeState.RUNNING),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 
 from control_folder import own_control_folder
-from keyshard.cli import main
-from keyshard.cli import status as status_command
+from keyshard.cli import main, watching
 from keyshard.core.key_slot import key_slot
 from keyshard.core.timings import Timings
 from keyshard.handlers.control import ControlServer
@@ -110,12 +110,68 @@ def test_status_watches_until_it_is_interrupted(
             raise KeyboardInterrupt
 
     # Not the module's own sleep: threads of other tests may sleep, too.
-    monkeypatch.setitem(status_command.__globals__, "time", SimpleNamespace(sleep=sleep))
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0)
+    monkeypatch.setattr(watching, "time", clock)
     with Asked(BUSY) as source:
         code, out, _ = run(capsys, "status", "--watch", "--json")
     assert code == 0
     assert len(source.requests) == 3
     assert [json.loads(line) for line in out.splitlines()] == [BUSY] * 3
+
+
+def test_a_watch_shows_rates_and_ends_with_a_sentence_when_the_source_stops(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        completed = int(now_s * 1_000)
+        source.told = status(
+            counters=status()["counters"] | {"completed": completed},
+            ranges=[range_status(0, state="running", handled=completed), range_status(1)],
+        )
+        if now_s == 3:
+            source.server.close()
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    with Asked(status()) as source:
+        code, out, err = run(capsys, "status", "--watch")
+    assert code == 0
+    assert err == f"The source of 's', pid {os.getpid()}, has stopped.\n"
+    assert out.count("per second: received -, completed -,") == 1
+    assert out.count("completed 1,000, failed attempts 0") == 3  # a count once, a pace twice
+    assert "handled/s" in out
+
+
+def test_rates_are_taken_over_some_looks_and_anew_after_a_rescale() -> None:
+    rates = watching.Rates()
+
+    def count(told: Mapping[str, Any]) -> int | None:
+        return told.get("count")
+
+    for second in range(9):
+        rates.look(float(second), {"epoch": 0, "count": second * second})
+    assert rates.of(count) == (64 - 9) / 5
+    assert rates.of(lambda _: None) is None
+    rates.look(9.0, {"epoch": 1, "count": 0})
+    assert rates.of(count) is None
+    rates.look(9.0, {"epoch": 1, "count": 5})
+    assert rates.of(count) is None, "no time has passed"
+
+
+def test_a_watched_source_that_is_killed_is_called_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_seconds: float) -> None:
+        source.server._socket.close()  # what a process that is killed leaves: its name
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    with Asked(BUSY) as source:
+        code, _, err = run(capsys, "status", "--watch")
+    assert code == 1
+    assert "is gone without having stopped" in err
 
 
 def test_without_a_running_source_every_command_says_so(
