@@ -31,6 +31,10 @@ class Kind(str, Enum):
     """A topic partition moves to another broker."""
     GROWTH = "growth"
     """The topic gets another partition."""
+    COMES = "new topic"
+    """A topic is created that the pattern matches, perhaps one that was deleted before."""
+    GOES = "topic deleted"
+    """A topic is deleted by force, with all that it holds."""
     UNCOVERED = "uncovered"
     """Nobody covers one range for seconds."""
     SLOW = "slow range"
@@ -43,6 +47,8 @@ class Kind(str, Enum):
 
 CRASHES = frozenset({Kind.DRIVER, Kind.OTHER_N})
 """Kinds that kill the process."""
+TOPICS = frozenset({Kind.COMES, Kind.GOES})
+"""Kinds that need topics which come and go."""
 WITHIN_BATCH = (Step.LOGGED, Step.PLANNED, Step.READING, Step.SINKING, Step.SUNK)
 """Steps in which a batch is planned and not committed."""
 

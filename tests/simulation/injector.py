@@ -196,8 +196,8 @@ class Injector:
         return again > 0
 
     def _unload(self, query: Query) -> bool:
-        cluster, topic = self._world.cluster, self._world.topic
-        where = self._random.choice(cluster.partitions(topic))
+        cluster = self._world.cluster
+        where = self._random.choice(self._world.topics.partitions())
         hit = self._world.network.lose(
             [one for one in self._consumers(query.process) if one.topic_partition == where]
         )
@@ -206,8 +206,24 @@ class Injector:
         return hit
 
     def _growth(self, query: Query) -> bool:  # noqa: ARG002
-        cluster, topic = self._world.cluster, self._world.topic
+        cluster, topic = self._world.cluster, self._world.topics.lasting
         cluster.grow_topic(topic, len(cluster.partitions(topic)) + 1)
+        return True
+
+    def _comes(self, query: Query) -> bool:  # noqa: ARG002
+        return self._world.topics.come()
+
+    def _goes(self, query: Query) -> bool:  # noqa: ARG002
+        world = self._world
+        if not world.topics.go():
+            return False
+
+        def come() -> None:
+            world.scheduler.sleep(self._random.uniform(0.0, 3.0))
+            if self.enabled:
+                world.topics.come()
+
+        self._spawn(come)
         return True
 
     def _uncovered(self, query: Query) -> bool:
@@ -243,7 +259,7 @@ class Injector:
         Kind.DRIVER: _crash, Kind.OTHER_N: _other_n, Kind.STOP: _stop, Kind.WORKER: _worker,
         Kind.BROKER: _broker, Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload,
         Kind.GROWTH: _growth, Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow,
-        Kind.POISON: _poison_row,
+        Kind.POISON: _poison_row, Kind.COMES: _comes, Kind.GOES: _goes,
     }  # fmt: skip
     """Each returns whether it hit anything."""
 

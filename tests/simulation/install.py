@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -34,20 +35,20 @@ def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
         scheduler: Runs the threads.
         random: Where tenacity's waits come from.
     """
-    undo: list[tuple[ModuleType, str, Any]] = []
+    undo: list[tuple[Any, str, Any]] = []
     try:
         for module in _modules():
             quiet = module.__name__.startswith(BROKER_SIDE)
             stand_ins = _stand_ins(scheduler, random, quiet=quiet)
-            for name, value in list(vars(module).items()):
+            for holder, name, _, value in list(_held(module)):
                 for real, simulated in stand_ins:
                     if value is real:
-                        undo.append((module, name, value))
-                        setattr(module, name, simulated)
+                        undo.append((holder, name, value))
+                        setattr(holder, name, simulated)
         yield
     finally:
-        for module, name, value in undo:
-            setattr(module, name, value)
+        for holder, name, value in undo:
+            setattr(holder, name, value)
 
 
 def real_ones() -> list[tuple[str, str]]:
@@ -58,9 +59,20 @@ def real_ones() -> list[tuple[str, str]]:
     return [
         (module.__name__, name)
         for module in _modules()
-        for name, value in vars(module).items()
+        for _, _, name, value in _held(module)
         if any(value is one for one in real)
     ]
+
+
+def _held(module: ModuleType) -> Iterator[tuple[Any, str, str, Any]]:
+    """What a module holds: (who has it, in which attribute, a name for people, value)."""
+    for name, value in vars(module).items():
+        yield module, name, name, value
+        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__:
+            made: Any = value.__init__
+            if made.__closure__:
+                for held, cell in zip(made.__code__.co_freevars, made.__closure__, strict=True):
+                    yield cell, "cell_contents", f"{name}.{held}", cell.cell_contents
 
 
 def _modules() -> list[ModuleType]:
@@ -68,12 +80,16 @@ def _modules() -> list[ModuleType]:
 
 
 def _stand_ins(scheduler: Scheduler, random: Random, *, quiet: bool) -> list[tuple[Any, Any]]:
+    threads, clock = Threading(scheduler, quiet=quiet), Time(scheduler)
+
     def pool(threads_max: int, thread_name_prefix: str = "pool") -> Pool:
         return Pool(scheduler, threads_max, thread_name_prefix)
 
     return [
-        (threading, Threading(scheduler, quiet=quiet)),
-        (time, Time(scheduler)),
+        (threading, threads),
+        (threading.Event, threads.Event),
+        (time, clock),
+        (time.monotonic, clock.monotonic),
         (real_random, RandomModule(random)),
         (concurrent.futures.ThreadPoolExecutor, pool),
         (concurrent.futures.wait, wait),

@@ -10,6 +10,7 @@ from keyshard.broker.memory import Message
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.verify.history import Event
+from tests.simulation.debts import Debts
 from tests.simulation.scheduler import Scheduler
 
 
@@ -44,6 +45,7 @@ class Record:
         self._scheduler = scheduler
         self.events: list[Event] = []
         self.trace: deque[str] = deque(maxlen=trace_max)
+        self._ends: dict[tuple[str | None, int | None], int] = {}
 
     def note(self, text: str) -> None:
         """A line for people."""
@@ -96,6 +98,35 @@ class Record:
                 "delivered", topic=row["__topic"], partition=row["__partition"], ledger=ledger,
                 entry=entry, index=index, key=key, seq=seq, batch=batch, part=part, worker=worker,
             )  # fmt: skip
+
+    def ended(self, where: Iterable[TopicPartition]) -> None:
+        """Topic partitions are deleted; others under their names may follow."""
+        for one in where:
+            self._ends[one.topic, one.partition] = len(self.events)
+
+    def judged(self, debts: Debts, existing: Iterable[TopicPartition]) -> list[Event]:
+        """The events that a checker may judge.
+
+        Left out is what was sent and rightly lost, also as a row of a run that a crash broke off
+        before its topic was deleted; and who owned a topic partition that is deleted, since nobody
+        takes its ranges over.
+
+        Args:
+            debts: Tells what was lost.
+            existing: Topic partitions that were not deleted at the end.
+        """
+        lost = debts.lost
+        names = {(one.topic, one.partition) for one in existing}
+
+        def counts(at: int, event: Event) -> bool:
+            where = (event.topic, event.partition)
+            if event.kind in ("range_gained", "range_lost"):
+                return where in names and at >= self._ends.get(where, 0)
+            if event.kind != "sent" and (event.batch is None or where not in self._ends):
+                return True
+            return event.stored not in lost
+
+        return [event for at, event in enumerate(self.events) if counts(at, event)]
 
     def _range(self, kind: str, seat: Seat) -> None:
         where = seat.topic_partition

@@ -16,6 +16,8 @@ class Shape:
     """Sizes and options of one run; small, so that limits are met and boundaries are many."""
 
     partitions: int
+    brief: int
+    """Short-lived topics of the start; with one or more, topics are found by a pattern."""
     ranges: tuple[int, ...]
     """Numbers of ranges that the query has in turn."""
     keys: int
@@ -38,13 +40,14 @@ class Shape:
     """Options of the source."""
 
     @classmethod
-    def of(cls, random: Random, *, small_window: bool, may_end: bool) -> Shape:
+    def of(cls, random: Random, *, small_window: bool, may_end: bool, brief: bool) -> Shape:
         """Draw one.
 
         Args:
             random: Decides.
             small_window: Whether the window is to be full all the time.
             may_end: Whether the query may be bounded.
+            brief: Whether topics come and go.
         """
         options: dict[str, Any] = {
             "window_rows_max": random.choice((4, 8) if small_window else (60, 400)),
@@ -57,6 +60,7 @@ class Shape:
             options["batch_rows_max"] = random.choice((5, 20))
         return cls(
             partitions=random.randint(1, 3),
+            brief=random.choice((1, 2, 8)) if brief else 0,
             ranges=tuple(random.sample((1, 2, 3, 5, 8), 4)),
             keys=random.choice((3, 8, 20)),
             keyless=random.choice((0.0, 0.0, 0.1)),
@@ -64,10 +68,10 @@ class Shape:
             batching=random.choice((Batching.NONE, Batching.BY_KEY)),
             entries_per_ledger=random.choice((7, 30, 1_000)),
             rows_per_partition_min=random.choice((1, 3, 100)),
-            bounded=may_end and random.random() < 0.2,
+            bounded=may_end and not brief and random.random() < 0.2,
             unacked_limits=random.choice((UnackedLimits(), UnackedLimits(40, 60))),
             look_ahead=random.choice((LookAhead(), LookAhead(10, 40))),
             cursor_write_ms=random.choice((0, 1_000, 60_000)),
-            admin=random.random() < 0.5,
+            admin=brief or random.random() < 0.5,
             options=options,
         )

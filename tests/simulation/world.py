@@ -6,13 +6,16 @@ import hashlib
 import traceback
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.errors import KeyShardError
+from keyshard.core.entry import TopicPartition
+from keyshard.errors import DataLossTrimmedError, KeyShardError
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.verify.checkers import check
-from tests.simulation.faults import Fault, Kind, Reached
+from tests.simulation.debts import Debts
+from tests.simulation.faults import TOPICS, Fault, Kind, Reached
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
@@ -21,6 +24,7 @@ from tests.simulation.record import Record, value_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
+from tests.simulation.topics import PATTERN, Topics
 
 TRACE_MAX = 60
 """Lines of the trace that are kept for people."""
@@ -74,10 +78,14 @@ class World:
         self._random = Random(f"{seed}:world")
         small = any(fault.kind is Kind.MEMORY for fault in self.injector.faults)
         may_end = all(fault.step is not Step.IDLE for fault in self.injector.faults)
-        self.shape = Shape.of(self._random, small_window=small, may_end=may_end)
+        brief = any(fault.kind in TOPICS for fault in self.injector.faults)
+        self.shape = Shape.of(self._random, small_window=small, may_end=may_end, brief=brief)
+        self.debts = Debts()
         self.query: Query | None = None
         """The query while it lives."""
-        self._next_seq: dict[str, int] = {}
+        self._next_seq: dict[tuple[str, str], int] = {}
+        self._accepts_loss = False
+        self._paid: set[int] = set()
         self._lives = 0
         self._done = False
 
@@ -135,7 +143,8 @@ class World:
             ack_group_ms=int(ACK_GROUP_S * 1000),
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
         )
-        self.topic = self.cluster.create_topic("orders", partitions=shape.partitions)
+        self.topics = Topics(self.cluster, self.record, self.debts, Random(f"{self.seed}:topics"))
+        self.topics.create(shape.partitions, shape.brief)
         self.network = Network(scheduler, Random(f"{self.seed}:network"), self.cluster, self.record)
         scheduler.spawn(self.process, "producer", self._produce)
         scheduler.spawn(self.process, "supervisor", self._supervise)
@@ -148,11 +157,11 @@ class World:
         self.injector.heal()
         self.record.add("faults_stopped")
         end = scheduler.now_s + SETTLE_S
-        while self.storage.rows_committed < self.messages or self._backlog():
+        while self._owed() or self._backlog():
             if scheduler.now_s > end:
                 self._judge()
                 raise BrokenPromiseError(
-                    f"{self.storage.rows_committed} of {self.messages} rows are committed and the "
+                    f"{len(self.debts.owed)} of {self.messages} rows are not committed and the "
                     f"backlog is {self._backlog()}, {SETTLE_S:.0f} s after the last fault"
                 )
             scheduler.sleep(0.1)
@@ -166,15 +175,24 @@ class World:
     def _all_happened(self) -> bool:
         return self.messages >= self.shape.messages_min and self.injector.all_begun
 
+    def _owed(self) -> bool:
+        for batch in self.storage.commits - self._paid:
+            for rows in self.storage.sink[batch].values():
+                self.debts.paid(rows)
+            self._paid.add(batch)
+        return bool(self.debts.owed)
+
     def _backlog(self) -> int:
         return sum(
             self.cluster.backlog(where, SUBSCRIPTION)
-            for where in self.cluster.partitions(self.topic)
+            for where in self.topics.partitions()
             if SUBSCRIPTION in self.cluster.subscriptions(where)
         )
 
     def _judge(self) -> None:
-        for verdict in check(self.record.events, liveness_s=SETTLE_S):
+        self._owed()
+        events = self.record.judged(self.debts, self.topics.partitions())
+        for verdict in check(events, liveness_s=SETTLE_S):
             if not verdict.holds:
                 offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
                 raise BrokenPromiseError(f"{verdict.name}: {verdict.message}{offending}\n ")
@@ -186,24 +204,25 @@ class World:
             if self.network.up:
                 for _ in range(random.randint(1, 3)):
                     self._publish(
+                        self.topics.some(),
                         [
                             "" if random.random() < self.shape.keyless else random.choice(keys)
                             for _ in range(random.randint(1, 5))
-                        ]
+                        ],
                     )
-                where = random.choice(self.cluster.partitions(self.topic))
+                where = random.choice(self.topics.partitions())
                 if random.random() < 0.1:
                     self.cluster.publish_aborted(where, Message(b"aborted", key=keys[0]))
             self.scheduler.sleep(random.expovariate(5))
 
-    def _publish(self, keys: list[str]) -> None:
+    def _publish(self, topic: str, keys: list[str]) -> None:
         messages = []
         for key in keys:
-            seq = self._next_seq.get(key, 0)
-            self._next_seq[key] = seq + 1
+            seq = self._next_seq.get((topic, key), 0)
+            self._next_seq[topic, key] = seq + 1
             messages.append(Message(value_of(key, seq), key=key or None))
         published = self.cluster.publish(
-            self.topic, *messages, batching=self.shape.batching,
+            topic, *messages, batching=self.shape.batching,
             batch_messages_max=BATCH_MESSAGES_MAX,
         )  # fmt: skip
         for where, entry_id in published:
@@ -212,6 +231,7 @@ class World:
             assert ordinal is not None
             entry = log.get(ordinal)
             assert entry is not None
+            self.debts.sent(where, entry_id, len(entry.messages))
             self.record.sent(where, entry_id, entry.messages)
 
     # -- the query, life after life --------------------------------------------------------------
@@ -253,9 +273,18 @@ class World:
             self.record.note(f"the query ends: {exc}")
             if process in self.injector.stopping:
                 self.scheduler.block()
+            excused = excused or self._rightful(exc)
             if not excused and self.network.outages == outages:
                 raise
         query.stop()
+
+    def _rightful(self, error: KeyShardError) -> bool:
+        """Whether an error names what happened; then the loss is accepted from now on."""
+        if not isinstance(error, DataLossTrimmedError) or self._accepts_loss:
+            return False
+        where = TopicPartition.parse(str(error.facts["topic_partition"]))
+        self._accepts_loss = where.topic in self.topics.deleted
+        return self._accepts_loss
 
     def _check(self, coordinator: Coordinator) -> None:
         """The window's invariants, and its bound."""
@@ -280,9 +309,14 @@ class World:
                 admin = Admin(network) if shape.admin else None
                 return Coordinator(self, lambda: Client(network, process), admin)
 
+        lasting = self.topics.lasting
+        topics: dict[str, Any] = {"topics": lasting}
+        if shape.brief:
+            topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
         return Source(
-            self.topic, subscription=SUBSCRIPTION, parallelism=ranges,
-            starting_position="earliest", **shape.options,
+            **topics, subscription=SUBSCRIPTION, parallelism=ranges,
+            starting_position="earliest", fail_on_data_loss=not self._accepts_loss,
+            **shape.options,
         )  # fmt: skip
 
 
