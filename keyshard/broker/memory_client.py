@@ -231,7 +231,7 @@ class MemoryConsumer:
 
     def _take(self, room: int) -> EntryBlock:
         entry, indices = self._queue[0]
-        block = entry.block(indices[self._taken : self._taken + room])
+        block = entry.block(indices[self._taken : self._taken + room], self._hash_range)
         self._taken += block.rows
         if self._taken == len(indices):
             self._queue.popleft()

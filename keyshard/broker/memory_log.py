@@ -5,12 +5,14 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 
 from __future__ import annotations
 
+from base64 import b64decode
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from keyshard.core.entry import EntryBlock, EntryId
+from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import key_slot, routing_key
 from keyshard.schema.content import entry_block
 
@@ -40,11 +42,20 @@ class Message:
     properties: Mapping[str, str] = field(default_factory=dict)
     event_ms: int = 0
     """Event time, milliseconds since the epoch; 0 when unset."""
+    key_is_base64: bool = False
+    """Whether the partition key was set as bytes: ``key`` is their base64, and they are hashed."""
 
     @property
     def routing_key(self) -> str | None:
         """The key that routes it: the ordering key, else the partition key."""
         return routing_key(self.key, self.ordering_key)
+
+    @property
+    def hashed(self) -> str | bytes | None:
+        """What the broker hashes; ``None`` when keyless."""
+        if self.key_is_base64 and self.ordering_key is None and self.key is not None:
+            return b64decode(self.key)
+        return self.routing_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,15 @@ class StoredEntry:
     chunk: Chunk | None = None
     """What it is a part of; its only message is that part."""
 
-    def block(self, indices: Sequence[int] | None = None) -> EntryBlock:
-        """A fresh block of the messages with these indices; of all, when not given."""
+    def block(
+        self, indices: Sequence[int] | None = None, came_to: HashRange | None = None
+    ) -> EntryBlock:
+        """A fresh block of the messages with these indices; of all, when not given.
+
+        Args:
+            indices: Batch indices.
+            came_to: Range of the consumer that receives it; ``None`` for a Reader.
+        """
         chosen = range(len(self.messages)) if indices is None else indices
         messages = [self.messages[index] for index in chosen]
         return entry_block(
@@ -91,6 +109,7 @@ class StoredEntry:
             publish_ms=self.publish_ms,
             event_ms=[message.event_ms for message in messages],
             properties=[dict(message.properties) for message in messages],
+            came_to=came_to,
         )
 
 
@@ -166,8 +185,8 @@ class EntryLog:
     def _slot(self, message: Message, producer: str, messages: int) -> int:
         sequence_id = self._sequence_ids.get(producer, 0)
         self._sequence_ids[producer] = sequence_id + messages
-        key = message.routing_key
-        return key_slot(f"{producer}-{sequence_id}" if key is None else key)
+        hashed = message.hashed
+        return key_slot(f"{producer}-{sequence_id}" if hashed is None else hashed)
 
     def _store(
         self,
@@ -254,9 +273,9 @@ def batches(
 ) -> Iterable[Sequence[Message]]:
     """Messages of each entry, in the order of the entries' first messages."""
     groups: list[list[Message]] = []
-    open_groups: dict[str | None, list[Message]] = {}
+    open_groups: dict[str | bytes | None, list[Message]] = {}
     for message in messages:
-        key = message.routing_key if batching is Batching.BY_KEY else None
+        key = message.hashed if batching is Batching.BY_KEY else None
         group = open_groups.get(key)
         if group is None or batching is Batching.NONE or len(group) >= size_max:
             group = open_groups[key] = []

@@ -78,8 +78,15 @@ def _id_facts(data: bytes) -> _IdFacts:
     return _IdFacts(batch_size, chunked=False)
 
 
-def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBlock]:
+def _to_blocks(
+    messages: Sequence[Any], where: TopicPartition, came_to: HashRange | None = None
+) -> list[EntryBlock]:
     """Group messages, in delivery order, into blocks of neighbouring messages of one entry.
+
+    Args:
+        messages: What a consumer or Reader handed out.
+        where: Its topic partition.
+        came_to: The consumer's range; ``None`` for a Reader.
 
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
@@ -115,19 +122,21 @@ def _to_blocks(messages: Sequence[Any], where: TopicPartition) -> list[EntryBloc
         if index >= 0:
             indices = _indices(messages, position, entry_id, index, facts.batch_size)
         stop = position + len(indices)
-        slot, mixed_slots = slots_of(routing_keys[position:stop])
+        routed_to = None if ordering_keys[position] else came_to
+        slots = slots_of(routing_keys[position:stop], routed_to)
         blocks.append(
             EntryBlock(
                 entry_id,
                 facts.batch_size,
                 index >= 0,
                 indices,
-                slot,
-                mixed_slots,
+                slots.first,
+                slots.mixed,
                 first.publish_timestamp(),
                 sum(sizes[position:stop]),
                 (Part(content, position, stop - position),),
                 first.redelivery_count() > 0,
+                slots.of_bytes,
             )
         )
         position = stop
@@ -203,7 +212,7 @@ class PulsarConsumer:
             messages = self._take_first() or self._raw.batch_receive()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._raw.batch_receive()
-        return _to_blocks(messages, self._topic_partition)
+        return _to_blocks(messages, self._topic_partition, self._hash_range)
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         def arrived(result: pulsar.Result, message: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from keyshard.core.key_slot import key_slot, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
 
 _PARTITION_SUFFIX = re.compile(r"^(?P<topic>.+)-partition-(?P<partition>\d+)$")
@@ -107,6 +108,8 @@ class EntryBlock:
     """Content of the messages, in the order of ``indices``."""
     redelivered: bool = False
     """Whether the broker counts a delivery before this one; a consumer that went away is none."""
+    keys_of_bytes: bool = False
+    """Whether the range it came to shows that its keys were set as bytes. A Reader never knows."""
 
     @property
     def rows(self) -> int:
@@ -122,6 +125,14 @@ class EntryBlock:
     def slots(self) -> list[int | None]:
         """Slot of each message."""
         return self.mixed_slots or [self.slot] * self.rows
+
+    @property
+    def text_slots(self) -> list[int | None]:
+        """Slot of each message by the text of its key: the same from a Reader as from a range."""
+        if not self.keys_of_bytes:
+            return self.slots
+        keys = map(routing_key, self.partition_keys, self.column("__orderingKey"))
+        return [None if key is None else key_slot(key) for key in keys]
 
     @property
     def values(self) -> list[bytes]:
@@ -142,6 +153,7 @@ class EntryBlock:
             mixed_slots=[*self.slots, *later.slots] if mixed else None,
             payload_bytes=self.payload_bytes + later.payload_bytes,
             parts=self.parts + later.parts,
+            keys_of_bytes=self.keys_of_bytes or later.keys_of_bytes,
         )
 
     def column(self, name: str) -> list[Any]:

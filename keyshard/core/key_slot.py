@@ -2,15 +2,22 @@
 
 Rule of Pulsar 4.0 (``Murmur3_32Hash``, ``StickyKeyConsumerSelectorUtils``, ``Commands``): the
 ordering key decides, else the partition key; a producer batch is routed whole by its first message.
+
+A partition key set as bytes travels as base64 with a flag, and the broker hashes the bytes. The
+client shows the text and not the flag, and many a plain key is base64 by chance. So the range that
+an entry came to decides; see :func:`slots_of`.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
+from binascii import Error, a2b_base64
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mmh3
 
-from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.hash_range import RING_SIZE, HashRange
 
 
 def key_slot(key: str | bytes) -> int:
@@ -27,21 +34,72 @@ def routing_key(partition_key: str | None, ordering_key: str | None) -> str | No
     return ordering_key if ordering_key is not None else partition_key
 
 
-def slots_of(routing_keys: Sequence[str | None]) -> tuple[int | None, list[int | None] | None]:
+def bytes_slot(key: str) -> int | None:
+    """Slot of a partition key that was set as bytes; ``None`` when it cannot have been.
+
+    Args:
+        key: What the client shows: base64 as the Java client writes it, else it is plain text.
+    """
+    if len(key) % 4:
+        return None
+    try:
+        decoded = a2b_base64(key)
+    except (Error, ValueError):
+        return None
+    return key_slot(decoded) if b64encode(decoded).decode() == key else None
+
+
+def possible_slots(key: str) -> tuple[int, ...]:
+    """Slots that a message of a key may have: as a text and, where it may be, as bytes."""
+    text, as_bytes = key_slot(key), bytes_slot(key)
+    return (text,) if as_bytes is None else (text, as_bytes)
+
+
+class Slots(NamedTuple):
+    """Slots of the messages of one entry."""
+
+    first: int | None
+    """That of the first message, which routes the entry; ``None`` when keyless."""
+    mixed: list[int | None] | None
+    """That of each message where they differ."""
+    of_bytes: bool
+    """Whether the keys are known to be set as bytes."""
+
+
+def slots_of(routing_keys: Sequence[str | None], came_to: HashRange | None = None) -> Slots:
     """Slots of the messages of one entry.
+
+    The first message routed the entry into the range that it came to. Where its text does not lie
+    there and its bytes do, the keys were set as bytes; else the text counts, also where both lie
+    there. So a range that becomes smaller may tell what a larger one left open: whoever keeps the
+    order of a key goes by the key, and by its slot only to learn who owns it now.
 
     Args:
         routing_keys: Routing key of each message; ``None`` when keyless. At least one.
-
-    Returns:
-        (slot of the first message, which routes the entry; slot of each message where they differ,
-        else ``None``).
+        came_to: Range whose consumer received it, if a partition key routed it; ``None`` where no
+            range is known: then the texts count.
     """
     first = routing_keys[0]
-    slot = None if first is None else key_slot(first)
+    slot: int | None = None
+    of_bytes = False
+    if first is not None:
+        slot = key_slot(first)
+        if came_to is not None and slot not in came_to:
+            other = bytes_slot(first)
+            if other is not None and other in came_to:
+                slot, of_bytes = other, True
     if routing_keys.count(first) == len(routing_keys):
-        return slot, None
-    return slot, differing([None if key is None else key_slot(key) for key in routing_keys])
+        return Slots(slot, None, of_bytes)
+    return Slots(
+        slot,
+        differing([None if key is None else _slot(key, of_bytes) for key in routing_keys]),
+        of_bytes,
+    )
+
+
+def _slot(key: str, of_bytes: bool) -> int:
+    slot = bytes_slot(key) if of_bytes else None
+    return key_slot(key) if slot is None else slot
 
 
 def differing(slots: list[int | None]) -> list[int | None] | None:

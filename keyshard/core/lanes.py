@@ -108,7 +108,8 @@ class Lanes:
                 continue
             queue = heapq.heappop(owner.ready)[2]
             work = queue.work[0]
-            if (queue.slot is not None and self._held[queue.slot]) or (
+            slot = work.message.slot
+            if (slot is not None and self._held[slot]) or (
                 self._draining and not (work.entry and work.entry.begun)
             ):
                 self._aside.append(queue)
@@ -217,8 +218,8 @@ class Lanes:
 
     def blocking(self) -> list[Work]:
         """What runs of the keys that are held; empty when they are idle."""
-        held = self._held
-        return [w for q, w in self.running.items() if q.slot is not None and held[q.slot]]
+        running, held = self.running.values(), self._held
+        return [w for w in running if w.message.slot is not None and held[w.message.slot]]
 
     def resume(self) -> None:
         """Go on with all keys that were held."""

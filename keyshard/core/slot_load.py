@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from keyshard.core.hash_range import RING_SIZE
-from keyshard.core.key_slot import key_slot
+from keyshard.core.key_slot import possible_slots
 
 KEYS_MAX = 1_024
 """Keys that are kept for sure, if they are frequent enough; twice as many are counted."""
@@ -56,7 +56,7 @@ class SlotLoad:
 
     def keys_in(self, slot: int) -> list[str]:
         """Frequent keys of one slot, the most frequent first."""
-        return [key for key, _ in self.hottest_keys() if key_slot(key) == slot]
+        return [key for key, _ in self.hottest_keys() if slot in possible_slots(key)]
 
     def copy(self) -> SlotLoad:
         """The load as it is now; it does not change with this one."""

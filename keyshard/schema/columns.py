@@ -29,7 +29,8 @@ SCHEMA = pa.schema([
 ])  # fmt: skip
 """All columns: value, partition key (null when keyless), topic without the partition suffix,
 partition (-1 when not partitioned), ``ledger:entry:index``, publish time, event time (null when
-unset), properties, and the slot on the ring (null when keyless)."""
+unset), properties, and the slot on the ring (null when keyless; that of the base64 text for a key
+set as bytes, because a batch that is read again must have the same rows)."""
 
 
 def _repeated(
@@ -74,7 +75,7 @@ def _publish_times(blocks: Sequence[Located]) -> pa.Array:
 
 
 def _slots(blocks: Sequence[Located]) -> pa.Array:
-    return pa.array([slot for _, block in blocks for slot in block.slots], pa.int32())
+    return pa.array([slot for _, block in blocks for slot in block.text_slots], pa.int32())
 
 
 _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {

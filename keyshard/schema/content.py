@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from keyshard.core.entry import EntryBlock, EntryId, Part
+from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import differing, routing_key, slots_of
 
 TIME = pa.timestamp("us", tz="UTC")
@@ -69,24 +70,30 @@ def entry_block(
     publish_ms: int,
     event_ms: Sequence[int],
     properties: Sequence[Mapping[str, str]],
+    came_to: HashRange | None = None,
 ) -> EntryBlock:
     """A block with content of its own; see :class:`~keyshard.core.entry.EntryBlock`.
 
     Args:
         ordering_keys: ``None`` for a message without one.
+        came_to: Range whose consumer received it; ``None`` at a Reader.
     """
-    slot, mixed_slots = slots_of(list(map(routing_key, partition_keys, ordering_keys)))
+    slots = slots_of(
+        list(map(routing_key, partition_keys, ordering_keys)),
+        came_to if ordering_keys[0] is None else None,
+    )
     content = pack(values, partition_keys, ordering_keys, event_ms, properties)
     return EntryBlock(
         entry_id,
         batch_size,
         batched,
         indices,
-        slot,
-        mixed_slots,
+        slots.first,
+        slots.mixed,
         publish_ms,
         sum(map(len, values)),
         (Part(content, 0, len(values)),),
+        keys_of_bytes=slots.of_bytes,
     )
 
 
@@ -109,6 +116,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         sum(len(part.content.column(0)[part.start].as_buffer()) for part in parts),
         parts,
         block.redelivered,
+        block.keys_of_bytes,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from keyshard.core.key_slot import key_slot
+from keyshard.core.key_slot import possible_slots
 from keyshard.verify.history import Event, Name, parse_range
 from keyshard.verify.history_view import HistoryView, Host, is_row
 from keyshard.verify.ownership import Owners
@@ -121,7 +121,7 @@ def routing(events: Sequence[Event]) -> Verdict:
         "no delivery names a key and a range, and no range was gained",
     )
     owners = Owners()
-    slots: dict[str, int] = {}
+    slots: dict[str, tuple[int, ...]] = {}
     for event in HistoryView.of(events):
         if event.kind in {"range_gained", "range_lost", "crashed"}:
             owners.follow(event)
@@ -132,13 +132,18 @@ def routing(events: Sequence[Event]) -> Verdict:
         if event.range is None and not (owned and owners.known):
             continue
         found.checked += 1
-        slot = slots.get(event.key)
-        if slot is None:
-            slot = slots[event.key] = key_slot(event.key)
-        if event.range is not None and slot not in parse_range(event.range):
+        # Two for a key that may have been set as bytes: the history does not tell.
+        possible = slots.get(event.key)
+        if possible is None:
+            possible = slots[event.key] = possible_slots(event.key)
+        if event.range is not None:
+            hash_range = parse_range(event.range)
+            possible = tuple(slot for slot in possible if slot in hash_range)
+        if not possible:
+            slot = possible_slots(event.key)[0]
             found.violation(f"slot {slot} of key {event.key!r} is not in {event.range}", event)
-        elif owned and not owners.own(event, slot):
+        elif owned and not any(owners.own(event, slot) for slot in possible):
             found.violation(
-                f"slot {slot} of key {event.key!r} was not owned by {event.worker}", event
+                f"slot {possible[0]} of key {event.key!r} was not owned by {event.worker}", event
             )
     return found.verdict()

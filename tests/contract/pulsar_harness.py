@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import _pulsar
 import httpx
 import pulsar
 from contract_harness import SUBSCRIPTION, OtherClient
-from raw_transaction import RawConnection
+from raw_protocol import RawConnection, entry_of
 
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.memory import Batching, Message
+from keyshard.broker.memory_log import batches
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryId, TopicPartition
@@ -63,6 +65,9 @@ class PulsarHarness:
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
     ) -> None:
+        if any(message.key_is_base64 for message in messages):
+            self._publish_raw(topic, messages, batching)
+            return
         producer = self._producer(topic, batching)
         failures: list[Any] = []
 
@@ -141,6 +146,13 @@ class PulsarHarness:
         self._own_admin.close()
         self._client.close()
         self._admin.close()
+
+    def _publish_raw(self, topic: str, messages: Sequence[Message], batching: Batching) -> None:
+        batched = batching is not Batching.NONE
+        groups = batches(messages, batching, 10_000)
+        url = urlsplit(self._service_url)
+        with RawConnection(url.hostname or "", url.port or 0) as connection:
+            connection.publish(topic, [entry_of(group, batched=batched) for group in groups])
 
     def _producer(self, topic: str, batching: Batching) -> pulsar.Producer:
         if (topic, batching) not in self._producers:

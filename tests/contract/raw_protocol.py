@@ -1,4 +1,6 @@
-"""Just enough of Pulsar's binary protocol for a transaction, which the Python client has not.
+"""Just enough of Pulsar's binary protocol for what the Python client has not.
+
+Transactions, keys set as bytes as the Java client sends them, and metadata that nobody should send.
 
 Frames and field numbers are those of ``PulsarApi.proto``; a command's type is also the number of
 its field in ``BaseCommand``.
@@ -11,6 +13,8 @@ import struct
 import time
 from collections.abc import Sequence
 
+from keyshard.broker.memory import Message
+
 Value = int | bytes
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
@@ -20,8 +24,12 @@ ABORT = 1
 TIMEOUT_S = 20.0
 
 
+RawEntry = tuple[dict[int, Value], bytes]
+"""Fields of ``MessageMetadata``, and the payload."""
+
+
 class RawConnection:
-    """A connection that can produce in one transaction of the first coordinator."""
+    """A connection that can produce, also in one transaction of the first coordinator."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = socket.create_connection((host, port), timeout=TIMEOUT_S)
@@ -32,6 +40,18 @@ class RawConnection:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+
+    def publish(self, topic: str, entries: Sequence[RawEntry]) -> None:
+        """Publish entries and wait until all are stored.
+
+        Metadata may replace producer name (1), sequence id (2) and publish time (3).
+        """
+        self._request(PRODUCER, PRODUCER_SUCCESS, {1: topic.encode(), 2: 1, 3: 4})
+        for number, (metadata, payload) in enumerate(entries):
+            now_ms = time.time_ns() // 1_000_000
+            data = message({1: b"raw", 2: number, 3: now_ms} | metadata)
+            framed = struct.pack(">I", len(data)) + data + payload
+            self._request(SEND, RECEIPT, {1: 1, 2: number, 3: metadata.get(11, 1)}, framed)
 
     def abort(self, topic: str, keys: Sequence[str]) -> None:
         """Publish one message for each key in a transaction, and abort it."""
@@ -93,6 +113,32 @@ class RawConnection:
             assert more, "the broker closed the connection"
             data += more
         return data
+
+
+def entry_of(messages: Sequence[Message], *, batched: bool) -> RawEntry:
+    """One entry of messages as the Java client sends them, with the flags of their keys."""
+    metadata = _fields(messages[0], key=6, is_base64=17, ordering_key=18, event_ms=12)
+    if not batched:
+        return metadata, messages[0].value
+    payload = b""
+    for one in messages:
+        fields = _fields(one, key=2, is_base64=6, ordering_key=7, event_ms=5)
+        single = message(fields | {3: len(one.value)})
+        payload += struct.pack(">I", len(single)) + single + one.value
+    return metadata | {11: len(messages)}, payload
+
+
+def _fields(
+    one: Message, *, key: int, is_base64: int, ordering_key: int, event_ms: int
+) -> dict[int, Value]:
+    found: dict[int, Value] = {}
+    if one.key is not None:
+        found |= {key: one.key.encode(), is_base64: int(one.key_is_base64)}
+    if one.ordering_key is not None:
+        found[ordering_key] = one.ordering_key.encode()
+    if one.event_ms:
+        found[event_ms] = one.event_ms
+    return found
 
 
 def message(fields: dict[int, Value]) -> bytes:
