@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
+from keyshard.broker.http_log import unlogged
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.entry import TopicPartition
 from keyshard.errors import AdminError, BrokerUnavailableError
@@ -155,7 +156,8 @@ class PulsarAdmin:
 
     def _request(self, method: str, path: str) -> httpx.Response:
         try:
-            return self._client.request(method, f"{self._url}/admin/v2/{path}")
+            with unlogged():
+                return self._client.request(method, f"{self._url}/admin/v2/{path}")
         except httpx.TransportError as exc:
             raise BrokerUnavailableError(
                 f"{self._url} does not answer: {exc}. Check admin.url and that the broker is "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from keyshard.broker.http_log import unlogged
 from keyshard.devbroker.ports import LOOPBACK
 
 _POLL_S = 0.1
@@ -77,7 +78,10 @@ def wait_until_ready(
         deadline: When to give up, on the monotonic clock in seconds.
     """
     # No proxy of the environment stands between this machine and itself.
-    with httpx.Client(base_url=admin_url, timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
+    with (
+        unlogged(),
+        httpx.Client(base_url=admin_url, timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client,
+    ):
         while True:
             if returncode() is not None:
                 return Outcome.DIED

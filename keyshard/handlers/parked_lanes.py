@@ -26,6 +26,7 @@ from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
 from keyshard.handlers.dead_letters import DeadLetters
 from keyshard.handlers.letter_replay import Replay
+from keyshard.handlers.outcome_log import OutcomeLog
 
 THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""
@@ -58,13 +59,20 @@ class ParkedLanes:
         letters: The dead-letter topic.
         handling: The policies.
         subscription: Of the source.
+        outcomes: Where they are logged.
     """
 
     def __init__(
-        self, run: Run, letters: DeadLetters, handling: HandlerConfig, subscription: str
+        self,
+        run: Run,
+        letters: DeadLetters,
+        handling: HandlerConfig,
+        subscription: str,
+        outcomes: OutcomeLog,
     ) -> None:
         self.letters = letters
         self._run = run
+        self._outcomes = outcomes
         self._parks = handling.on_failure == "park"
         self._stops = handling.on_failure == "stop"
         self._rejects_keyless = handling.null_keys == "reject"
@@ -85,6 +93,7 @@ class ParkedLanes:
         key = work.queue.key
         if key is None:
             if self._rejects_keyless:
+                self._outcomes.rejected(work, None, NO_KEY)
                 self._write(work, Kind.REJECTED, 0, NO_KEY)
             return self._rejects_keyless
         if self.letters.parking.state(key) is not None:
@@ -107,14 +116,12 @@ class ParkedLanes:
             return False
         attempts, key = work.queue.attempts + 1, work.queue.key
         if rejected or not self._parks or key is None:
+            told = self._outcomes.rejected if rejected else self._outcomes.dead_lettered
+            told(work, error, reason)
             self._write(work, Kind.REJECTED if rejected else Kind.DEAD_LETTER, attempts, reason)
             return True
-        message_id = work.message.message_id
-        _log.warning(
-            "key %r is parked: message %s of %s failed %d times: %s",
-            key, message_id, work.message.topic, attempts, reason,
-        )  # fmt: skip
-        self._behind[key] = f"message {message_id}"
+        self._outcomes.parked(work, error, reason)
+        self._behind[key] = f"message {work.message.message_id}"
         if work.resting is None:
             self._write(work, Kind.PARKED, attempts, reason)
         else:

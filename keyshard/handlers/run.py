@@ -41,6 +41,7 @@ from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.observing import Observer, observed, observed_async
+from keyshard.handlers.outcome_log import OutcomeLog
 from keyshard.handlers.parked_lanes import ParkedLanes
 from keyshard.handlers.status import StatusView, Subject
 from keyshard.handlers.stop_signals import stopping_signals
@@ -103,6 +104,7 @@ class HandlerRun:
         )
         self.tally = Tally()
         self.changed = threading.Condition()
+        self._outcomes = OutcomeLog()
         self._feeder = Feeder(coordinator, self.lanes, self.changed, self.wake)
         self._monitor: Monitor | None = None
         self._stopping = self._ended = False
@@ -205,6 +207,8 @@ class HandlerRun:
         since_s = queue.failing_since_s if queue.attempts else work.started_s
         delay_s = self._handling.retry.delay_s(queue.attempts + 1, now - since_s, error)
         if delay_s is not None:
+            if not queue.attempts:
+                self._outcomes.retried(work, error, _reason(error), delay_s)
             self.lanes.again(work, now + delay_s, _reason(error))
         else:
             self._give_up(work, error)
@@ -252,10 +256,17 @@ class HandlerRun:
             self._coordinator, self._store, lambda: letters.checkpoint(parked_chars_max)
         )
         self._workers = self._make_workers()
-        self._parked = ParkedLanes(self, letters, self._handling, self._config.subscription)
+        self._parked = ParkedLanes(
+            self, letters, self._handling, self._config.subscription, self._outcomes
+        )
         self.rescaler = self._coordinator.rescaler(
             LaneMoves(self.lanes, self.changed, self._moved), self._handling.drain_timeout_s
         )
+        _log.info(
+            "handling: %d lanes in each range, %d workers (%s), %s checkpoint",
+            self.lanes.lanes, self._workers.count, self._mode,
+            "without a" if self._store is None else "with a",
+        )  # fmt: skip
 
     @property
     def _places(self) -> int:
@@ -308,7 +319,14 @@ class HandlerRun:
     def _drain(self) -> None:
         """Let handlers finish the entries that have begun, and commit what they completed."""
         self._stopping = True
-        deadline = time.monotonic() + self._handling.drain_timeout_s
+        began_s = time.monotonic()
+        deadline = began_s + self._handling.drain_timeout_s
+        with self.changed:
+            running = len(self.lanes.running)
+        _log.info(
+            "stopping: %d messages are with handlers, which have %.0f s to finish",
+            running, self._handling.drain_timeout_s,
+        )  # fmt: skip
         ended = self._workers.close(self._handling.drain_timeout_s)
         self._ended = True
         self._letters.close(max(0.1, deadline - time.monotonic()))
@@ -326,6 +344,13 @@ class HandlerRun:
                 self._commit()
         except RuntimeStoppedError:
             pass
+        counters = self.tally.counters()
+        _log.info(
+            "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
+            "messages dead-lettered",
+            time.monotonic() - began_s,
+            counters["completed"], counters["failedAttempts"], counters["deadLettered"],
+        )  # fmt: skip
 
     def fail(self, error: KeyShardError) -> None:
         if self._error is None:

@@ -148,7 +148,7 @@ class Coordinator:
             self.discovery.start(found.consumed, found.gone)
         self.started = True
         _log.info(
-            "%d ranges over %d topic partitions of %s as %r",
+            "started: %d ranges over %d topic partitions of %s as subscription %r",
             config.parallelism, len(found.consumed),
             config.topics_pattern or ", ".join(config.topics), config.subscription,
         )  # fmt: skip

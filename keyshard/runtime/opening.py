@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
@@ -12,6 +14,8 @@ from keyshard.runtime.budget import window_budget
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 from keyshard.runtime.topics import Found, warn_of_existing
+
+_log = logging.getLogger(__name__)
 
 
 def cluster_of(admin: Admin | None, config: SourceConfig, checkpoint: Checkpoint | None) -> str:
@@ -81,6 +85,10 @@ def start_position(
 ) -> StartPosition:
     """Where a subscription begins that does not exist: only a first start may skip anything."""
     if checkpoint is not None:
+        _log.info(
+            "the checkpoint is continued, and the starting position %r does not apply",
+            config.starting_position,
+        )
         return StartPosition.EARLIEST
     start = StartPosition(config.starting_position)
     if admin is not None:

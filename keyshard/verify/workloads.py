@@ -18,6 +18,7 @@ import _pulsar
 import httpx
 import pulsar
 
+from keyshard.broker.http_log import unlogged
 from keyshard.core.entry import full_topic_name
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, ConfigError
 
@@ -231,9 +232,15 @@ def create_partitioned_topic(admin_url: str, topic: str, partitions: int) -> boo
     path = f"/admin/v2/persistent/{name}/partitions"
     own = _host(admin_url) in _LOOPBACK
     try:
-        with httpx.Client(
-            base_url=admin_url, timeout=_ADMIN_TIMEOUT_S, trust_env=not own, follow_redirects=True
-        ) as client:
+        with (
+            unlogged(),
+            httpx.Client(
+                base_url=admin_url,
+                timeout=_ADMIN_TIMEOUT_S,
+                trust_env=not own,
+                follow_redirects=True,
+            ) as client,
+        ):
             made = client.put(path, json=partitions)
             if made.status_code != 409:
                 _require_ok(made, f"Creating topic {name}")

@@ -1,0 +1,86 @@
+"""What is logged of messages that a handler did not get done: each kind once, then how many."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from keyshard.core.lane_queues import Work
+from keyshard.core.retrying import Reject, RetryLater
+
+AGAIN_S = 60.0
+"""Time after which a kind that goes on is told again, seconds."""
+KINDS_MAX = 1_000
+"""Kinds that are told apart; what is above counts as one."""
+
+_log = logging.getLogger(__name__)
+
+
+class OutcomeLog:
+    """One line for each kind of outcome and error, with its traceback; then one a minute.
+
+    Not thread-safe: the run calls it under its lock.
+
+    Args:
+        now: The time, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._told_s: dict[tuple[str, str], float] = {}
+        self._left_out: dict[tuple[str, str], int] = {}
+
+    def retried(self, work: Work, error: BaseException, reason: str, delay_s: float) -> None:
+        """A first attempt failed, and the message is tried again."""
+        self._tell(
+            "retried", logging.WARNING, work, error,
+            f"failed and is tried again in {delay_s:.1f} s: {reason}",
+        )  # fmt: skip
+
+    def parked(self, work: Work, error: BaseException, reason: str) -> None:
+        """The key of a message was parked."""
+        attempts = work.queue.attempts + 1
+        self._tell(
+            "parked", logging.WARNING, work, error,
+            f"failed {attempts} times, and its key is parked: {reason}",
+        )  # fmt: skip
+
+    def dead_lettered(self, work: Work, error: BaseException, reason: str) -> None:
+        """A message goes to the dead-letter topic alone."""
+        attempts = work.queue.attempts + 1
+        self._tell(
+            "dead-lettered", logging.WARNING, work, error,
+            f"failed {attempts} times and goes to the dead-letter topic: {reason}",
+        )  # fmt: skip
+
+    def rejected(self, work: Work, error: BaseException | None, reason: str) -> None:
+        """A message was rejected."""
+        self._tell(
+            "rejected", logging.INFO, work, error,
+            f"is rejected and goes to the dead-letter topic: {reason}",
+        )  # fmt: skip
+
+    def _tell(
+        self, outcome: str, level: int, work: Work, error: BaseException | None, text: str
+    ) -> None:
+        now_s = self._now()
+        kind = outcome, type(error).__qualname__
+        if kind not in self._told_s and len(self._told_s) >= KINDS_MAX:
+            kind = outcome, ""
+        told_s = self._told_s.get(kind)
+        if told_s is not None and now_s - told_s < AGAIN_S:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return
+        self._told_s[kind] = now_s
+        left_out = self._left_out.pop(kind, 0)
+        more = f" ({left_out:,} more were {outcome} since the last line like this)"
+        # A handler says on purpose that it rejects or comes later: where it says so is no news.
+        told = told_s is not None or isinstance(error, (Reject, RetryLater))
+        message, key = work.message, work.queue.key
+        name = "without a key" if key is None else f"of key {key!r}"
+        _log.log(
+            level, "message %s of %s, %s, %s%s",
+            message.message_id, message.topic, name, text, more if left_out else "",
+            exc_info=None if told else error,
+        )  # fmt: skip
