@@ -16,22 +16,24 @@ STALL_S = 60.0
 CUT_ROWS = 20_000
 
 
-def source(service_url: str, topic: str, **settings: int) -> KeyShardSource:
+def source(service_url: str, topic: str, ranges: int = RANGES, **settings: int) -> KeyShardSource:
     """A source from the beginning of a topic, under a new subscription."""
     return KeyShardSource(
         topic,
         service_url=service_url,
         subscription=f"embedded-{uuid.uuid4().hex[:8]}",
-        parallelism=RANGES,
+        parallelism=ranges,
         starting_position="earliest",
         **settings,
     )
 
 
-def ingest(service_url: str, topic: str, messages: int) -> dict[str, float]:
+def ingest(service_url: str, topic: str, messages: int, ranges: int = RANGES) -> dict[str, float]:
     """All rows as Arrow batches with all columns, released batch by batch: rows per second."""
-    with source(service_url, topic).open() as stream:
+    opening = time.perf_counter()
+    with source(service_url, topic, ranges).open() as stream:
         began = time.perf_counter()
+        busy = time.process_time()
         rows = 0
         while rows < messages:
             batch = stream.next_batch(60)
@@ -39,7 +41,11 @@ def ingest(service_url: str, topic: str, messages: int) -> dict[str, float]:
                 sys.exit(f"only {rows} of {messages} rows came")
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
-        return {"rows_per_s": rows / (time.perf_counter() - began)}
+        return {
+            "rows_per_s": rows / (time.perf_counter() - began),
+            "cpu_us_per_row": (time.process_time() - busy) / rows * 1e6,
+            "open_s": began - opening,
+        }
 
 
 def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:

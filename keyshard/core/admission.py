@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from keyshard.core.entry import EntryBlock
 
@@ -94,7 +94,16 @@ def waits_for_more(rows: int, rows_min: int, waited_s: float, delay_max_s: float
     return rows < rows_min and waited_s < delay_max_s
 
 
-def partition_rows_max(
+class Held(NamedTuple):
+    """Messages of one topic partition that a source leaves unacknowledged."""
+
+    rows: int
+    """Most rows in its window; 0 or less: the broker's limits leave no room for any."""
+    queue: int
+    """Most messages in the client queue of each consumer."""
+
+
+def held_max(
     *,
     window_rows_max: int,
     topic_partitions: int,
@@ -102,24 +111,26 @@ def partition_rows_max(
     queue: int,
     per_consumer: int,
     per_subscription: int,
-) -> int:
-    """Most rows held of one topic partition.
+) -> Held:
+    """What may be held of one topic partition.
 
     It stays below what the broker leaves unacknowledged, client queues included: a consumer at its
     limit gets nothing more, and holds up the other ranges. One range may have all rows of a
-    partition, so the limit per consumer counts for the whole.
+    partition, so the limit per consumer counts for the whole. Where both do not fit, the queues
+    become smaller first, until rows and queues have half each.
 
     Args:
         window_rows_max: Most rows over all topic partitions.
         topic_partitions: Number of topic partitions.
         ranges: Number of hash ranges, each with a consumer per topic partition.
-        queue: Messages in the client queue of a consumer.
+        queue: Most messages in the client queue of a consumer.
         per_consumer: Broker's limit per consumer; 0 for none.
         per_subscription: Broker's limit per subscription and topic partition; 0 for none.
     """
-    rows = window_rows_max // max(1, topic_partitions)
-    if per_consumer:
-        rows = min(rows, per_consumer - queue)
-    if per_subscription:
-        rows = min(rows, per_subscription - ranges * queue)
-    return max(1, rows)
+    rows = max(1, window_rows_max // max(1, topic_partitions))
+    for limit, consumers in ((per_consumer, 1), (per_subscription, ranges)):
+        if limit:
+            left = limit - min(rows, limit // 2)
+            queue = max(1, min(queue, left // consumers))
+            rows = min(rows, limit - consumers * queue)
+    return Held(rows, queue)

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from keyshard.core.entry import EntryId, TopicPartition
@@ -41,6 +42,8 @@ class PartitionCheckpoint:
     """Of entries in ``batch`` that were delivered in part: the indices that were."""
     published_ms: int = 0
     """Highest publish time delivered, milliseconds since the epoch."""
+    _text: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Its JSON text, once somebody asked: most of a checkpoint is as in the one before."""
 
     def settled(self, entry_id: EntryId) -> bool:
         """Whether an entry is at or below the floor, or delivered."""
@@ -61,6 +64,12 @@ class PartitionCheckpoint:
                 for (ledger, entry), indices in sorted(self.partial.items())
             }
         return dict(sorted(result.items()))
+
+    def to_json(self) -> str:
+        """Canonical text of :meth:`to_dict`."""
+        if not self._text:
+            self._text.append(_canonical(self.to_dict()))
+        return self._text[0]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionCheckpoint:
@@ -88,6 +97,10 @@ class PartitionCheckpoint:
         return result
 
 
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 def _parse_id(text: str) -> EntryId:
     ledger, _, entry = text.partition(":")
     result = EntryId(int(ledger), int(entry))
@@ -111,32 +124,42 @@ class Checkpoint:
     parked: Mapping[str, Any] | None = None
     """Keys whose messages rest in the dead-letter topic, as
     :meth:`keyshard.core.parking.Parked.to_dict` says it; ``None``: only the topic says it."""
+    _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def batch_id(self) -> str:
         """Name of the batch that ends here: Spark passes no batch id to a source."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        if not self._batch_id:
+            self._batch_id.append(hashlib.sha256(self.to_json().encode()).hexdigest()[:16])
+        return self._batch_id[0]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys in canonical order."""
-        merged = {} if self.merged is None else {"merged": self.merged}
-        parked = {} if self.parked is None else {"parked": dict(self.parked)}
-        return {
-            "cluster": self.cluster,
-            **merged,
-            **parked,
-            "partitions": {
-                partition.name: state.to_dict()
-                for partition, state in sorted(self.partitions.items(), key=lambda kv: kv[0].name)
-            },
-            "ranges": self.ranges,
-            "subscription": self.subscription,
-            "version": VERSION,
-        }
+        before, after = self._around()
+        partitions = {partition.name: state.to_dict() for partition, state in self._sorted()}
+        return before | {"partitions": partitions} | after
 
     def to_json(self) -> str:
-        """Canonical text: equal checkpoints have equal texts."""
-        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """Canonical text: equal checkpoints have equal texts.
+
+        Only what is new since an earlier checkpoint is written anew.
+        """
+        before, after = map(_canonical, self._around())
+        partitions = ",".join(
+            f"{encode_basestring_ascii(partition.name)}:{state.to_json()}"
+            for partition, state in self._sorted()
+        )
+        return f'{before[:-1]},"partitions":{{{partitions}}},{after[1:]}'
+
+    def _around(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What stands before and after the partitions, in canonical order."""
+        merged = {} if self.merged is None else {"merged": self.merged}
+        parked = {} if self.parked is None else {"parked": dict(self.parked)}
+        after = {"ranges": self.ranges, "subscription": self.subscription, "version": VERSION}
+        return {"cluster": self.cluster, **merged, **parked}, after
+
+    def _sorted(self) -> list[tuple[TopicPartition, PartitionCheckpoint]]:
+        return sorted(self.partitions.items(), key=lambda item: item[0].name)
 
     @classmethod
     def from_json(cls, text: str) -> Checkpoint:

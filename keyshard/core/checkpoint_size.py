@@ -4,6 +4,9 @@ What the fast ranges deliver around the missing entries of a slow one makes runs
 size of a checkpoint. So a cut takes only what fits, and ranges with many entries that did not fit
 pause. The entries that the slow range is going to bring lie in the holes: they join runs, always
 fit, and their range keeps receiving whatever else is full.
+
+However many topic partitions there are, and whatever the others take: what makes no new run always
+fits, and so do the first few runs of each.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ RUN_BYTES_MAX = 24
 """Text of one run with generous numbers, bytes; for an estimate from above."""
 PARTITION_BYTES = 300
 """Text of a topic partition beside its sets: names, floor, publish time; bytes."""
+RUNS_ALWAYS = 4
+"""Runs that a topic partition may always have: one cannot wait for the proof that a ledger has
+ended before the next ledger begins."""
 
 
 def fitting(delivered: EntrySet, received: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
     """How many of the received entries, ascending, a checkpoint of ``bytes_max`` has room for.
 
     Entries beyond the newest delivered one use three quarters of the room: the rest is kept for
-    those that come late. The first late entry always fits, so a slow range is never locked out.
+    those that come late. The first late entry always fits, so a slow range is never locked out;
+    and so does what leaves the set in few runs.
     """
     room = bytes_max - PARTITION_BYTES
     ids = [block.id for block, _ in received]
@@ -44,7 +51,23 @@ def fitting(delivered: EntrySet, received: Sequence[tuple[EntryBlock, int]], byt
             return count
         count = count // 2
     first_is_late = bool(ids) and newest is not None and ids[0] < newest
-    return 1 if first_is_late or (ids and newest is None) else 0
+    return max(first_is_late, _joining(delivered, ids))
+
+
+def _joining(delivered: EntrySet, ids: Sequence[EntryId]) -> int:
+    """How many entries, ascending, leave a set in few runs, or in no more than it has."""
+    runs = delivered.run_count
+    most = max(runs, RUNS_ALWAYS)
+    newest: EntryId | None = None
+    for count, entry_id in enumerate(ids):
+        ledger, entry = entry_id
+        before = EntryId(ledger, entry - 1)
+        runs += 1 - (before == newest or before in delivered)
+        runs -= EntryId(ledger, entry + 1) in delivered
+        if runs > most:
+            return count
+        newest = entry_id
+    return len(ids)
 
 
 def _runs_in(ids: Sequence[EntryId]) -> int:

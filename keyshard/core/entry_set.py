@@ -88,9 +88,10 @@ class EntrySet:
     which is logarithmic in the runs of one ledger.
     """
 
-    __slots__ = ("_ledgers",)
+    __slots__ = ("_ledgers", "_text")
 
     def __init__(self, ledgers: Mapping[int, Runs] | None = None) -> None:
+        self._text: str | None = None
         self._ledgers: dict[int, Runs] = {
             ledger: runs for ledger, runs in sorted((ledgers or {}).items()) if runs
         }
@@ -210,7 +211,10 @@ class EntrySet:
         return hash(tuple(self._ledgers.items()))
 
     def __str__(self) -> str:
-        return ";".join(f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items())
+        if self._text is None:
+            parts = (f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items())
+            self._text = ";".join(parts)
+        return self._text
 
     def __repr__(self) -> str:
         return f"EntrySet({str(self)!r})"

@@ -10,7 +10,7 @@ from keyshard.core.checkpoint import PartitionCheckpoint
 from keyshard.core.checkpoint_size import fitting, paused_ranges
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.settling import Proofs, Settled, settle
+from keyshard.core.settling import Proofs, Settled, settle, settles_more
 
 ROW_OVERHEAD_BYTES = 512
 """Memory that a row takes beside its payload, as counted against the budget."""
@@ -30,8 +30,8 @@ class PartitionWindow:
     taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
     """Entries handed to handlers, until a batch has them."""
     held: set[EntryId] = field(default_factory=set)
-    """Ids of all entries received, taken, planned or expected."""
-    expected: set[EntryId] = field(default_factory=set)
+    """Ids of all entries received, taken or planned."""
+    expected: EntrySet = field(default_factory=EntrySet)
     """Ids of a planned batch that is not read again yet."""
     rows: int = 0
     bytes: int = 0
@@ -47,13 +47,18 @@ class PartitionWindow:
     owners: frozenset[int] = frozenset()
     """Ranges that owe an entry of a hole, as far as known."""
     tight: bool = False
-    """Whether the newest cut left entries out because the checkpoint had no room for them."""
+    """Whether the newest cut or commit left entries out because the checkpoint had no room."""
     waiting_rows: int = 0
     """Received rows that no cut takes before something else comes."""
     lowest_ledger: int = -1
     """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
     gone: bool = False
     """Whether the topic partition exists no more: the next checkpoint leaves it out."""
+
+    @property
+    def ready_rows(self) -> int:
+        """Received rows that a cut could take."""
+        return self.received_rows - self.waiting_rows
 
     @property
     def holes(self) -> int:
@@ -129,9 +134,7 @@ class PartitionWindow:
         """
         blocks = [self.taken[entry_id] for entry_id in sorted(completed)]
         # Where an entry comes from is of no matter to its size in the checkpoint.
-        count = fitting(
-            self.state.delivered, [(block, 0) for block in blocks], checkpoint_bytes_max
-        )
+        count = self._fitting([(block, 0) for block in blocks], checkpoint_bytes_max)
         for block in blocks[:count]:
             del self.taken[block.id]
         return blocks[:count]
@@ -156,8 +159,9 @@ class PartitionWindow:
             checkpoint_bytes_max: Size of this topic partition's share of the checkpoint.
         """
         self.received.sort(key=lambda item: item[0].id)
-        count = self._fitting(checkpoint_bytes_max)
+        count = self._fitting(self.received, checkpoint_bytes_max)
         if not count:
+            self.waiting_rows = self.received_rows
             return []
         taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
         self.received = rest + self.received[count:]
@@ -168,16 +172,14 @@ class PartitionWindow:
         self.received_payload -= sum(block.payload_bytes for block in blocks)
         return blocks
 
-    def _fitting(self, bytes_max: int) -> int:
-        """How many of the received entries, which are sorted, the next checkpoint has room for."""
-        count = fitting(self.state.delivered, self.received, bytes_max)
-        if count < len(self.received) and self.proofs:
+    def _fitting(self, entries: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
+        """How many of some entries, ascending, the next checkpoint has room for."""
+        count = fitting(self.state.delivered, entries, bytes_max)
+        if count < len(entries) and self.proofs:
             # The checkpoint of this cut is going to have fewer holes than the newest.
-            settled = settle(self.state, self.proofs, [b.id for b, _ in self.received])
-            count = fitting(settled.delivered, self.received, bytes_max)
-        self.tight = count < len(self.received)
-        if not count:
-            self.waiting_rows = self.received_rows
+            settled = settle(self.state, self.proofs, self._undelivered())
+            count = fitting(settled.delivered, entries, bytes_max)
+        self.tight = count < len(entries)
         return count
 
     def advance(self, blocks: Sequence[EntryBlock]) -> int:
@@ -200,14 +202,14 @@ class PartitionWindow:
 
     def _settle(self, blocks: Sequence[EntryBlock]) -> Settled:
         """What the evidence makes of the newest state, before ``blocks`` join it."""
-        undelivered: list[EntryId] = []
-        if self.proofs:
-            undelivered += [block.id for block in blocks]
-            undelivered += [block.id for block, _ in self.received]
-            undelivered += self.taken
-        settled = settle(self.state, self.proofs, undelivered)
+        undelivered = self._undelivered() if settles_more(self.state, self.proofs) else []
+        settled = settle(self.state, self.proofs, [*undelivered, *(block.id for block in blocks)])
         self.proofs.applied(settled.floor)
         return settled
+
+    def _undelivered(self) -> list[EntryId]:
+        """Entries that were received and are in no batch."""
+        return [*(block.id for block, _ in self.received), *self.taken]
 
     def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
         """Take evidence, and the ranges that owe an entry of a hole."""

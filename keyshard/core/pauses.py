@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from keyshard.core.entry import TopicPartition
 from keyshard.core.window import Window
 
@@ -51,17 +53,24 @@ class Pauses:
         else:
             self._named[topic_partition] = named
 
-    def released(self) -> None:
-        """Something is held no longer, or is put back."""
-        self._full = {tp for tp in self._window.partitions if self._window.is_full(tp)}
-
-    def reassigned(self) -> None:
-        """Others own the ring now: other ranges hold what does not fit."""
-        for topic_partition in self._window.partitions:
+    def cut(self) -> None:
+        """A batch was cut."""
+        for topic_partition in self._window.tight | self._named.keys():
             self.fitted(topic_partition)
-        self.released()
 
-    def dropped(self, topic_partition: TopicPartition) -> None:
-        """A topic partition is consumed no longer, so the others have a larger share."""
-        self._named.pop(topic_partition, None)
-        self.released()
+    def released(self, topic_partitions: Iterable[TopicPartition]) -> None:
+        """Something of these is held no longer, or is put back."""
+        for topic_partition in topic_partitions:
+            if self._window.is_full(topic_partition):
+                self._full.add(topic_partition)
+            else:
+                self._full.discard(topic_partition)
+
+    def shared_anew(self) -> None:
+        """Topic partitions came or went, or others own the ring: every share is another one."""
+        consumed = set(self._window.partitions)
+        self._named = {where: named for where, named in self._named.items() if where in consumed}
+        for topic_partition in consumed:
+            self.fitted(topic_partition)
+        self._full.intersection_update(consumed)
+        self.released(consumed)

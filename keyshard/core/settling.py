@@ -101,6 +101,14 @@ def settle(state: PartitionCheckpoint, proofs: Proofs, undelivered: Collection[E
     return Settled(floor, delivered, len(holes))
 
 
+def settles_more(state: PartitionCheckpoint, proofs: Proofs) -> bool:
+    """Whether evidence says anything that does not follow from what is delivered."""
+    if not proofs:
+        return False
+    alone = _raise(state.floor, state.delivered, Proofs(), None)
+    return bool(proofs.settled) or alone != _raise(state.floor, state.delivered, proofs, None)
+
+
 def _raise(
     floor: EntryId | None, delivered: EntrySet, proofs: Proofs, limit: EntryId | None
 ) -> EntryId | None:

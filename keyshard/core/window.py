@@ -14,13 +14,15 @@ Delivered again at any time, it is dropped, and acknowledged if it is committed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, islice
 
 from keyshard.core.admission import share_out
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.checkpoint_size import PARTITION_BYTES
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import check_delivered, check_unknown, lowest_known_ledger
 from keyshard.core.layout import merged
 from keyshard.core.partition_window import PartitionWindow
@@ -49,6 +51,8 @@ class Budget:
     """Most rows of one topic partition; ``None``: its share of ``rows_max`` only."""
     checkpoint_bytes_max: int = 256 * 1024
     """Size of a checkpoint at which the fast ranges of a topic partition pause."""
+    queue_max: int = 1_000
+    """Most messages in the client queue of each consumer, beside those rows."""
 
 
 @dataclass(slots=True)
@@ -83,31 +87,49 @@ class Window:
     """Received and planned entries of all topic partitions of a source."""
 
     def __init__(self, checkpoint: Checkpoint, ranges: int, budget: Budget) -> None:
-        self._base = checkpoint
+        self._newest: Checkpoint | None = checkpoint
+        self._frame = replace(checkpoint, partitions={})
         self._ranges = ranges
-        self._budget = budget
+        self.budget = budget
         self._partitions: dict[TopicPartition, PartitionWindow] = {}
         self._active: dict[TopicPartition, None] = {}
+        self._filled: dict[TopicPartition, None] = {}
+        """Topic partitions with received entries, the next in turn first."""
+        self._changing: dict[TopicPartition, None] = {}
+        """Of these the next checkpoint says something else, also without new entries."""
+        self._states: dict[TopicPartition, PartitionCheckpoint] = {}
+        """What the newest checkpoint says."""
+        self._checkpoint_bytes = 0
+        self.received_rows = 0
+        """Rows that a cut could take."""
+        self.tight: set[TopicPartition] = set()
+        """Topic partitions whose newest cut or commit left entries out: there was no room."""
         self.batches: dict[str, Batch] = {}
         """Planned batches by batch id, oldest first."""
+        self.committed: dict[TopicPartition, list[EntryBlock]] = {}
+        """What :meth:`commit` took and :meth:`release_committed` has not let go."""
         self.counters = Counters()
-        for topic_partition in checkpoint.partitions:
+        for topic_partition, state in checkpoint.partitions.items():
+            self._partitions[topic_partition] = PartitionWindow(
+                state, lowest_ledger=lowest_known_ledger(state)
+            )
+            self._record(topic_partition, state)
             self.add_partition(topic_partition)
 
     @property
     def newest(self) -> Checkpoint:
         """The checkpoint that the next cut continues."""
-        return self._base
+        if self._newest is None:
+            self._newest = replace(self._frame, partitions=dict(self._states))
+        return self._newest
 
     def add_partition(self, topic_partition: TopicPartition) -> None:
         """Make room for a topic partition, also for one that was dropped. Idempotent."""
-        if topic_partition not in self._partitions:
-            state = self._base.partitions.get(topic_partition, PartitionCheckpoint())
-            self._partitions[topic_partition] = PartitionWindow(
-                state, lowest_ledger=lowest_known_ledger(state)
-            )
-        self._partitions[topic_partition].gone = False
-        self._active[topic_partition] = None
+        window = self._partitions.get(topic_partition)
+        if window is None:
+            window = self._partitions[topic_partition] = PartitionWindow(PartitionCheckpoint())
+        window.gone = False
+        self._active[topic_partition] = self._changing[topic_partition] = None
 
     def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
         """Forget what a topic partition has received; what is planned stays until its release.
@@ -118,8 +140,12 @@ class Window:
         """
         window = self._partitions[topic_partition]
         self._active.pop(topic_partition, None)
+        self._filled.pop(topic_partition, None)
+        self.received_rows -= window.ready_rows
         window.drop_received()
         window.gone = gone
+        self._changing[topic_partition] = None
+        self._forget(topic_partition)
 
     def reassign(self, owners: Sequence[int], budget: Budget) -> None:
         """Others own the ring now: their number counts from the next cut on.
@@ -131,13 +157,14 @@ class Window:
             budget: Most that the window holds from now on.
         """
         self._ranges = max(owners) + 1
-        self._budget = budget
+        self.budget = budget
         for window in self._partitions.values():
             window.reassign(owners)
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Whether the partition's share of the budget is used up: its consumers pause."""
-        return self._fill(self._partitions[topic_partition]) >= 1
+        active = topic_partition in self._active
+        return active and self._fill(self._partitions[topic_partition]) >= 1
 
     def receive(
         self, topic_partition: TopicPartition, range_index: int, block: EntryBlock
@@ -150,7 +177,7 @@ class Window:
                 below all that the checkpoint knows.
         """
         window = self._partitions[topic_partition]
-        if block.id in window.held:
+        if block.id in window.held or block.id in window.expected:
             self.counters.duplicates_dropped += block.rows
             return Receipt.HELD
         if window.state.settled(block.id):
@@ -158,7 +185,9 @@ class Window:
             self.counters.duplicates_dropped += block.rows
             return Receipt.COMMITTED
         check_unknown(topic_partition, window.state, window.lowest_ledger, block)
+        self.received_rows += block.rows + window.waiting_rows
         window.receive(block, range_index)
+        self._filled[topic_partition] = None
         self.counters.rows_received += block.rows
         return Receipt.ACCEPTED
 
@@ -172,9 +201,10 @@ class Window:
             rows_max: Most rows of the batch.
             payload_max: Most payload of the batch, bytes.
         """
-        ready = {tp: w for tp, w in self._partitions.items() if w.received and not w.waiting_rows}
+        filled = {tp: self._partitions[tp] for tp in self._filled}
+        ready = {tp: window for tp, window in filled.items() if not window.waiting_rows}
         order = sorted(ready)
-        budget = self._budget
+        budget = self.budget
         rows_limit = min(rows_max or budget.rows_max, max(1, budget.rows_max // 2))
         rows = share_out(rows_limit, {tp: ready[tp].received_rows for tp in order})
         # Who was left out of the cut before has a part in this one, whatever the limit.
@@ -184,11 +214,15 @@ class Window:
         )
         demand = {tp: ready[tp].received_payload for tp in order}
         payload = share_out(payload_max, demand) if payload_max else demand
-        room = budget.checkpoint_bytes_max // len(self._partitions)
+        wanted = [tp for tp in order if rows[tp]]
         cuts = {
-            tp: ready[tp].take((rows[tp], held[tp], payload[tp]), room) for tp in order if rows[tp]
+            tp: ready[tp].take((rows[tp], held[tp], payload[tp]), self._room(tp, len(wanted)))
+            for tp in wanted
         }
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
+        for tp in wanted:
+            self._looked(tp)
+        self.received_rows = sum(window.ready_rows for window in filled.values())
         for tp in ready.keys() - entries:
             ready[tp].left_out = {index for _, index in ready[tp].received}
         if not entries:
@@ -205,38 +239,51 @@ class Window:
             (topic partition, index of the range that received it, entry), in order of receipt per
             topic partition.
         """
-        filled = {tp: window for tp, window in self._partitions.items() if window.received}
-        share = None if rows_max is None or not filled else max(1, rows_max // len(filled))
-        return [
-            (topic_partition, index, block)
-            for topic_partition, window in filled.items()
-            for block, index in window.take_oldest(share)
-        ]
+        turn = list(islice(self._filled, rows_max))
+        share = None if rows_max is None or not turn else max(1, rows_max // len(turn))
+        taken: list[tuple[TopicPartition, int, EntryBlock]] = []
+        for topic_partition in turn:
+            window = self._partitions[topic_partition]
+            self.received_rows -= window.ready_rows
+            taken += [(topic_partition, at, block) for block, at in window.take_oldest(share)]
+            self.received_rows += window.ready_rows
+            self._looked(topic_partition)
+        return taken
 
     def commit(
         self, completed: Mapping[TopicPartition, Collection[EntryId]]
-    ) -> tuple[Checkpoint | None, dict[TopicPartition, list[EntryId]]]:
-        """Plan a batch of entries that handlers completed.
+    ) -> dict[TopicPartition, list[EntryId]]:
+        """Put entries that handlers completed into the newest checkpoint.
 
         Args:
             completed: Entries that :meth:`take` handed out.
 
         Returns:
-            (its end checkpoint, ``None`` for an empty batch; the entries that the checkpoint has no
-            room for).
+            The entries that the checkpoint has no room for.
         """
-        room = self._budget.checkpoint_bytes_max // max(1, len(self._partitions))
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
         for topic_partition, ids in completed.items():
+            room = self._room(topic_partition, len(completed))
             blocks = self._partitions[topic_partition].give_back(ids, room)
+            self._looked(topic_partition)
             if blocks:
                 entries[topic_partition] = blocks
+                self.committed.setdefault(topic_partition, []).extend(blocks)
             if len(blocks) < len(ids):
                 left[topic_partition] = sorted(ids)[len(blocks) :]
-        if not entries:
-            return None, left
-        return self._planned(entries), left
+        if entries:
+            self._advance(entries)
+        return left
+
+    def release_committed(self) -> dict[TopicPartition, list[EntryId]]:
+        """Forget what is committed: the newest checkpoint is durable, or there is to be none.
+
+        Returns:
+            The entries to acknowledge.
+        """
+        committed, self.committed = self.committed, {}
+        return self._let_go(committed)
 
     def expect(self, checkpoint: Checkpoint) -> None:
         """Hold the ids of a planned batch that is going to be read again.
@@ -245,8 +292,7 @@ class Window:
         """
         for topic_partition, state in checkpoint.partitions.items():
             window = self._partitions[topic_partition]
-            window.expected.update(state.batch)
-            window.held |= window.expected
+            window.expected |= state.batch
 
     def plan(
         self, checkpoint: Checkpoint, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
@@ -257,15 +303,15 @@ class Window:
         """
         for topic_partition, blocks in entries.items():
             window = self._partitions[topic_partition]
+            window.expected -= EntrySet.of(block.id for block in blocks)
             for block in blocks:
-                window.expected.discard(block.id)
                 window.hold(block)
         for topic_partition, state in checkpoint.partitions.items():
             window = self._partitions[topic_partition]
-            gone = {entry_id for entry_id in window.expected if entry_id in state.batch}
+            gone = window.expected & state.batch
             window.expected -= gone
-            window.held -= gone
             self.counters.entries_lost += len(gone)
+            self._forget(topic_partition)
         self.batches[checkpoint.batch_id] = Batch(
             checkpoint, {tp: list(blocks) for tp, blocks in entries.items()}
         )
@@ -294,11 +340,8 @@ class Window:
             return {}
         released: dict[TopicPartition, list[EntryId]] = {}
         for oldest in list(self.batches):
-            for topic_partition, blocks in self.batches.pop(oldest).entries.items():
-                window = self._partitions[topic_partition]
-                for block in blocks:
-                    window.let_go(block)
-                released.setdefault(topic_partition, []).extend(block.id for block in blocks)
+            for topic_partition, ids in self._let_go(self.batches.pop(oldest).entries).items():
+                released.setdefault(topic_partition, []).extend(ids)
             if oldest == batch_id:
                 break
         return released
@@ -320,15 +363,22 @@ class Window:
             proofs: Entries and ledgers that are settled.
             owners: Ranges that owe an entry of a hole: they go on receiving.
         """
-        if topic_partition in self._partitions:
-            self._partitions[topic_partition].prove(proofs, owners)
+        window = self._partitions.get(topic_partition)
+        if window is None:
+            return
+        self.received_rows += window.waiting_rows if proofs else 0
+        window.prove(proofs, owners)
+        if proofs:
+            self._changing[topic_partition] = None
 
     def paused(self, topic_partition: TopicPartition) -> frozenset[int] | None:
         """Ranges that pause for the size of the checkpoint; ``None`` when it has room.
 
         Otherwise the ranges that are not named go on receiving, even when the window is full.
         """
-        budget, shares = self._budget, len(self._partitions)
+        if topic_partition not in self.tight:
+            return None
+        budget, shares = self.budget, max(1, len(self._active))
         return self._partitions[topic_partition].paused(
             budget.rows_max // shares, budget.bytes_max // shares, self._ranges
         )
@@ -353,18 +403,20 @@ class Window:
         return sum(window.rows for window in self._partitions.values())
 
     @property
-    def received_rows(self) -> int:
-        """Rows that a cut could take."""
-        return sum(w.received_rows - w.waiting_rows for w in self._partitions.values())
+    def checkpoint_bytes(self) -> int:
+        """About the size of the newest checkpoint."""
+        return self._checkpoint_bytes
 
     def oldest_published_ms(self) -> int | None:
         """Publish time of the oldest row held, milliseconds since the epoch."""
         received = (block for w in self._partitions.values() for block, _ in w.received)
         taken = (block for w in self._partitions.values() for block in w.taken.values())
         planned = (
-            block for batch in self.batches.values() for part in batch.entries.values()
+            block
+            for entries in (self.committed, *(batch.entries for batch in self.batches.values()))
+            for part in entries.values()
             for block in part
-        )  # fmt: skip
+        )
         return min((block.publish_ms for block in chain(received, taken, planned)), default=None)
 
     def fill(self) -> float:
@@ -372,7 +424,7 @@ class Window:
         return max(map(self._fill, self._partitions.values()), default=0.0)
 
     def _fill(self, window: PartitionWindow) -> float:
-        budget, shares = self._budget, max(1, len(self._active))
+        budget, shares = self.budget, max(1, len(self._active))
         rows_max = budget.rows_max / shares
         if budget.partition_rows_max is not None:
             rows_max = min(rows_max, budget.partition_rows_max)
@@ -384,44 +436,108 @@ class Window:
             window.validate()
             blocks = [
                 block
-                for batch in self.batches.values()
-                for block in batch.entries.get(topic_partition, ())
+                for entries in (self.committed, *(one.entries for one in self.batches.values()))
+                for block in entries.get(topic_partition, ())
             ]
-            planned = window.expected.union(block.id for block in blocks)
-            assert len(planned) == len(blocks) + len(window.expected), "an entry is planned twice"
+            planned = {block.id for block in blocks}
+            assert len(planned) == len(blocks), "an entry is planned twice"
+            assert not any(one in window.expected for one in planned), "or read again twice"
             received = {block.id for block, _ in window.received}
             assert window.held == planned | received | window.taken.keys()
-            assert all(map(window.state.settled, planned))
+            assert all(map(window.state.settled, planned | set(window.expected)))
             blocks += window.taken.values()
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)
+            assert bool(window.received) == (topic_partition in self._filled)
+            assert window.tight == (topic_partition in self.tight)
+            held = window.held or window.expected
+            assert not window.gone or held or topic_partition in self._states, (
+                "it is never forgotten"
+            )
+        windows = self._partitions.values()
+        assert self.received_rows == sum(window.ready_rows for window in windows)
+        sizes = (_text_bytes(where, state) for where, state in self._states.items())
+        assert self._checkpoint_bytes == sum(sizes), "the checkpoint's size is counted wrong"
 
     def _planned(self, entries: dict[TopicPartition, list[EntryBlock]]) -> Checkpoint:
         """Plan a batch of ``entries``, which are taken out of what was received; its end."""
-        checkpoint = self._advance(entries)
+        self._advance(entries)
+        checkpoint = self.newest
         self.batches[checkpoint.batch_id] = Batch(checkpoint, entries)
         return checkpoint
 
-    def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> Checkpoint:
-        """The checkpoint after a batch of ``entries``; becomes the newest."""
-        partitions: dict[TopicPartition, PartitionCheckpoint] = {}
-        for topic_partition, window in self._partitions.items():
-            own = entries.get(topic_partition, ())
-            old = window.state
-            if window.gone or (not own and not old.delivered and old.floor is None):
-                continue
-            self.counters.holes_settled += window.advance(own)
-            partitions[topic_partition] = window.state
+    def _advance(self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]) -> None:
+        """Make the checkpoint after a batch of ``entries`` the newest."""
+        changing, self._changing = self._changing, dict.fromkeys(entries)
+        for topic_partition in changing | self._changing:
+            window = self._partitions[topic_partition]
+            own, old = entries.get(topic_partition, ()), window.state
+            if own or old.delivered or old.floor is not None:
+                self.counters.holes_settled += window.advance(own)
+                self._record(topic_partition, None if window.gone else window.state)
+            self._forget(topic_partition)
         blocks = [block for part in entries.values() for block in part]
         together = merged(
             sum(block.rows for block in blocks),
             sum(block.payload_bytes for block in blocks),
             self._ranges,
         )
-        self._base = Checkpoint(
-            self._base.cluster,
-            self._base.subscription,
-            self._ranges,
-            partitions,
-            None if together == self._ranges else together,
+        self._frame = replace(
+            self._frame,
+            ranges=self._ranges,
+            merged=None if together == self._ranges else together,
         )
-        return self._base
+        self._newest = None
+
+    def _record(self, topic_partition: TopicPartition, state: PartitionCheckpoint | None) -> None:
+        """What the newest checkpoint says of a topic partition; ``None``: nothing any more."""
+        before = self._states.pop(topic_partition, None)
+        if before is not None:
+            self._checkpoint_bytes -= _text_bytes(topic_partition, before)
+        if state is not None:
+            self._states[topic_partition] = state
+            self._checkpoint_bytes += _text_bytes(topic_partition, state)
+            if state.batch:
+                self._changing[topic_partition] = None
+
+    def _room(self, topic_partition: TopicPartition, others: int) -> int:
+        """Size that a topic partition may have in the next checkpoint: its own, and a share of
+        what all leave over."""
+        left = max(0, self.budget.checkpoint_bytes_max - self._checkpoint_bytes) // others
+        state = self._states.get(topic_partition)
+        if state is None:
+            return left
+        return PARTITION_BYTES + len(str(state.delivered)) + len(str(state.batch)) + left
+
+    def _looked(self, topic_partition: TopicPartition) -> None:
+        """Follow a topic partition from which entries were taken."""
+        window = self._partitions[topic_partition]
+        self._filled.pop(topic_partition, None)
+        if window.received:
+            self._filled[topic_partition] = None
+        if window.tight:
+            self.tight.add(topic_partition)
+        else:
+            self.tight.discard(topic_partition)
+
+    def _let_go(
+        self, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
+    ) -> dict[TopicPartition, list[EntryId]]:
+        for topic_partition, blocks in entries.items():
+            window = self._partitions[topic_partition]
+            for block in blocks:
+                window.let_go(block)
+            self._forget(topic_partition)
+        return {where: [block.id for block in blocks] for where, blocks in entries.items()}
+
+    def _forget(self, topic_partition: TopicPartition) -> None:
+        """Forget a topic partition that is gone, once nothing of it is held or checkpointed."""
+        window = self._partitions[topic_partition]
+        held = window.held or window.expected
+        if window.gone and not held and topic_partition not in self._states:
+            del self._partitions[topic_partition]
+            self._changing.pop(topic_partition, None)
+            self.tight.discard(topic_partition)
+
+
+def _text_bytes(topic_partition: TopicPartition, state: PartitionCheckpoint) -> int:
+    return len(topic_partition.name) + len(state.to_json()) + 4

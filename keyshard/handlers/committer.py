@@ -49,10 +49,10 @@ class Committer:
             KeyShardError: The source ended, or the checkpoint could not be stored. Nothing of this
                 commit is acknowledged then.
         """
-        checkpoint, left = self._coordinator.commit(completed)
-        if checkpoint is not None:
+        left = self._coordinator.commit(completed)
+        if self._coordinator.committed:
             if self._store is not None:
                 parked = None if self._parked is None else self._parked()
-                self._store.save(replace(checkpoint, parked=parked))
-            self._coordinator.release(checkpoint)
+                self._store.save(replace(self._coordinator.newest, parked=parked))
+            self._coordinator.release_committed()
         return left

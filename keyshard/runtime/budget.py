@@ -8,10 +8,10 @@ from functools import partial
 from typing import NamedTuple
 
 from keyshard.config import SourceConfig
-from keyshard.core.admission import partition_rows_max
+from keyshard.core.admission import held_max
 from keyshard.core.entry import TopicPartition
 from keyshard.core.window import Budget
-from keyshard.errors import AdminError
+from keyshard.errors import AdminError, ConfigError
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 
@@ -65,11 +65,12 @@ def window_budget(
         consumers: Number of consumers in each topic partition.
 
     Raises:
+        ConfigError: The broker's limits have no room for so many consumers.
         BrokerUnavailableError: The admin interface does not answer in time.
     """
     timeout_s = config.operation_timeout_ms / 1000
     limits = unacknowledged_limits(admin, topic_partitions, timeout_s)
-    rows_max = partition_rows_max(
+    held = held_max(
         window_rows_max=config.window_rows_max,
         topic_partitions=len(topic_partitions),
         ranges=consumers,
@@ -77,12 +78,22 @@ def window_budget(
         per_consumer=limits.per_consumer,
         per_subscription=limits.per_subscription,
     )
-    if rows_max < config.window_rows_max // max(1, len(topic_partitions)):
+    if held.rows < 1:
+        raise ConfigError(
+            f"{consumers} consumers in each topic partition do not work: each asks for at least "
+            f"one message ahead, and the broker leaves {limits.per_consumer} per consumer and "
+            f"{limits.per_subscription} per subscription unacknowledged. Lower parallelism, or "
+            "raise maxUnackedMessagesPerConsumer and maxUnackedMessagesPerSubscription at the "
+            "broker."
+        )
+    wanted = config.window_rows_max // max(1, len(topic_partitions))
+    if held.rows < wanted or held.queue < config.receiver_queue_size:
         _log.info(
-            "the window holds at most %d rows per topic partition: the broker leaves %d per "
-            "consumer and %d per subscription unacknowledged",
-            rows_max, limits.per_consumer, limits.per_subscription,
+            "the window holds at most %d rows per topic partition and each client queue %d: the "
+            "broker leaves %d per consumer and %d per subscription unacknowledged",
+            held.rows, held.queue, limits.per_consumer, limits.per_subscription,
         )  # fmt: skip
     return Budget(
-        config.window_rows_max, config.window_bytes_max, rows_max, config.checkpoint_bytes_max
-    )
+        config.window_rows_max, config.window_bytes_max, held.rows, config.checkpoint_bytes_max,
+        held.queue,
+    )  # fmt: skip

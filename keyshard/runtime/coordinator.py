@@ -72,6 +72,8 @@ class Coordinator:
         """Held while consumers come and go: by discovery, and by who rescales."""
         self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
+        self._before: frozenset[TopicPartition] = frozenset()
+        """Topic partitions of the checkpoint of the start: only its batch may be read again."""
         self._available_now: AvailableNow | None = None
         self.ahead_rows_max: int | None = None
         """Rows received and not yet taken at which receiving pauses; ``None``: never."""
@@ -115,12 +117,14 @@ class Coordinator:
             catalog = Catalog(self._broker, self._admin, config)
             found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
             self._gone.update(found.gone)
+            self._before = frozenset(() if checkpoint is None else checkpoint.partitions)
             self._window = open_window(
                 self._broker, self._admin, config, checkpoint, found,
                 cluster=cluster, planned=planned,
             )  # fmt: skip
             self._pauses = Pauses(self._window)
             self._range_consumers = RangeConsumers(self._broker, self._admin, config, self)
+            self._range_consumers.queue_max = self._window.budget.queue_max
             self._owners = slot_owners(self._range_consumers.assignment)
             start = start_position(self._admin, config, checkpoint, found)
             range_consumers = self._range_consumers.open(found.consumed, start)
@@ -188,8 +192,9 @@ class Coordinator:
 
     @property
     def newest(self) -> Checkpoint:
-        """The newest checkpoint: of the last cut, else of the start."""
-        return self._window.newest
+        """The newest checkpoint: of the last cut or commit, else of the start."""
+        with self._lock:
+            return self._window.newest
 
     @property
     def full(self) -> bool:
@@ -221,8 +226,7 @@ class Coordinator:
             if checkpoint is not None:
                 self._layouts.add(self._window.batch(checkpoint.batch_id))
                 self._watch.cut(full=self._pauses.any_full)
-            for topic_partition in self._window.partitions:
-                self._pauses.fitted(topic_partition)
+            self._pauses.cut()
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
@@ -281,8 +285,8 @@ class Coordinator:
 
     def commit(
         self, completed: Mapping[TopicPartition, Collection[EntryId]]
-    ) -> tuple[Checkpoint | None, dict[TopicPartition, list[EntryId]]]:
-        """Plan a batch of entries that :meth:`take` handed out; see ``Window.commit``.
+    ) -> dict[TopicPartition, list[EntryId]]:
+        """Put entries that :meth:`take` handed out into :attr:`newest`; see ``Window.commit``.
 
         Raises:
             KeyShardError: The error that ended the source.
@@ -290,6 +294,18 @@ class Coordinator:
         with self._lock:
             self.check()
             return self._window.commit(completed)
+
+    @property
+    def committed(self) -> bool:
+        """Whether :attr:`newest` has entries that are not acknowledged yet."""
+        return bool(self._window.committed)
+
+    def release_committed(self) -> None:
+        """:attr:`newest` is durable, or there is to be no checkpoint: acknowledge its entries."""
+        with self._lock:
+            released = self._window.release_committed()
+            self._pauses.released(released)
+        self._acknowledge(released)
 
     def plan(self, checkpoint: Checkpoint) -> list[int]:
         """Layout partitions of the batch that ends at ``checkpoint``, ascending. Idempotent.
@@ -318,7 +334,7 @@ class Coordinator:
         with self._lock:
             self._window.plan(checkpoint, entries)
             partitions = self._layouts.add(self._window.batch(batch_id))
-            self._pauses.released()
+            self._pauses.released(entries)
         _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
         return partitions
 
@@ -341,7 +357,10 @@ class Coordinator:
             planned = list(self._window.batches)
             released = self._window.release(checkpoint)
             self._layouts.release(one for one in planned if one not in self._window.batches)
-            self._pauses.released()
+            self._pauses.released(released)
+        self._acknowledge(released)
+
+    def _acknowledge(self, released: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
         for topic_partition, entries in released.items():
             self._acknowledger.submit(topic_partition, entries)
 
@@ -440,6 +459,7 @@ class Coordinator:
             with self._lock:
                 for topic_partition in found:
                     self._window.add_partition(topic_partition)
+                self._pauses.shared_anew()
                 self._gone.difference_update(found)
             self._range_consumers.serve(range_consumers)
 
@@ -449,8 +469,8 @@ class Coordinator:
             with self._lock:
                 for topic_partition in gone:
                     self._window.drop_partition(topic_partition, gone=True)
-                    self._pauses.dropped(topic_partition)
-                self._gone.update(gone)
+                self._pauses.shared_anew()
+                self._gone.update(self._before.intersection(gone))
 
     def tidy(self) -> None:
         with self._lock:
@@ -485,7 +505,7 @@ class Coordinator:
         with self._lock:
             self._owners = slot_owners(assignment)
             self._window.reassign(self._owners, budget)
-            self._pauses.reassigned()
+            self._pauses.shared_anew()
             return self._owners
 
     # -- called by the settler's thread ------------------------------------------------------------

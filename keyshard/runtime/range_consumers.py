@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.assignment import Assignment, assign
+from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
@@ -54,6 +55,8 @@ class RangeConsumers:
         self._suspended: frozenset[Seat] = frozenset()
         self.assignment: Assignment = assign(config.parallelism)
         """Hash ranges of each owner, as they are subscribed."""
+        self.queue_max = config.receiver_queue_size
+        """Most messages in the client queue of each consumer that is subscribed from now on."""
         self.epoch = 0
         """Number of the assignment generation; seats that come from now on have it."""
         self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
@@ -81,8 +84,9 @@ class RangeConsumers:
         kept = sum(map(len, self.by_partition.values()))
         share = self._config.window_bytes_max // (2 * max(1, kept + len(seats)))
         return open_range_consumers(
-            self._broker, self._admin, self._config, seats, start, queue_bytes_max=share
-        )
+            self._broker, self._admin, self._config, seats, start,
+            make_queue=lambda: ClientQueue(share, self.queue_max),
+        )  # fmt: skip
 
     def seats(self, where: Iterable[TopicPartition], assignment: Assignment) -> list[Seat]:
         """What there is to own of some topic partitions, from now on."""

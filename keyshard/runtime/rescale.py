@@ -215,6 +215,7 @@ class Rescaler:
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
         budget = window_budget(self._config, self._admin, consumers.consumed, sum(map(len, new)))
+        consumers.queue_max = budget.queue_max
         stays = {(owner, part) for owner, ranges in enumerate(new) for part in ranges}
         leaving = {
             seat for seat in consumers.owned if (seat.range_index, seat.hash_range) not in stays

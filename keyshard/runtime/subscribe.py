@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
@@ -66,12 +66,9 @@ def open_range_consumers(
     seats: Sequence[Seat],
     start: StartPosition,
     *,
-    queue_bytes_max: int,
+    make_queue: Callable[[], ClientQueue],
 ) -> list[RangeConsumer]:
     """Subscribe every one of some seats, or none.
-
-    Args:
-        queue_bytes_max: Memory that the client queue of one consumer may take, bytes.
 
     Raises:
         SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
@@ -80,7 +77,7 @@ def open_range_consumers(
     stop = threading.Event()
 
     def subscribe(seat: Seat, where: StartPosition) -> RangeConsumer:
-        queue = ClientQueue(queue_bytes_max, config.receiver_queue_size)
+        queue = make_queue()
         try:
             return RangeConsumer(
                 seat, _subscribe(broker, config, seat, where, stop, queue=queue), queue

@@ -6,7 +6,8 @@ import pytest
 
 from helpers import block, ids
 from keyshard.core.admission import (
-    partition_rows_max,
+    Held,
+    held_max,
     share_out,
     take_aligned,
     waits_for_more,
@@ -122,16 +123,28 @@ def test_a_cut_waits_for_rows_but_not_for_ever(rows: int, waited_s: float, waits
     assert waits_for_more(rows, 10, waited_s, 5.0) is waits
 
 
-def test_rows_held_of_a_partition_stay_below_what_the_broker_leaves_unacknowledged() -> None:
-    def rows(window: int, partitions: int, ranges: int = 10, **limits: int) -> int:
-        given = {"per_consumer": 50_000, "per_subscription": 200_000} | limits
-        return partition_rows_max(
-            window_rows_max=window, topic_partitions=partitions, ranges=ranges, queue=1_000, **given
-        )
+def held(window: int, partitions: int, ranges: int = 10, **limits: int) -> Held:
+    given = {"per_consumer": 50_000, "per_subscription": 200_000, "queue": 1_000} | limits
+    return held_max(window_rows_max=window, topic_partitions=partitions, ranges=ranges, **given)
 
-    assert rows(200_000, 5) == 40_000
-    assert rows(200_000, 1) == 49_000
-    assert rows(200_000, 1, ranges=180) == 20_000
-    assert rows(200_000, 1, per_consumer=0) == 190_000
-    assert rows(200_000, 1, per_consumer=0, per_subscription=0) == 200_000
-    assert rows(200_000, 1, per_consumer=10) == 1
+
+def test_rows_held_of_a_partition_stay_below_what_the_broker_leaves_unacknowledged() -> None:
+    assert held(200_000, 5) == (40_000, 1_000)
+    assert held(200_000, 1) == (49_000, 1_000)
+    assert held(200_000, 1, per_consumer=0) == (190_000, 1_000)
+    assert held(200_000, 1, per_consumer=0, per_subscription=0) == (200_000, 1_000)
+    assert held(200_000, 1, per_consumer=10) == (5, 5)
+
+
+@pytest.mark.parametrize("ranges", [1, 100, 199, 200, 201, 1_000, 10_000, 65_536])
+def test_the_queues_of_many_ranges_become_smaller_before_the_window_does(ranges: int) -> None:
+    found = held(200_000, 5, ranges)
+    assert found.rows == 40_000
+    assert found.queue == min(1_000, 160_000 // ranges)
+    assert held(200_000, 1, ranges).rows >= 49_000
+
+
+def test_without_room_for_one_row_beside_the_smallest_queues_there_is_none() -> None:
+    assert held(200_000, 5, 1_000, per_subscription=1_001) == (1, 1)
+    assert held(200_000, 5, 1_000, per_subscription=1_000).rows == 0
+    assert held(200_000, 5, per_consumer=1).rows == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers import P0, FakeAdmin, config
-from keyshard.errors import AdminError, BrokerUnavailableError
+from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
 from keyshard.runtime.budget import UnacknowledgedLimits, unacknowledged_limits, window_budget
 
 
@@ -41,3 +41,14 @@ def test_a_refused_question_leaves_the_defaults() -> None:
 def test_the_budget_stays_below_the_limits() -> None:
     source = config("t", parallelism=2, receiver_queue_size=10)
     assert window_budget(source, MovingAdmin(), [P0], 2).partition_rows_max == 90
+
+
+def test_a_thousand_ranges_have_a_window_beside_their_queues() -> None:
+    budget = window_budget(config("t", parallelism=1_000), FakeAdmin(), [P0], 1_000)
+    assert budget.partition_rows_max == 49_000
+    assert budget.queue_max == 151
+
+
+def test_more_ranges_than_the_broker_leaves_unacknowledged_are_refused() -> None:
+    with pytest.raises(ConfigError, match="300 per subscription"):
+        window_budget(config("t", parallelism=300), MovingAdmin(), [P0], 300)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from helpers import block
 from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.checkpoint_size import PARTITION_BYTES
 from keyshard.core.entry import TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.pauses import Pauses
@@ -31,14 +30,12 @@ class Followed:
 
     def cut(self) -> Checkpoint | None:
         end = self.window.cut()
-        for topic_partition in self.window.partitions:
-            self.pauses.fitted(topic_partition)
+        self.pauses.cut()
         return end
 
     def release(self, end: Checkpoint | None) -> None:
         assert end is not None
-        self.window.release(end)
-        self.pauses.released()
+        self.pauses.released(self.window.release(end))
 
     def paused(self, where: TopicPartition) -> list[int]:
         return [index for index in range(RANGES) if self.pauses.include(where, index)]
@@ -64,12 +61,12 @@ def test_a_topic_partition_that_is_dropped_leaves_its_share_to_the_others() -> N
     source = Followed(Budget(8, 10**9), P0, P1)
     source.give(P0, 0, 1, 2, 3)
     source.window.drop_partition(P1, gone=True)
-    source.pauses.dropped(P1)
+    source.pauses.shared_anew()
     assert source.paused(P0) == []
 
 
 def test_a_checkpoint_without_room_pauses_only_who_waits_for_it_even_when_all_is_full() -> None:
-    source = Followed(Budget(8, 10**9, checkpoint_bytes_max=PARTITION_BYTES + 20), P0)
+    source = Followed(Budget(8, 10**9, checkpoint_bytes_max=100), P0)
     source.give(P0, 0)
     source.release(source.cut())
     source.give(P0, 2, 4, 6, 8, 10, 12, 14, 16, index=1)
