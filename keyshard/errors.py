@@ -18,7 +18,7 @@
     ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
     ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
     ├── DataLossAckedElsewhereError    KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE
-    ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT
+    ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT       (retriable)
     ├── AcknowledgeError               KEYSHARD_ACKNOWLEDGE_FAILED
     ├── RuntimeStoppedError            KEYSHARD_STOPPED
     ├── DrainTimeoutError              KEYSHARD_DRAIN_TIMEOUT
@@ -164,9 +164,10 @@ class DataLossAckedElsewhereError(KeyShardError):
 
 
 class ReplayTimeoutError(KeyShardError):
-    """A planned batch could not be read again before the deadline."""
+    """What is stored could not be read before the deadline; that says nothing of what is gone."""
 
     code = "KEYSHARD_REPLAY_TIMEOUT"
+    retriable = True
 
 
 class AcknowledgeError(KeyShardError):

@@ -17,6 +17,7 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.errors import (
     BrokerError,
+    BrokerUnavailableError,
     ChunkedMessageError,
     RangeConflictError,
     TopicNotFoundError,
@@ -128,6 +129,10 @@ class MemoryConsumer:
     def last_entry(self) -> EntryId | None:
         with self._changed:
             self._check_open()
+            if not self._connected:
+                raise BrokerUnavailableError(
+                    f"Consumer {self._name!r} of {self._topic_partition} has no connection."
+                )
             return self._subscription.log.last_id
 
     def is_connected(self) -> bool:
@@ -252,7 +257,12 @@ class MemoryConsumer:
 
 
 class MemoryReader:
-    """Implements the ``Reader`` port; made by ``MemoryBroker.reader``."""
+    """Implements the ``Reader`` port; made by ``MemoryBroker.reader``.
+
+    Without its connection it does what Pulsar's client does, which is no sign of anything: it hands
+    out nothing, says once that it is at the end, and then that the broker is away. Connected again
+    with nothing left to read, it says that something is left, until something comes.
+    """
 
     def __init__(
         self,
@@ -267,19 +277,28 @@ class MemoryReader:
         self._next = log.first_from(start)
         self._chunks = ChunkAssembly()
         self._closed = False
+        self._connected = self._stayed_connected = True
+        self._asked_without = False
+        self._expects = -1
         self._notify: Callable[[], None] = self._changed.notify_all
         log.on_append.append(self._notify)
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        """The topic partition it reads."""
+        return self._topic_partition
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._next < len(self._log), timeout_ms / 1000
+                lambda: self._closed or (self._connected and self._next < len(self._log)),
+                timeout_ms / 1000,
             )
             self._check_open()
             blocks: list[EntryBlock] = []
             rows = 0
             self._next = max(self._next, self._log.first)
-            while self._next < len(self._log) and rows < READ_MESSAGES_MAX:
+            while self._connected and self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
                 self._next += 1
@@ -294,7 +313,38 @@ class MemoryReader:
     def at_end(self) -> bool:
         with self._changed:
             self._check_open()
-            return self._log.only_hidden_from(self._next)
+            if self._connected:
+                return self._log.only_hidden_from(self._next) and self._expects < self._next
+            if self._asked_without:
+                raise BrokerUnavailableError(
+                    f"A reader of {self._topic_partition} has no connection."
+                )
+            self._asked_without = True
+            return True
+
+    def is_connected(self) -> bool:
+        """Whether it has its connection now."""
+        with self._changed:
+            return self._connected and not self._closed
+
+    def stayed_connected(self) -> bool:
+        with self._changed:
+            return self._stayed_connected
+
+    def drop(self) -> None:
+        """Lose the connection."""
+        with self._changed:
+            self._connected = self._stayed_connected = False
+            self._asked_without = False
+
+    def reconnect(self) -> None:
+        """Read on after :meth:`drop`, behind what was handed out."""
+        with self._changed:
+            if not self._connected and not self._closed:
+                self._connected = True
+                self._chunks = ChunkAssembly()
+                self._expects = self._next
+                self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

@@ -6,7 +6,7 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from keyshard.broker.memory_client import Connection, MemoryConsumer, MemoryReader
 from keyshard.broker.memory_producer import MemoryProducer
@@ -17,6 +17,9 @@ from keyshard.errors import BrokerError, ConfigError
 
 if TYPE_CHECKING:
     from keyshard.broker.memory_cluster import MemoryCluster
+
+_Handle: TypeAlias = MemoryConsumer | MemoryReader | MemoryProducer
+"""What loses its connection with the client."""
 
 
 class MemoryBroker:
@@ -88,15 +91,14 @@ class MemoryBroker:
             self._producers.append(producer)
         return producer
 
-    def drop(
-        self, of: Collection[TopicPartition] | None = None
-    ) -> list[MemoryConsumer | MemoryProducer]:
+    def drop(self, of: Collection[TopicPartition] | None = None) -> list[_Handle]:
         """Lose the connection: the broker forgets the consumers, which do not notice.
 
-        They keep what is in their queues, and their acknowledgements are lost. Producers wait.
+        They keep what is in their queues, and their acknowledgements are lost. Producers wait, and
+        what readers say is worth nothing (:class:`MemoryReader`).
 
         Args:
-            of: Only consumers and producers of these topic partitions.
+            of: Only handles of these topic partitions.
 
         Returns:
             Those that were connected.
@@ -111,8 +113,8 @@ class MemoryBroker:
                 handle.drop()
             return found
 
-    def reconnect(self, dropped: Iterable[MemoryConsumer | MemoryProducer] | None = None) -> None:
-        """Bring every dropped consumer back with an empty queue, and every producer.
+    def reconnect(self, dropped: Iterable[_Handle] | None = None) -> None:
+        """Bring every dropped consumer back with an empty queue, every reader and producer.
 
         One whose range somebody else took meanwhile stays without connection and says nothing,
         as Pulsar's client does; call it again to let it retry. A frozen client does nothing.
@@ -152,9 +154,8 @@ class MemoryBroker:
             self._close_all(flush=True)
 
     @property
-    def _handles(self) -> list[MemoryConsumer | MemoryProducer]:
-        """What loses its connection with the client."""
-        return [*self._consumers, *self._producers]
+    def _handles(self) -> list[_Handle]:
+        return [*self._consumers, *self._readers, *self._producers]
 
     def _close_all(self, *, flush: bool) -> None:
         self._closed = True

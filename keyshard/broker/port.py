@@ -88,7 +88,12 @@ class Consumer(Protocol):
 
 
 class Reader(Protocol):
-    """Bounded read of one topic partition from a position; no subscription, no acknowledgement."""
+    """Bounded read of one topic partition from a position; no subscription, no acknowledgement.
+
+    A Reader that lost its connection gets it back by itself, and reads on behind what it handed
+    out or begins that entry again. Its silence, then and afterwards, is no sign of anything, nor is
+    what it says of the end: only one that stayed connected shows that an entry is not there.
+    """
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         """Next whole or partial entries in position order; ``[]`` when nothing came in time.
@@ -98,7 +103,19 @@ class Reader(Protocol):
         """
 
     def at_end(self) -> bool:
-        """Whether everything stored at the time of the call has been read."""
+        """Whether everything stored at the time of the call has been read.
+
+        Worth nothing unless :meth:`stayed_connected` holds afterwards.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
+    def stayed_connected(self) -> bool:
+        """Whether its connection has stood since it was opened, as far as the client tells.
+
+        Once false, it stays so.
+        """
 
     def close(self) -> None:
         """Free the handle. Idempotent."""

@@ -17,7 +17,7 @@ import _pulsar
 import pulsar
 
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar_errors import translated
+from keyshard.broker.pulsar_errors import answer_of, translated
 from keyshard.broker.pulsar_producer import PulsarProducer
 from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.hash_range import HashRange
@@ -238,7 +238,7 @@ class PulsarConsumer:
 
     def last_entry(self) -> EntryId | None:
         with translated("ask for the last entry of", self._topic_partition):
-            last = self._raw.get_last_message_id()
+            last = answer_of(self._raw.get_last_message_id_async)
         return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
 
     def is_connected(self) -> bool:
@@ -260,6 +260,7 @@ class PulsarReader:
         self._raw = reader._reader
         self._topic_partition = topic_partition
         self._closed = False
+        self._stayed_connected = True
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         messages: list[Any] = []
@@ -275,7 +276,12 @@ class PulsarReader:
 
     def at_end(self) -> bool:
         with translated("look for the end of", self._topic_partition):
-            return not self._reader.has_message_available()
+            return not answer_of(self._raw.has_message_available_async)
+
+    def stayed_connected(self) -> bool:
+        # The client tells no more than whether it has one now; it takes 90 ms to get another.
+        self._stayed_connected = self._stayed_connected and bool(self._raw.is_connected())
+        return self._stayed_connected
 
     def close(self) -> None:
         if self._closed:
@@ -307,6 +313,9 @@ class PulsarBroker:
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         with translated("look up", f"{topic} at {self._service_url}"):
             names = self._client.get_topic_partitions(topic)
+            if not names:
+                # What the client gives when it lost the connection while it asked.
+                raise pulsar.NotConnected("the connection was lost")
         return tuple(sorted(TopicPartition.parse(name) for name in names))
 
     def subscribe(

@@ -36,6 +36,9 @@ class PulsarProducer:
                 properties=dict(properties or {}),
                 event_timestamp=event_ms,
             )
+            if sent.entry_id() < 0:
+                # What the client gives when it lost the connection for good while it waited.
+                raise pulsar.NotConnected("the connection was lost")
         return EntryId(sent.ledger_id(), sent.entry_id())
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
+from keyshard.broker.port import Broker, Consumer, Producer, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
@@ -33,6 +33,7 @@ from keyshard.errors import (
 from keyshard.handlers.letter_reading import fold
 from keyshard.handlers.letter_replay import Replay
 from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
@@ -212,9 +213,9 @@ class DeadLetters:
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    def reader(self, start: EntryId) -> Reader:
-        """A Reader from a position on."""
-        return self._broker.reader(self.topic_partition, start)
+    def scan(self, start: EntryId, last: EntryId) -> Scan:
+        """Reads a stretch of the dead-letter topic."""
+        return Scan(self._broker, self.topic_partition, start, last)
 
     def lost(self, key: str, missing: Sequence[EntryId]) -> None:
         """Letters of a key are not stored any more; where that is accepted, they are done.

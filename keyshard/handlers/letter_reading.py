@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from keyshard.broker.port import Broker, Consumer, Reader
+from keyshard.broker.port import Broker, Consumer
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.letters import Kind, Marker, parse
 from keyshard.core.message import Message
 from keyshard.core.parking import Parked
 from keyshard.errors import ReplayTimeoutError
-from keyshard.runtime.replay import READ_WAIT_MS
+from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 from keyshard.schema.messages import messages_of
 
 FIRST = EntryId(0, 0)
@@ -54,14 +55,11 @@ def fold(
     start = FIRST if folded is None else EntryId(folded.ledger, folded.entry + 1)
     stays: set[EntryId] = set()
     found: list[EntryId] = []
-    reader = broker.reader(where, start)
-    try:
-        for message in read(reader, where, last, timeout_s):
+    with Scan(broker, where, start, last) as scan:
+        for message in read(scan, where, timeout_s):
             found.append(position_of(message))
             if _take(state, message, config.subscription):
                 stays.add(found[-1])
-    finally:
-        reader.close()
     stays.update(*(parked.resting for parked in state.keys.values()))
     return [position for position in found if position not in stays]
 
@@ -72,45 +70,38 @@ def position_of(message: Message) -> EntryId:
 
 
 def read(
-    reader: Reader,
+    scan: Scan,
     where: TopicPartition,
-    last: EntryId | None,
     timeout_s: float,
     enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Message]:
-    """Messages up to an entry, and what was read with it; or to the end of the topic.
+    """Messages of a stretch, and what was read with it; one may come twice.
 
     Args:
-        reader: Where it reads on.
+        scan: Reads it.
         where: The dead-letter topic.
-        last: The entry, inclusive; ``None``: only the end.
         timeout_s: Deadline for all of it, seconds.
         enough: Ends it after a read.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        blocks = reader.read(READ_WAIT_MS)
-        for block in blocks:
-            yield from messages_of(where, block)
-        if last is not None and blocks and blocks[-1].id >= last:
-            return
-        if enough() or (not blocks and reader.at_end()):
-            return
-        if time.monotonic() >= deadline:
+    while not scan.done:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             raise ReplayTimeoutError(
                 f"Reading dead letters in {where} took longer than {timeout_s:g} "
                 "s. Check the broker's load, acknowledge rejected letters, or raise "
                 "replay_timeout_ms."
             )
+        for block in retry_until(scan.read, left_s):
+            yield from messages_of(where, block)
+        if enough():
+            return
 
 
 def _first_stored(broker: Broker, where: TopicPartition, timeout_s: float) -> EntryId | None:
     """The first entry that is stored; ``None`` without one."""
-    reader = broker.reader(where, FIRST)
-    try:
-        found = next(read(reader, where, None, timeout_s), None)
-    finally:
-        reader.close()
+    with Scan(broker, where, FIRST, None) as scan:
+        found = next(read(scan, where, timeout_s), None)
     return None if found is None else position_of(found)
 
 

@@ -49,17 +49,14 @@ class Replay:
         stretch = next(stretches(EntrySet.of(self._positions)))
         wanted = list(stretch)
         found: list[Resting] = []
-        reader = self._letters.reader(wanted[0])
-        try:
+        with self._letters.scan(wanted[0], wanted[-1]) as scan:
             where = self._letters.topic_partition
-            for message in read(reader, where, wanted[-1], timeout_s, lambda: bool(found)):
+            for message in read(scan, where, timeout_s, lambda: bool(found)):
                 position = position_of(message)
                 if position not in stretch:
                     self._letters.came_by(position, message)
                 elif isinstance(letter := parse(message), Letter):
                     found.append(Resting(position, letter))
-        finally:
-            reader.close()
         have = {one.position: one for one in found}
         ready = [have[one] for one in takewhile(have.__contains__, wanted)]
         if not ready:

@@ -17,9 +17,10 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import check_delivered, check_ledgers
 from keyshard.core.settling import Proofs
+from keyshard.errors import BrokerUnavailableError
 from keyshard.runtime.inspect_holes import inspect_holes
-from keyshard.runtime.replay import READ_WAIT_MS
 from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 from keyshard.runtime.subscribe import Admin
 
 THREADS_MAX = 8
@@ -70,15 +71,17 @@ def audit(
         if state is None:
             return before_the_start(broker_state, _now_ms()), EntrySet()
         check_ledgers(topic_partition, state, broker_state)
-        _check_newest(broker, topic_partition, state, broker_state)
+        deadline = time.monotonic() + config.operation_timeout_ms / 1000
+        _check_newest(broker, topic_partition, state, broker_state, deadline)
         unknown = acknowledged_unknown(state, broker_state)
         if not unknown:
             return Proofs(), unknown
         # Markers of transactions are acknowledged by the broker itself: no Reader shows them.
-        deadline = time.monotonic() + config.operation_timeout_ms / 1000
         found = inspect_holes(
             broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX
         )
+        if not found.complete and not found.existing:
+            raise _unread(topic_partition)
         proofs = Proofs(settled=unknown, published_ms=_now_ms())
         return proofs, EntrySet.of(found.existing)
 
@@ -105,15 +108,25 @@ def _check_newest(
     topic_partition: TopicPartition,
     state: PartitionCheckpoint,
     broker_state: BrokerState,
+    deadline: float,
 ) -> None:
     """Read the newest delivered entry, if it is stored: is it as old as the checkpoint says?"""
     newest = state.delivered.last
     if newest is None or newest.ledger not in broker_state.ledgers:
         return
-    reader = broker.reader(topic_partition, newest)
-    try:
-        for block in reader.read(READ_WAIT_MS):
-            if block.id == newest:
-                check_delivered(topic_partition, state, block)
-    finally:
-        reader.close()
+    with Scan(broker, topic_partition, newest, newest) as scan:
+        while not scan.done:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise _unread(topic_partition)
+            for block in retry_until(scan.read, left_s):
+                if block.id == newest:
+                    check_delivered(topic_partition, state, block)
+                    return
+
+
+def _unread(topic_partition: TopicPartition) -> BrokerUnavailableError:
+    return BrokerUnavailableError(
+        f"What is stored in {topic_partition} could not be compared with the checkpoint in time. "
+        "Check the broker's load, or raise operation_timeout_ms."
+    )

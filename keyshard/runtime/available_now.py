@@ -36,6 +36,7 @@ from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeout
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.receiver import RangeConsumer, Receiver
 from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 from keyshard.runtime.subscribe import Admin, close_range_consumers
 
 ROWS_BEHIND_MAX = 2_000
@@ -48,8 +49,6 @@ PROBE_AFTER_S = 0.3
 """Silence before the broker is asked what is missing, seconds."""
 PROBE_EVERY_S = (0.5, 5.0)
 """Shortest and longest time between two such questions, seconds."""
-READ_WAIT_MS = 200
-"""One wait for the next message of a Reader, milliseconds."""
 READER_TIMEOUT_S = 5.0
 """Time after which a Reader's answer is given up, seconds."""
 ACKNOWLEDGE_WAIT_S = 0.2
@@ -228,14 +227,18 @@ class AvailableNow:
     def _probe_partition(self, where: TopicPartition, target: Target, quiet_s: float) -> str:
         with self._lock:
             state = self._window.state(where)
-        broker_state = self._broker_state(where)
+        try:
+            broker_state = self._broker_state(where)
+        except BrokerError as exc:
+            _log.warning("the cursor of %s is unknown: %s", where, exc)
+            return f"the cursor of {where} is unknown: {exc.message}"
         for gap in target.open_gaps(state.delivered, state.floor, broker_state):
             sure = broker_state is not None
             try:
                 found = _first_entry(self._broker, where, gap)
             except (BrokerError, ReplayTimeoutError) as exc:
                 _log.debug("gap %s of %s could not be read: %s", gap, where, exc)
-                found, sure = gap.start, False
+                return f"{where} cannot be read: {exc.message}"
             if found is not None:
                 name = f"entry {found.ledger}:{found.entry} of {where}"
                 if sure or quiet_s * 1000 < self._config.available_now_quiet_ms:
@@ -246,14 +249,10 @@ class AvailableNow:
         return ""
 
     def _broker_state(self, where: TopicPartition) -> BrokerState | None:
-        """What the cursor calls acknowledged; ``None`` when nothing tells it."""
+        """What the cursor calls acknowledged; ``None`` when nobody can tell it."""
         if self._admin is None:
             return None
-        try:
-            found = self._admin.broker_state(where, self._config.subscription)
-        except BrokerError as exc:
-            _log.warning("the cursor of %s is unknown: %s", where, exc)
-            return None
+        found = self._admin.broker_state(where, self._config.subscription)
         return found if found is not None and found.mark_delete is not None else None
 
     def _is_acknowledged(self, acknowledger: Acknowledger) -> bool:
@@ -265,7 +264,11 @@ class AvailableNow:
             self._lock.wait_for(lambda: False, ACKNOWLEDGE_WAIT_S)
         complete = True
         for where in self._targets:
-            broker_state = self._broker_state(where)
+            try:
+                broker_state = self._broker_state(where)
+            except BrokerError as exc:
+                _log.warning("the cursor of %s is unknown: %s", where, exc)
+                return False
             with self._lock:
                 delivered = self._window.state(where).delivered
             if broker_state is not None and (lacking := broker_state.lacks(delivered)):
@@ -293,14 +296,12 @@ class AvailableNow:
 def _first_entry(broker: Broker, where: TopicPartition, gap: Gap) -> EntryId | None:
     """The first entry that is stored in a gap and can be received, or ``None``."""
     deadline = time.monotonic() + READER_TIMEOUT_S
-    reader = broker.reader(where, gap.start)
-    try:
-        while not reader.at_end():
-            blocks = reader.read(READ_WAIT_MS)
+    with Scan(broker, where, gap.start, EntryId(gap.end.ledger, gap.end.entry - 1)) as scan:
+        while not scan.done:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise ReplayTimeoutError(f"A Reader of {where} gave nothing from {gap.start} on.")
+            blocks = retry_until(scan.read, left_s)
             if blocks:
                 return blocks[0].id if blocks[0].id < gap.end else None
-            if time.monotonic() > deadline:
-                raise ReplayTimeoutError(f"A Reader of {where} gave nothing from {gap.start} on.")
-        return None
-    finally:
-        reader.close()
+    return None

@@ -23,6 +23,8 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.load_limits import Load, judge_load
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.errors import ChunkedMessageError, KeyShardError, TopicNotFoundError
+from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 from keyshard.runtime.subscribe import Admin
 
 SAMPLE_ENTRIES = 200
@@ -31,7 +33,6 @@ SAMPLE_PARTITIONS = 8
 """Topic partitions that are looked into, at most."""
 SAMPLE_S = 10.0
 """Longest time to look at entries, seconds."""
-_READ_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,10 @@ def _look_into(
         if not stored:
             continue
         ledger, entries = stored[-1]
-        reader = broker.reader(where, EntryId(ledger, max(0, entries - SAMPLE_ENTRIES)))
-        try:
-            left = SAMPLE_ENTRIES
-            while left > 0 and time.monotonic() < deadline and not reader.at_end():
-                for block in reader.read(_READ_MS):
+        start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
+        left = SAMPLE_ENTRIES
+        with Scan(broker, where, start, None) as scan:
+            while left > 0 and not scan.done and (left_s := deadline - time.monotonic()) > 0:
+                for block in retry_until(scan.read, left_s):
                     sample.add(where, block)
                     left -= 1
-        finally:
-            reader.close()

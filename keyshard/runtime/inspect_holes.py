@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from keyshard.broker.port import Broker, Reader
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.broker.port import Broker
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.settling import LedgerEnd, Proofs
-from keyshard.runtime.replay import READ_WAIT_MS, stretches
+from keyshard.runtime.replay import stretches
+from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 
 
 @dataclass(slots=True)
@@ -20,6 +23,8 @@ class Inspection:
     """Holes without an entry, and ledger ends that were passed."""
     existing: dict[EntryId, int | None] = field(default_factory=dict)
     """Entries that do exist, with the slots that route them."""
+    complete: bool = True
+    """Whether every hole is known to hold an entry or none."""
 
 
 def inspect_holes(
@@ -33,51 +38,34 @@ def inspect_holes(
     """Read over holes until a moment of the monotonic clock, or enough existing entries.
 
     Raises:
-        BrokerError: The broker cannot be reached, or refused.
+        BrokerError: The broker cannot be reached until that moment, or refused.
     """
     found = Inspection()
     for stretch in stretches(holes):
-        start = stretch.first
+        start, last = stretch.first, stretch.last
         assert start is not None
-        if time.monotonic() >= deadline or len(found.existing) >= existing_max:
-            break
-        reader = broker.reader(topic_partition, start)
-        try:
-            decided = _read_over(
-                reader, stretch, start, found, deadline=deadline, existing_max=existing_max
-            )
-        finally:
-            reader.close()
+        with Scan(broker, topic_partition, start, last) as scan:
+            while not scan.done and len(found.existing) < existing_max:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                _take(found, stretch, scan.position, retry_until(scan.read, left_s))
         # Entry -1 is before the first: `above` then takes the whole ledger.
-        inspected = stretch - stretch.above(EntryId(decided.ledger, decided.entry - 1))
-        found.proofs.settled |= inspected - EntrySet.of(found.existing)
+        at = EntryId(scan.position.ledger, scan.position.entry - 1)
+        found.proofs.settled |= (stretch - stretch.above(at)) - EntrySet.of(found.existing)
+        found.complete = found.complete and scan.done
+        if not scan.done:
+            break
     return found
 
 
-def _read_over(
-    reader: Reader,
-    stretch: EntrySet,
-    start: EntryId,
-    found: Inspection,
-    *,
-    deadline: float,
-    existing_max: int,
-) -> EntryId:
-    """Read over a stretch; everything before the position that this returns was shown or is not."""
-    position, last = start, stretch.last
-    assert last is not None
-    while position <= last and time.monotonic() < deadline:
-        blocks = reader.read(READ_WAIT_MS)
-        for block in blocks:
-            if block.id < position:
-                continue
-            if block.id.ledger > position.ledger:
-                found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, block.id)
-            if block.id in stretch:
-                found.existing[block.id] = block.slot
-            position = EntryId(block.id.ledger, block.id.entry + 1)
-            if position > last:
-                break
-        if len(found.existing) >= existing_max or (not blocks and reader.at_end()):
-            break
-    return position
+def _take(
+    found: Inspection, stretch: EntrySet, position: EntryId, blocks: Sequence[EntryBlock]
+) -> None:
+    """What was read from a position on, where every entry before it is known."""
+    for block in blocks:
+        if block.id.ledger > position.ledger:
+            found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, block.id)
+        if block.id in stretch:
+            found.existing[block.id] = block.slot
+        position = EntryId(block.id.ledger, block.id.entry + 1)

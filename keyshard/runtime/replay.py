@@ -10,19 +10,20 @@ import time
 from collections.abc import Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from keyshard.broker.port import Broker, Reader
+from keyshard.broker.port import Broker
 from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
 from keyshard.runtime.retry import retry_until
+from keyshard.runtime.scan import Scan
 from keyshard.schema.content import only
 
-READ_WAIT_MS = 200
-"""One wait for the next messages of a Reader, milliseconds."""
 GAP_ENTRIES_MAX = 2_000
 """A gap between runs that is read over; a longer one is jumped with a new Reader."""
+LOOKS = 2
+"""Readers, one after the other, that must not show an entry before it counts as lost."""
 THREADS_MAX = 4
 """Topic partitions read at the same time."""
 
@@ -53,7 +54,9 @@ def replay(
 
     Raises:
         DataLossTrimmedError: The broker no longer stores some of the entries.
-        ReplayTimeoutError: The deadline passed.
+        ReplayTimeoutError: The deadline passed (retriable).
+        BrokerUnavailableError: The connection was lost, and did not come back before the deadline
+            (retriable).
     """
     deadline = time.monotonic() + timeout_s
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
@@ -80,15 +83,16 @@ def _replay_partition(
     deadline: float,
 ) -> list[EntryBlock]:
     found: dict[EntryId, EntryBlock] = {}
-    for stretch in stretches(state.batch) if broker is not None else ():
+    for _ in range(0 if broker is None else LOOKS):
+        for stretch in stretches(state.batch - EntrySet.of(found)):
 
-        def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
-            assert broker is not None
-            return _read_stretch(broker, topic_partition, stretch, state.partial, deadline)
+            def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
+                assert broker is not None
+                return _read_stretch(broker, topic_partition, stretch, state.partial, deadline)
 
-        for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
-            indices = state.partial.get(block.id)
-            found[block.id] = block if indices is None else only(block, indices)
+            for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
+                indices = state.partial.get(block.id)
+                found[block.id] = block if indices is None else only(block, indices)
     return [found[entry_id] for entry_id in sorted(found)]
 
 
@@ -114,13 +118,12 @@ def _read_stretch(
     start, last = stretch.first, stretch.last
     assert start is not None
     assert last is not None
+    found: dict[EntryId, EntryBlock] = {}
     cut_off: set[EntryId] = set()
-    reader = broker.reader(topic_partition, start)
-    try:
-        entries = _entries(reader, last, topic_partition, deadline, cut_off)
-        found = {block.id: block for block in entries if block.id in stretch}
-    finally:
-        reader.close()
+    with Scan(broker, topic_partition, start, last) as scan:
+        for block in _entries(scan, topic_partition, deadline, cut_off):
+            if block.id in stretch:
+                found[block.id] = block
     for entry_id, block in found.items():
         wanted = partial.get(entry_id, range(block.batch_size))
         if set(wanted) <= set(block.indices):
@@ -150,33 +153,31 @@ def stretches(entries: EntrySet) -> Iterator[EntrySet]:
 
 
 def _entries(
-    reader: Reader,
-    last: EntryId,
-    topic_partition: TopicPartition,
-    deadline: float,
-    cut_off: set[EntryId],
+    scan: Scan, topic_partition: TopicPartition, deadline: float, cut_off: set[EntryId]
 ) -> Iterator[EntryBlock]:
-    """Entries up to ``last``; ends early when nothing more is stored.
+    """Entries of a stretch, and some behind it; an entry may come twice.
 
     What ended before its last index is put into ``cut_off``. A Reader that reconnected inside an
     entry starts it again, so it may still come whole.
     """
     assembly = EntryAssembly()
-    while time.monotonic() < deadline:
-        blocks = reader.read(READ_WAIT_MS)
-        for block in blocks:
-            if block.id > last:
-                return
-            try:
-                yield from assembly.add(block)
-            except RedeliveryNeeded as need:
-                cut_off.add(need.entry_id)
-                yield from assembly.add(block)
-            if block.id == last and assembly.open is None:
-                return
-        if not blocks and reader.at_end():
-            return
-    raise ReplayTimeoutError(
-        f"Reading a planned batch of {topic_partition} again took too long (up to {last.ledger}:"
-        f"{last.entry}). Check the broker's load, or raise replay_timeout_ms."
-    )
+    while not scan.done:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ReplayTimeoutError(
+                f"Reading a planned batch of {topic_partition} again took too long (at "
+                f"{scan.position.ledger}:{scan.position.entry}). Check the broker's load, or raise "
+                "replay_timeout_ms."
+            )
+        for block in retry_until(scan.read, left_s):
+            yield from _completed_by(assembly, block, cut_off)
+
+
+def _completed_by(
+    assembly: EntryAssembly, block: EntryBlock, cut_off: set[EntryId]
+) -> list[EntryBlock]:
+    try:
+        return assembly.add(block)
+    except RedeliveryNeeded as need:
+        cut_off.add(need.entry_id)
+        return assembly.add(block)

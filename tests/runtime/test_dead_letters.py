@@ -98,6 +98,9 @@ class _StuckReader:
     def at_end(self) -> bool:
         return False
 
+    def stayed_connected(self) -> bool:
+        return True
+
     def close(self) -> None:
         self._inner.close()
 

@@ -60,6 +60,7 @@ class Injector:
     def heal(self) -> None:
         """No fault from now on; what lasts ends."""
         self.enabled = False
+        self._world.network.cut_share = 0.0
         self._world.network.slow.clear()
         self._poison.clear()
 
@@ -159,6 +160,7 @@ class Injector:
         world.record.add("crashed", worker="broker")
         world.network.up = False
         world.network.lose([one for client in world.network.clients for one in client.consumers])
+        world.network.lose_readers()
         world.cluster.crash()
 
         outage = self._random.random() < 0.1
@@ -202,6 +204,7 @@ class Injector:
             [one for one in self._consumers(query.process) if one.topic_partition == where]
         )
         if hit:
+            self._world.network.lose_readers([where])
             cluster.unload(where)
         return hit
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, MemoryReader
 from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.port import Producer, Reader, StartPosition
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -31,6 +31,9 @@ OPERATION_TIMEOUT_S = 30.0
 SLOW_S = 0.5
 """Time between two receives of a slow range, seconds."""
 
+CUT_SHARE = (0.0, 0.0, 0.02, 0.2)
+"""Shares of the steps of Readers at which one loses its connection; a run has one of them."""
+
 T = TypeVar("T")
 
 
@@ -40,12 +43,18 @@ class Network:
     Args:
         scheduler: Whose time passes.
         random: Source of delays.
+        cuts: Decides which Readers are cut off, and when.
         cluster: The broker's side.
         record: Where events go.
     """
 
     def __init__(
-        self, scheduler: Scheduler, random: Random, cluster: MemoryCluster, record: Record
+        self,
+        scheduler: Scheduler,
+        random: Random,
+        cuts: Random,
+        cluster: MemoryCluster,
+        record: Record,
     ) -> None:
         self.scheduler = scheduler
         self.random = random
@@ -58,6 +67,10 @@ class Network:
         self.slow: set[tuple[TopicPartition, HashRange]] = set()
         """Whose consumers are rarely received from."""
         self.clients: list[Client] = []
+        self.readers: list[_Reader] = []
+        self.cut_random = cuts
+        self.cut_share = self.cut_random.choice(CUT_SHARE)
+        """Share of the steps of Readers at which one loses its connection."""
         self._world = scheduler.process("network")
 
     def travel(self) -> None:
@@ -101,6 +114,23 @@ class Network:
             self.record.add("disconnected", worker=lost[0].worker)
             self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
         return bool(lost)
+
+    def lose_readers(self, of: Collection[TopicPartition] | None = None) -> None:
+        """Cut Readers off, of all topic partitions by default; their clients bring them back."""
+        for reader in self.readers:
+            if of is None or reader.topic_partition in of:
+                reader.lose()
+
+    def bring_back(self, reader: MemoryReader, back_s: float) -> None:
+        """The client of a Reader that was cut off gives it a connection again."""
+
+        def back() -> None:
+            self.scheduler.sleep(back_s)
+            while not self.up:
+                self.scheduler.sleep(0.1)
+            reader.reconnect()
+
+        self.scheduler.spawn(self._world, "reconnect", back)
 
     def lose_client(self, client: Client, unnoticed_s: float) -> None:
         """A process is gone; the broker notices after a while."""
@@ -310,25 +340,56 @@ class Consumer:
 
 
 class _Reader:
-    """Implements the ``Reader`` port."""
+    """Implements the ``Reader`` port. It may lose its connection before and after every step."""
 
-    def __init__(self, network: Network, inner: Reader) -> None:
+    def __init__(self, network: Network, inner: MemoryReader) -> None:
         self._network = network
         self._inner = inner
+        network.readers.append(self)
+        self._step()
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self._inner.topic_partition
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
+        self._step()
         self._network.travel()
-        if not self._network.up:
-            self._network.scheduler.sleep(timeout_ms / 1000)
-            return []
-        return self._inner.read(timeout_ms)
+        blocks = self._inner.read(timeout_ms)
+        self._step()
+        return blocks
 
     def at_end(self) -> bool:
-        return self._network.request(self._inner.at_end)
+        self._step()
+        return self._network.request(self._ask_for_end)
+
+    def stayed_connected(self) -> bool:
+        self._step()
+        return self._inner.stayed_connected()
 
     def close(self) -> None:
         self._network.scheduler.point()
+        if self in self._network.readers:
+            self._network.readers.remove(self)
         self._inner.close()
+
+    def lose(self) -> None:
+        """Lose the connection for a while."""
+        network = self._network
+        if self._inner.is_connected():
+            network.record.note(f"a reader of {self.topic_partition} is cut off")
+            self._inner.drop()
+            network.bring_back(self._inner, network.cut_random.uniform(*RECONNECT_S))
+
+    def _ask_for_end(self) -> bool:
+        self._step()
+        answer = self._inner.at_end()
+        self._step()
+        return answer
+
+    def _step(self) -> None:
+        if self._network.cut_random.random() < self._network.cut_share:
+            self.lose()
 
 
 class _Producer:

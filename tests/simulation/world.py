@@ -145,7 +145,10 @@ class World:
         )
         self.topics = Topics(self.cluster, self.record, self.debts, Random(f"{self.seed}:topics"))
         self.topics.create(shape.partitions, shape.brief)
-        self.network = Network(scheduler, Random(f"{self.seed}:network"), self.cluster, self.record)
+        self.network = Network(
+            scheduler, Random(f"{self.seed}:network"), Random(f"{self.seed}:readers"), self.cluster,
+            self.record,
+        )  # fmt: skip
         scheduler.spawn(self.process, "producer", self._produce)
         scheduler.spawn(self.process, "supervisor", self._supervise)
         while scheduler.now_s < FAULTS_S and not self._all_happened():

@@ -15,8 +15,11 @@ import pytest
 from helpers import P0, ids
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
+from keyshard.broker.pulsar_errors import answer_of, translated
+from keyshard.broker.pulsar_producer import PulsarProducer
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
+from keyshard.errors import BrokerUnavailableError, TopicNotFoundError
 
 REQUEUE_OPTIONS = {
     "unacked_messages_timeout_ms",
@@ -132,3 +135,38 @@ def test_the_names_of_what_must_not_be_used_are_those_of_this_client() -> None:
     known = pulsar.Client.subscribe.__code__.co_varnames
     assert set(known) >= REQUEUE_OPTIONS
     assert all(hasattr(_pulsar.Consumer, name) for name in REQUEUE_CALLS)
+
+
+DISCONNECTED = 46
+"""``ResultDisconnected``, which the client's Python names do not have."""
+
+
+def lost(callback: Any) -> None:
+    """The connection is lost while the client asks: what it then gives beside the result."""
+    callback(pulsar.Result(DISCONNECTED), None)
+
+
+def test_an_answer_that_never_came_is_an_error_and_no_value() -> None:
+    """1. A request is on its way. 2. The connection is cut. 3. The waiting call gives a value."""
+    with pytest.raises(BrokerUnavailableError), translated("ask", "t"):
+        answer_of(lost)
+    with pytest.raises(BrokerUnavailableError), translated("ask", "t"):
+        answer_of(lambda callback: callback(pulsar.Result.Timeout, None))
+    with pytest.raises(TopicNotFoundError), translated("ask", "t"):
+        answer_of(lambda callback: callback(pulsar.Result.TopicNotFound, None))
+    assert answer_of(lambda callback: callback(pulsar.Result.Ok, 5)) == 5
+
+
+def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
+    client.get_topic_partitions = lambda _topic: []  # type: ignore[attr-defined]
+    with pytest.raises(BrokerUnavailableError):
+        PulsarBroker("pulsar://nowhere").partitions("t")
+
+
+def test_an_id_that_no_entry_has_is_no_confirmation() -> None:
+    class Raw:
+        def send(self, *_: object, **__: object) -> Any:
+            return _pulsar.MessageId(-1, -1, -1, -1)
+
+    with pytest.raises(BrokerUnavailableError):
+        PulsarProducer(Raw(), P0).send(b"v")  # type: ignore[arg-type]
