@@ -159,6 +159,9 @@ METRICS: tuple[Metric, ...] = (
            _one("window", "misrouted")),
     Metric("keyshard_messages_keyless_total", _COUNTER, "messages", (),
            "Messages without a key.", _one("window", "keyless")),
+    Metric("keyshard_messages_unreadable_total", _COUNTER, "messages", (),
+           "Messages with a time, key or property that cannot be read.",
+           _one("window", "unreadable")),
 )  # fmt: skip
 """In the order of the document."""
 

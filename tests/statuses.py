@@ -74,6 +74,7 @@ def status(**changes: Any) -> dict[str, Any]:
             "duplicatesDropped": 0,
             "misrouted": 0,
             "keyless": 0,
+            "unreadable": 0,
         },
         "brokerError": "",
     } | changes

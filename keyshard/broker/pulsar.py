@@ -24,6 +24,7 @@ from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import slots_of
 from keyshard.errors import ChunkedMessageError
 from keyshard.schema.content import pack
+from keyshard.schema.metadata import TIME_MS_MAX, readable_times
 
 RECEIVE_WAIT_MS = 10
 """One round of the client's batch receive when its queue is not full, milliseconds."""
@@ -35,6 +36,10 @@ ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
 that has slept, would else do so for the switch interval of 5 ms. Several receive threads that let
 each other in more often only cost time."""
+
+NOT_TEXT = "__notText"
+"""Property in place of all those of a message that has one that is no text: the client tells only
+the first of them."""
 
 _Message = _pulsar.Message
 _BATCH_SIZE_TAG = 6 << 3
@@ -94,18 +99,14 @@ def _to_blocks(
     if not messages:
         return []
     values = list(map(_Message.data, messages))
-    partition_keys = list(map(_Message.partition_key, messages))
-    ordering_keys = list(map(_Message.ordering_key, messages))
-    routing_keys: list[str | None] = [
-        ordering or partition or None
-        for ordering, partition in zip(ordering_keys, partition_keys, strict=True)
-    ]
+    metadata = _metadata(messages)
+    partition_keys, ordering_keys = metadata.partition_keys, metadata.ordering_keys
     content = pack(
         values,
         [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
         ordering_keys,
-        list(map(_Message.event_timestamp, messages)),
-        list(map(_Message.properties, messages)),
+        metadata.event_ms,
+        metadata.properties,
     )
     sizes = list(map(len, values))
     blocks: list[EntryBlock] = []
@@ -123,7 +124,7 @@ def _to_blocks(
             indices = _indices(messages, position, entry_id, index, facts.batch_size)
         stop = position + len(indices)
         routed_to = None if ordering_keys[position] else came_to
-        slots = slots_of(routing_keys[position:stop], routed_to)
+        slots = slots_of(metadata.routing_keys[position:stop], routed_to)
         blocks.append(
             EntryBlock(
                 entry_id,
@@ -132,17 +133,77 @@ def _to_blocks(
                 indices,
                 slots.first,
                 slots.mixed,
-                first.publish_timestamp(),
+                metadata.publish_ms[position],
                 sum(sizes[position:stop]),
                 (Part(content, position, stop - position),),
                 first.redelivery_count() > 0,
                 slots.of_bytes,
+                sum(metadata.unreadable[position:stop]) if metadata.unreadable else 0,
             )
         )
         position = stop
         if not len(blocks) % ENTRIES_AT_ONCE:
             time.sleep(0)
     return blocks
+
+
+class _Metadata(NamedTuple):
+    """What some messages say about themselves, one value for each."""
+
+    partition_keys: list[str]
+    """Empty for none, as ordering keys are."""
+    ordering_keys: list[str]
+    routing_keys: list[str | bytes | None]
+    """What the broker hashes: of an ordering key that is no text its bytes."""
+    event_ms: list[int]
+    publish_ms: list[int]
+    properties: list[dict[str, str]]
+    unreadable: list[bool]
+    """Whether something had to be made readable; empty where nothing had."""
+
+
+def _metadata(messages: Sequence[Any]) -> _Metadata:
+    """Metadata of messages, made readable where it is not."""
+    unreadable: list[bool] = []
+    try:
+        partition_keys = list(map(_Message.partition_key, messages))
+        ordering_keys = list(map(_Message.ordering_key, messages))
+        properties = list(map(_Message.properties, messages))
+        routing_keys: list[str | bytes | None] = [
+            ordering or partition or None
+            for ordering, partition in zip(ordering_keys, partition_keys, strict=True)
+        ]
+    except UnicodeDecodeError:
+        found = [
+            [_readable(getter, message) for message in messages]
+            for getter in (_Message.partition_key, _Message.ordering_key, _Message.properties)
+        ]
+        partition_keys, ordering_keys, properties = ([value for value, _ in one] for one in found)
+        routing_keys = [
+            ordering_bytes or ordering or partition or None
+            for (ordering, ordering_bytes), partition in zip(found[1], partition_keys, strict=True)
+        ]
+        unreadable = [any(wrong for _, wrong in row) for row in zip(*found, strict=True)]
+    event_ms = list(map(_Message.event_timestamp, messages))
+    publish_ms = list(map(_Message.publish_timestamp, messages))
+    if max(event_ms) >= TIME_MS_MAX or max(publish_ms) >= TIME_MS_MAX:
+        event_ms, publish_ms, properties, wrong = readable_times(event_ms, publish_ms, properties)
+        unreadable = [a or b for a, b in zip(wrong, unreadable or wrong, strict=True)]
+    return _Metadata(
+        partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable
+    )
+
+
+def _readable(getter: Callable[[Any], Any], message: Any) -> tuple[Any, bytes]:
+    """What a getter says, and its bytes if they were no text.
+
+    Broken bytes are replaced, as the broker does before it hashes a partition key.
+    """
+    try:
+        return getter(message), b""
+    except UnicodeDecodeError as exc:
+        text = exc.object.decode(errors="replace")
+        return {NOT_TEXT: text} if getter is _Message.properties else text, exc.object
 
 
 def _indices(

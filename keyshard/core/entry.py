@@ -101,7 +101,8 @@ class EntryBlock:
     mixed_slots: list[int | None] | None
     """Slot of each message where they differ, because the producer does not batch by key."""
     publish_ms: int
-    """Publish time, milliseconds since the epoch; a producer batch has one for all messages."""
+    """Publish time, milliseconds since the epoch; a producer batch has one for all messages. 0 when
+    it is unset or no time."""
     payload_bytes: int
     """Sum of the lengths of the values."""
     parts: tuple[Part, ...]
@@ -110,6 +111,9 @@ class EntryBlock:
     """Whether the broker counts a delivery before this one; a consumer that went away is none."""
     keys_of_bytes: bool = False
     """Whether the range it came to shows that its keys were set as bytes. A Reader never knows."""
+    unreadable: int = 0
+    """Messages with a time, key or property that cannot be what it should; see
+    :mod:`keyshard.schema.metadata`."""
 
     @property
     def rows(self) -> int:
@@ -154,6 +158,7 @@ class EntryBlock:
             payload_bytes=self.payload_bytes + later.payload_bytes,
             parts=self.parts + later.parts,
             keys_of_bytes=self.keys_of_bytes or later.keys_of_bytes,
+            unreadable=self.unreadable + later.unreadable,
         )
 
     def column(self, name: str) -> list[Any]:

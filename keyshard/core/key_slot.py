@@ -66,7 +66,7 @@ class Slots(NamedTuple):
     """Whether the keys are known to be set as bytes."""
 
 
-def slots_of(routing_keys: Sequence[str | None], came_to: HashRange | None = None) -> Slots:
+def slots_of(routing_keys: Sequence[str | bytes | None], came_to: HashRange | None = None) -> Slots:
     """Slots of the messages of one entry.
 
     The first message routed the entry into the range that it came to. Where its text does not lie
@@ -75,7 +75,8 @@ def slots_of(routing_keys: Sequence[str | None], came_to: HashRange | None = Non
     order of a key goes by the key, and by its slot only to learn who owns it now.
 
     Args:
-        routing_keys: Routing key of each message; ``None`` when keyless. At least one.
+        routing_keys: Routing key of each message; ``None`` when keyless. At least one. Bytes for
+            an ordering key that is no text.
         came_to: Range whose consumer received it, if a partition key routed it; ``None`` where no
             range is known: then the texts count.
     """
@@ -84,7 +85,7 @@ def slots_of(routing_keys: Sequence[str | None], came_to: HashRange | None = Non
     of_bytes = False
     if first is not None:
         slot = key_slot(first)
-        if came_to is not None and slot not in came_to:
+        if came_to is not None and slot not in came_to and isinstance(first, str):
             other = bytes_slot(first)
             if other is not None and other in came_to:
                 slot, of_bytes = other, True
@@ -97,8 +98,8 @@ def slots_of(routing_keys: Sequence[str | None], came_to: HashRange | None = Non
     )
 
 
-def _slot(key: str, of_bytes: bool) -> int:
-    slot = bytes_slot(key) if of_bytes else None
+def _slot(key: str | bytes, of_bytes: bool) -> int:
+    slot = bytes_slot(key) if of_bytes and isinstance(key, str) else None
     return key_slot(key) if slot is None else slot
 
 

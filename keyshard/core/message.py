@@ -34,9 +34,11 @@ class Message(NamedTuple):
     partition: int
     """Topic partition; -1 when the topic is not partitioned."""
     publish_time: datetime
-    """When the broker stored it, with a time zone."""
+    """When the producer sent it, with a time zone; 1970-01-01 for a number that is no time, which
+    then is property ``__publishTime``."""
     event_time: datetime | None
-    """What the producer says, with a time zone; ``None`` when unset."""
+    """What the producer says, with a time zone; ``None`` when unset, or for a number that is no
+    time, which then is property ``__eventTime``."""
     properties: Mapping[str, str]
     slot: int | None
     """Where it lies on the ring, 1 to 65,535; ``None`` without a key."""

@@ -77,6 +77,8 @@ class Counters:
     misrouted: int = 0
     """Messages whose slot is outside the range that received them."""
     keyless: int = 0
+    unreadable: int = 0
+    """Messages with a time, key or property that cannot be what it should."""
     holes_settled: int = 0
     """Entries of holes that a checkpoint calls settled."""
     entries_lost: int = 0
@@ -408,7 +410,7 @@ class Window:
         return self._checkpoint_bytes
 
     def oldest_published_ms(self) -> int | None:
-        """Publish time of the oldest row held, milliseconds since the epoch."""
+        """Publish time of the oldest row held that has one, milliseconds since the epoch."""
         received = (block for w in self._partitions.values() for block, _ in w.received)
         taken = (block for w in self._partitions.values() for block in w.taken.values())
         planned = (
@@ -417,7 +419,8 @@ class Window:
             for part in entries.values()
             for block in part
         )
-        return min((block.publish_ms for block in chain(received, taken, planned)), default=None)
+        held = chain(received, taken, planned)
+        return min((block.publish_ms for block in held if block.publish_ms), default=None)
 
     def fill(self) -> float:
         """How full the fullest partition's share is, 0 to 1 and rarely more."""

@@ -410,11 +410,14 @@ class Coordinator:
                 return
         seat = range_consumer.seat
         again: list[EntryId] = []
-        misrouted = keyless = 0
+        misrouted = keyless = unreadable = 0
         for block in entries:
             outside, without_key = routing_of(block, range_consumer)
             misrouted += outside
             keyless += without_key
+            if block.unreadable:
+                unreadable += block.unreadable
+                self._watch.unreadable(seat, block)
         if misrouted:
             self._watch.misrouted(seat, misrouted)
         with self._lock:
@@ -431,6 +434,7 @@ class Coordinator:
                 self._load_meter.add(accepted)
             self._window.counters.misrouted += misrouted
             self._window.counters.keyless += keyless
+            self._window.counters.unreadable += unreadable
             self._rows_ahead = self._window.received_rows
             was_full = self._pauses.any_full
             self._pauses.received(seat.topic_partition)

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any
 
+from keyshard.core.entry import EntryBlock
 from keyshard.core.window import Window
 from keyshard.errors import MisroutedError
 from keyshard.runtime.receiver import Seat
@@ -33,6 +34,7 @@ class Watch:
         self._oldest_looked_s = 0.0
         self._oldest_published_ms: int | None = None
         self._warned_s: dict[str, float] = {}
+        self._named_unreadable = False
         self.keeps_up_ms: int | None = None
         """Trigger interval that would have kept up with the newest batch, milliseconds; ``None``
         when the one in use does."""
@@ -78,6 +80,19 @@ class Watch:
             )
         self._warn("misrouted", text)
 
+    def unreadable(self, seat: Seat, block: EntryBlock) -> None:
+        """A message has metadata that cannot be what it should; named once."""
+        if not self._named_unreadable:
+            self._named_unreadable = True
+            _log.warning(
+                "%d messages of entry %d:%d of %s have a time, a key or a property that cannot be "
+                "read: a time before 1970 or after 9998 (micro- or nanoseconds in place of "
+                "milliseconds?) is null and its number is property __eventTime or __publishTime; "
+                "bytes that are no text are replaced. Such messages are delivered, and counted as "
+                "'unreadable'; this is said once.",
+                block.unreadable, *block.id, seat.topic_partition,
+            )  # fmt: skip
+
     def status(self, window: Window) -> dict[str, Any]:
         """What a window holds and has counted since the start, as plain JSON values."""
         counters = window.counters
@@ -91,6 +106,7 @@ class Watch:
             "duplicatesDropped": counters.duplicates_dropped,
             "misrouted": counters.misrouted,
             "keyless": counters.keyless,
+            "unreadable": counters.unreadable,
             "ackHoles": window.holes,
             "holesSettled": counters.holes_settled,
             "entriesLost": counters.entries_lost,

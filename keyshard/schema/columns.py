@@ -28,9 +28,10 @@ SCHEMA = pa.schema([
     pa.field("__slot", pa.int32()),
 ])  # fmt: skip
 """All columns: value, partition key (null when keyless), topic without the partition suffix,
-partition (-1 when not partitioned), ``ledger:entry:index``, publish time, event time (null when
-unset), properties, and the slot on the ring (null when keyless; that of the base64 text for a key
-set as bytes, because a batch that is read again must have the same rows)."""
+partition (-1 when not partitioned), ``ledger:entry:index``, publish and event time (null when unset
+and for a number that is no time, which then is a property), properties, and the slot on the ring
+(null when keyless; for a key set as bytes that of its base64 text, because a batch that is read
+again must have the same rows)."""
 
 
 def _repeated(
@@ -68,9 +69,9 @@ def _message_ids(blocks: Sequence[Located]) -> pa.Array:
 
 
 def _publish_times(blocks: Sequence[Located]) -> pa.Array:
-    times: list[int] = []
+    times: list[int | None] = []
     for _, block in blocks:
-        times.extend([block.publish_ms] * block.rows)
+        times.extend([block.publish_ms or None] * block.rows)
     return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(TIME)
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from keyshard.core.entry import EntryBlock, EntryId, Part
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import differing, routing_key, slots_of
+from keyshard.schema.metadata import is_time, readable_times
 
 TIME = pa.timestamp("us", tz="UTC")
 PROPERTIES = pa.map_(pa.string(), pa.string())
@@ -42,7 +43,7 @@ def pack(
         values: Payloads.
         partition_keys: ``None`` for a message without key.
         ordering_keys: ``None`` or empty for a message without one.
-        event_ms: Event times, milliseconds since the epoch; 0 when unset.
+        event_ms: Event times, milliseconds since the epoch; 0 when unset, each a time.
         properties: Properties, mostly empty.
 
     Returns:
@@ -82,6 +83,11 @@ def entry_block(
         list(map(routing_key, partition_keys, ordering_keys)),
         came_to if ordering_keys[0] is None else None,
     )
+    unreadable = 0
+    if not (all(map(is_time, event_ms)) and is_time(publish_ms)):
+        times = readable_times(event_ms, [publish_ms] * len(values), list(map(dict, properties)))
+        event_ms, (publish_ms, *_), properties, wrong = times
+        unreadable = sum(wrong)
     content = pack(values, partition_keys, ordering_keys, event_ms, properties)
     return EntryBlock(
         entry_id,
@@ -94,6 +100,7 @@ def entry_block(
         sum(map(len, values)),
         (Part(content, 0, len(values)),),
         keys_of_bytes=slots.of_bytes,
+        unreadable=unreadable,
     )
 
 

@@ -17,7 +17,7 @@ import _pulsar
 import httpx
 import pulsar
 from contract_harness import SUBSCRIPTION, OtherClient
-from raw_protocol import RawConnection, entry_of
+from raw_protocol import RawConnection, RawEntry, entry_of
 
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.memory import Batching, Message
@@ -66,7 +66,9 @@ class PulsarHarness:
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
     ) -> None:
         if any(message.key_is_base64 for message in messages):
-            self._publish_raw(topic, messages, batching)
+            batched = batching is not Batching.NONE
+            groups = batches(messages, batching, 10_000)
+            self.publish_raw(topic, [entry_of(group, batched=batched) for group in groups])
             return
         producer = self._producer(topic, batching)
         failures: list[Any] = []
@@ -147,12 +149,11 @@ class PulsarHarness:
         self._client.close()
         self._admin.close()
 
-    def _publish_raw(self, topic: str, messages: Sequence[Message], batching: Batching) -> None:
-        batched = batching is not Batching.NONE
-        groups = batches(messages, batching, 10_000)
+    def publish_raw(self, topic: str, entries: Sequence[RawEntry]) -> None:
+        """Publish entries with whatever metadata."""
         url = urlsplit(self._service_url)
         with RawConnection(url.hostname or "", url.port or 0) as connection:
-            connection.publish(topic, [entry_of(group, batched=batched) for group in groups])
+            connection.publish(topic, entries)
 
     def _producer(self, topic: str, batching: Batching) -> pulsar.Producer:
         if (topic, batching) not in self._producers:

@@ -673,6 +673,7 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "duplicatesDropped": 0,
             "misrouted": 0,
             "keyless": 0,
+            "unreadable": 0,
             "ackHoles": 0,
             "holesSettled": 0,
             "entriesLost": 0,

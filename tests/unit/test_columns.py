@@ -42,7 +42,7 @@ EXPECTED: dict[str, list[Any]] = {
         NOW,
         NOW,
         NOW.replace(microsecond=124_000),
-        datetime(1970, 1, 1, tzinfo=timezone.utc),
+        None,
         datetime(1970, 1, 1, 0, 0, 1, tzinfo=timezone.utc),
     ],
     "__eventTime": [None, None, datetime(1970, 1, 1, 0, 0, 0, 5_000, timezone.utc), None, None],
