@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.failure import Reject, RetryLater
 from keyshard.core.message import Message, MessageId
-from keyshard.core.retrying import Reject, RetryLater, RetryPolicy
+from keyshard.core.retrying import RetryPolicy
 from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream

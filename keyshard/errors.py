@@ -4,6 +4,7 @@
 
     KeyShardError                      KEYSHARD_ERROR
     ├── ConfigError                    KEYSHARD_BAD_OPTION
+    │   └── UnfitHandlerError          KEYSHARD_HANDLER_UNFIT
     ├── BrokerError                    KEYSHARD_BROKER
     │   ├── BrokerUnavailableError     KEYSHARD_BROKER_UNAVAILABLE   (retriable)
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
@@ -75,6 +76,12 @@ class ConfigError(KeyShardError, ValueError):
     """An option is unknown, missing, of the wrong type or outside its limits."""
 
     code = "KEYSHARD_BAD_OPTION"
+
+
+class UnfitHandlerError(ConfigError):
+    """A handler cannot be run: it makes generators, or a worker process cannot load it."""
+
+    code = "KEYSHARD_HANDLER_UNFIT"
 
 
 class BrokerError(KeyShardError):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
     from keyshard.handlers.batches import Batch
+    from keyshard.handlers.calling import Handle
     from keyshard.handlers.config import HandlerOptions
     from keyshard.handlers.observing import Observer
-    from keyshard.handlers.workers import Handle
     from keyshard.runtime.coordinator import Coordinator
     from keyshard.runtime.rescale import Rescaler, RescaleReport
 

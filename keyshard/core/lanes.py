@@ -205,8 +205,26 @@ class Lanes:
             self.completed_entries += len(entries)
 
     def drain(self) -> None:
-        """From now on begin no entry: only finish those that have begun, so that they are whole."""
+        """From now on begin no entry: only finish those that have begun, so that they are whole.
+
+        Dead letters whose replay waits for a retry are left: they rest where they are.
+        """
+        if self._draining:
+            return
         self._draining = True
+        self._aside += [one[2] for one in self._later if one[2].work[0].entry is None]
+        self._later = [one for one in self._later if one[2].work[0].entry is not None]
+        heapq.heapify(self._later)
+
+    def unfinished(self, until_s: float) -> bool:
+        """While draining: whether an entry that has begun may still become whole until a time.
+
+        Not when all that is missing of it waits behind messages of an entry that has not begun.
+        """
+        if self.running or (self._later and self._later[0][0] <= until_s):
+            return True
+        heads = (queue.work[0].entry for queue in self._startable())
+        return any(entry is not None and entry.begun for entry in heads)
 
     # -- moving ranges ----------------------------------------------------------------------------
 
@@ -348,6 +366,12 @@ class Lanes:
         if queue is None:
             queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
         return queue
+
+    def _startable(self) -> Iterator[KeyQueue]:
+        """Keys that wait for a lane, and those that do while their slots are held."""
+        for owner in self._ranges:
+            yield from (queue for _, _, queue in owner.ready)
+        yield from (q for q in self._aside if q.slot is not None and self._held[q.slot])
 
     def _make_ready(self, queue: KeyQueue) -> None:
         owner = self._ranges[queue.owner]

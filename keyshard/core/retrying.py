@@ -1,42 +1,14 @@
-"""What becomes of a message whose handler failed."""
+"""When a message whose handler failed is tried again, and when no more."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import tenacity
 
+from keyshard.core.failure import Failure, Verdict, name_of, seconds_of, text_of
 from keyshard.errors import ConfigError
-
-
-class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
-    """Raised by a handler: try this message again after a time; its key waits until then.
-
-    Args:
-        after_s: Time until the next attempt, seconds. The attempt counts, and the limits of the
-            retry policy hold.
-        reason: Shown where the message blocks its key.
-    """
-
-    def __init__(self, after_s: float, reason: str = "") -> None:
-        if after_s < 0:
-            raise ConfigError(f"RetryLater after {after_s} s: the time must not be negative.")
-        super().__init__(after_s, reason)
-        self.after_s = after_s
-        self.reason = reason or f"retry after {after_s:g} s"
-
-
-class Reject(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
-    """Raised by a handler: this message will never succeed. Its key goes on without it.
-
-    Args:
-        reason: Kept with the dead letter.
-    """
-
-    def __init__(self, reason: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason or "rejected by the handler"
 
 
 def _wait() -> Any:
@@ -44,7 +16,23 @@ def _wait() -> Any:
 
 
 def _stop() -> Any:
-    return tenacity.stop_after_attempt(5) | tenacity.stop_after_delay(300.0)
+    return tenacity.stop_after_attempt(8) | tenacity.stop_after_delay(300.0)
+
+
+class Decision(NamedTuple):
+    """What a retry policy says."""
+
+    delay_s: float | None
+    """Time until the next attempt, seconds; ``None`` when there is none."""
+    problem: str = ""
+    """Why the policy could not decide, and the default one did."""
+
+
+class Setback(NamedTuple):
+    """A failed attempt, and what the policy says."""
+
+    failure: Failure
+    decision: Decision
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class RetryPolicy:
     wait: Any = field(default_factory=_wait)
     """A tenacity wait strategy; default: 0.1 s, doubled up to 30 s, with jitter."""
     stop: Any = field(default_factory=_stop)
-    """A tenacity stop strategy; default: after 5 attempts or 300 s."""
+    """A tenacity stop strategy; default: after 8 attempts, which take about 13 s, or 300 s."""
 
     def __post_init__(self) -> None:
         for name in ("wait", "stop"):
@@ -72,22 +60,35 @@ class RetryPolicy:
                     "strategy, such as tenacity.wait_fixed(1) or tenacity.stop_after_attempt(5)."
                 )
 
-    def delay_s(self, attempts: int, elapsed_s: float, error: BaseException) -> float | None:
-        """Time until the next attempt, seconds; ``None`` when there is none.
+    def decide(self, attempts: int, elapsed_s: float, failure: Failure) -> Decision:
+        """Whether and when there is another attempt; never raises.
 
         Args:
             attempts: Failed attempts so far, this one included.
             elapsed_s: Time since the first attempt began, seconds.
-            error: What the handler raised.
+            failure: What the handler raised.
         """
-        if isinstance(error, Reject):
-            return None
+        if failure.verdict is Verdict.REJECTED:
+            return Decision(None)
+        try:
+            return Decision(self._delay_s(attempts, elapsed_s, failure))
+        except BaseException as exc:  # noqa: BLE001 - strategies are the user's
+            problem = f"{name_of(exc)}: {text_of(exc)}"
+            return Decision(_DEFAULT._delay_s(attempts, elapsed_s, failure), problem)
+
+    def _delay_s(self, attempts: int, elapsed_s: float, failure: Failure) -> float | None:
         state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
         state.attempt_number = attempts
         state.start_time, state.outcome_timestamp = 0.0, elapsed_s
-        state.outcome = tenacity.Future.construct(attempts, error, has_exception=True)
-        if isinstance(error, RetryLater):
-            state.upcoming_sleep = error.after_s
-        else:
-            state.upcoming_sleep = float(self.wait(state))
-        return None if self.stop(state) else state.upcoming_sleep
+        state.outcome = tenacity.Future.construct(attempts, failure.error, has_exception=True)
+        delay_s = failure.after_s
+        if delay_s is None:
+            waits = self.wait(state)
+            delay_s = seconds_of(waits)
+            if delay_s is None:
+                raise ValueError(f"wait gave {text_of(waits)}, which is no time in seconds")
+        state.upcoming_sleep = delay_s
+        return None if self.stop(state) else delay_s
+
+
+_DEFAULT = RetryPolicy()

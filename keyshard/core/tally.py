@@ -22,6 +22,8 @@ class Tally:
     """Messages of parked keys that went to the dead-letter topic."""
     dead_lettered: int = 0
     """Messages written to the dead-letter topic, for whatever reason."""
+    observer_errors: int = 0
+    """Calls of observers that raised."""
     timings: Timings = field(default_factory=Timings)
     """Of attempts."""
 
@@ -47,4 +49,5 @@ class Tally:
             "rejected": self.rejected,
             "parked": self.parked,
             "deadLettered": self.dead_lettered,
+            "observerErrors": self.observer_errors,
         }

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from keyshard.core.failure import name_of, text_of
 from keyshard.core.message import Message
-from keyshard.handlers.workers import Handle
+from keyshard.handlers.calling import Handle
+
+KINDS_MAX = 100
+"""Kinds of errors of observers that are named, each once."""
+
+_log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Told what becomes of messages, by the thread of the handler; it must be quick."""
+    """Told what becomes of messages, by the thread of the handler; it must be quick.
+
+    What it raises is named once in the log and counted; it changes nothing for the message.
+    """
 
     def started(self, message: Message) -> None:
         """An attempt begins."""
@@ -24,40 +33,66 @@ class Observer(Protocol):
         """The handler raised ``error`` after ``seconds``."""
 
 
-def observed(handle: Handle, observers: Sequence[Observer]) -> Handle:
-    """A handler that tells observers; itself when there is none."""
-    if not observers:
-        return handle
+class Observers:
+    """Tells all observers of a run.
 
-    def told(message: Message) -> None:
-        with _observing(message, observers):
-            handle(message)
+    Args:
+        observers: In the order in which they are told.
+        raised: Called each time one of them raises.
+    """
 
-    return told
+    def __init__(self, observers: Sequence[Observer], raised: Callable[[], None]) -> None:
+        self._observers = tuple(observers)
+        self._raised = raised
+        self._named: set[tuple[str, str, str]] = set()
 
+    def observed(self, handle: Handle) -> Handle:
+        """A handler that tells them; itself when there is none."""
+        if not self._observers:
+            return handle
 
-def observed_async(handle: Handle, observers: Sequence[Observer]) -> Callable[[Message], Any]:
-    """The same of a coroutine function."""
-    if not observers:
-        return handle
+        def told(message: Message) -> None:
+            self._tell("started", message)
+            began_s = time.monotonic()
+            try:
+                handle(message)
+            except BaseException as exc:
+                self._tell("failed", message, time.monotonic() - began_s, exc)
+                raise
+            self._tell("completed", message, time.monotonic() - began_s)
 
-    async def told(message: Message) -> None:
-        with _observing(message, observers):
-            await handle(message)
+        return told
 
-    return told
+    def observed_async(
+        self, handle: Callable[[Message], Awaitable[None]]
+    ) -> Callable[[Message], Awaitable[None]]:
+        """The same of a coroutine function."""
+        if not self._observers:
+            return handle
 
+        async def told(message: Message) -> None:
+            self._tell("started", message)
+            began_s = time.monotonic()
+            try:
+                await handle(message)
+            except BaseException as exc:
+                self._tell("failed", message, time.monotonic() - began_s, exc)
+                raise
+            self._tell("completed", message, time.monotonic() - began_s)
 
-@contextmanager
-def _observing(message: Message, observers: Sequence[Observer]) -> Iterator[None]:
-    for observer in observers:
-        observer.started(message)
-    began_s = time.monotonic()
-    try:
-        yield
-    except BaseException as exc:
-        for observer in observers:
-            observer.failed(message, time.monotonic() - began_s, exc)
-        raise
-    for observer in observers:
-        observer.completed(message, time.monotonic() - began_s)
+        return told
+
+    def _tell(self, what: str, *args: Any) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, what)(*args)
+            except BaseException as exc:  # noqa: BLE001, PERF203 - observers are the user's
+                self._raised()
+                kind = name_of(observer), what, name_of(exc)
+                if kind not in self._named and len(self._named) < KINDS_MAX:
+                    self._named.add(kind)
+                    _log.warning(
+                        "the observer %s raised in %s(): %s: %s. The message is not affected; more "
+                        "of this kind are only counted",
+                        *kind, text_of(exc),
+                    )  # fmt: skip

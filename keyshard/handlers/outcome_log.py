@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable
 
+from keyshard.core.failure import Reject, RetryLater, name_of
 from keyshard.core.lane_queues import Work
-from keyshard.core.retrying import Reject, RetryLater
 
 AGAIN_S = 60.0
 """Time after which a kind that goes on is told again, seconds."""
 KINDS_MAX = 1_000
 """Kinds that are told apart; what is above counts as one."""
 
+_LINE = "message %s of %s, %s, %s%s"
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +66,7 @@ class OutcomeLog:
         self, outcome: str, level: int, work: Work, error: BaseException | None, text: str
     ) -> None:
         now_s = self._now()
-        kind = outcome, type(error).__qualname__
+        kind = outcome, name_of(error)
         if kind not in self._told_s and len(self._told_s) >= KINDS_MAX:
             kind = outcome, ""
         told_s = self._told_s.get(kind)
@@ -76,11 +77,13 @@ class OutcomeLog:
         left_out = self._left_out.pop(kind, 0)
         more = f" ({left_out:,} more were {outcome} since the last line like this)"
         # A handler says on purpose that it rejects or comes later: where it says so is no news.
-        told = told_s is not None or isinstance(error, (Reject, RetryLater))
+        told = told_s is not None or issubclass(type(error), (Reject, RetryLater))
         message, key = work.message, work.queue.key
         name = "without a key" if key is None else f"of key {key!r}"
-        _log.log(
-            level, "message %s of %s, %s, %s%s",
+        args = (
             message.message_id, message.topic, name, text, more if left_out else "",
-            exc_info=None if told else error,
         )  # fmt: skip
+        try:
+            _log.log(level, _LINE, *args, exc_info=None if told else error)
+        except BaseException:  # noqa: BLE001 - an error whose traceback cannot be written
+            _log.log(level, _LINE, *args)

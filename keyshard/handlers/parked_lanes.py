@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from keyshard.core.entry import TopicPartition
+from keyshard.core.failure import Failure, Verdict
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
 from keyshard.core.letters import Kind, Letter, Resting
 from keyshard.core.parking import State
-from keyshard.core.retrying import Reject
 from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
@@ -109,18 +109,18 @@ class ParkedLanes:
         """A handler got a replayed letter done."""
         self._submit(work, lambda: self._advance(work))
 
-    def give_up(self, work: Work, error: BaseException, reason: str) -> bool:
+    def give_up(self, work: Work, failure: Failure) -> bool:
         """A message will not be tried again; ``False`` when that must end the source."""
-        rejected = isinstance(error, Reject)
+        rejected, reason = failure.verdict is Verdict.REJECTED, failure.reason
         if self._stops and not rejected:
             return False
         attempts, key = work.queue.attempts + 1, work.queue.key
         if rejected or not self._parks or key is None:
             told = self._outcomes.rejected if rejected else self._outcomes.dead_lettered
-            told(work, error, reason)
+            told(work, failure.error, reason)
             self._write(work, Kind.REJECTED if rejected else Kind.DEAD_LETTER, attempts, reason)
             return True
-        self._outcomes.parked(work, error, reason)
+        self._outcomes.parked(work, failure.error, reason)
         self._behind[key] = f"message {work.message.message_id}"
         if work.resting is None:
             self._write(work, Kind.PARKED, attempts, reason)

@@ -10,7 +10,6 @@ Steps of a message::
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -20,10 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyshard.config import SourceConfig
+from keyshard.core.failure import Failure, Verdict, text_of
 from keyshard.core.hash_range import range_index
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
-from keyshard.core.retrying import Reject, RetryLater
+from keyshard.core.retrying import Setback
 from keyshard.core.tally import Tally
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import (
@@ -32,7 +32,9 @@ from keyshard.errors import (
     KeyShardError,
     NotRunningError,
     RuntimeStoppedError,
+    UnfitHandlerError,
 )
+from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits, is_async
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.config import WORKERS_MAX, HandlerConfig
@@ -40,23 +42,22 @@ from keyshard.handlers.dead_letters import open_dead_letters
 from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
-from keyshard.handlers.observing import Observer, observed, observed_async
+from keyshard.handlers.observing import Observer, Observers
 from keyshard.handlers.outcome_log import OutcomeLog
 from keyshard.handlers.parked_lanes import ParkedLanes
+from keyshard.handlers.processes import ProcessWorkers
 from keyshard.handlers.status import StatusView, Subject
-from keyshard.handlers.stop_signals import stopping_signals
-from keyshard.handlers.workers import (
-    AsyncWorkers,
-    Handle,
-    ProcessWorkers,
-    ThreadWorkers,
-    Workers,
-)
+from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
+from keyshard.handlers.workers import AsyncWorkers, ThreadWorkers, Workers
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
+DRAIN_LOOK_S = 0.005
+"""Time between two looks whether all entries that have begun are whole, seconds."""
+STOP_S = 10.0
+"""Longest time between the end of handlers and the end of a run, seconds."""
 COMMIT_SHARE_MAX = 0.25
 """Most of a processor's time that commits may take: a costly one makes the next come later. Waiting
 for the disk does not count: what is not committed yet comes again after a crash."""
@@ -92,8 +93,9 @@ class HandlerRun:
         self._config = config
         self._handling = handling
         self._handle = handle
-        self._observers = tuple(observers)
+        self._observers = Observers(observers, self._observer_raised)
         self._mode = _mode(handling.executor, handle)
+        self._calling = Calling(handle)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
@@ -111,14 +113,16 @@ class HandlerRun:
         self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
         self._turned_s = time.monotonic()
+        self._policy_failed = False
         self._dead_letter_topic = _dead_letter_topic(config, handling)
         self._parked: ParkedLanes | None = None
+        self._made: Workers | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
         self._subject = Subject(
             config, coordinator, self.lanes, self.tally, self.changed,
             executor=self._mode,
-            workers=lambda: 0 if self.rescaler is None else self._workers.count,
+            workers=lambda: 0 if self._made is None else self._made.count,
             workers_max=self._workers_max,
             stopping=lambda: self._stopping,
             rescaler=lambda: self.rescaler,
@@ -135,6 +139,10 @@ class HandlerRun:
         Raises:
             KeyShardError: What ended the source.
         """
+        with stopping_with_program(self.stop, self._handling.drain_timeout_s + STOP_S):
+            self._run()
+
+    def _run(self) -> None:
         handling = self._handling
         port = handling.metrics_port
         try:
@@ -146,9 +154,12 @@ class HandlerRun:
                 try:
                     while not self._stopping:
                         self._turn()
+                except KeyShardError as exc:
+                    self.fail(exc)
                 finally:
                     self._drain()
         finally:
+            self._end_workers(0.0)
             if self._monitor is not None:
                 self._monitor.close()
             self._coordinator.stop()
@@ -179,11 +190,16 @@ class HandlerRun:
         assert self._parked is not None, "handlers run after the dead letters were read"
         return self._parked
 
+    @property
+    def _workers(self) -> Workers:
+        assert self._made is not None, "what may ask for them comes after they are made"
+        return self._made
+
     # -- the desk: called by workers, which hold ``changed`` --------------------------------------
 
     @property
     def closed(self) -> bool:
-        return self._stopping
+        return self._ended
 
     def next(self) -> Work | None:
         if self._stopping:
@@ -194,29 +210,43 @@ class HandlerRun:
                 return work
         return None
 
-    def finish(self, work: Work, error: BaseException | None) -> None:
+    def judge(self, work: Work, error: BaseException) -> Setback:
+        failure, queue, now = Failure.of(error), work.queue, time.monotonic()
+        since_s = queue.failing_since_s if queue.attempts else work.started_s
+        decision = self._handling.retry.decide(queue.attempts + 1, now - since_s, failure)
+        if decision.problem and not self._policy_failed:
+            self._policy_failed = True
+            _log.warning(
+                "the retry policy failed: %s. The default one decides instead; this is named once",
+                decision.problem,
+            )
+        return Setback(failure, decision)
+
+    def finish(self, work: Work, setback: Setback | None) -> None:
         now = time.monotonic()
-        self.tally.attempt(now - work.started_s, failed=error is not None)
-        if error is None:
+        self.tally.attempt(now - work.started_s, failed=setback is not None)
+        if setback is None:
             if work.resting is None:
                 self.lanes.completed(work)
             else:
                 self._letters.handled(work)
             return
-        queue = work.queue
-        since_s = queue.failing_since_s if queue.attempts else work.started_s
-        delay_s = self._handling.retry.delay_s(queue.attempts + 1, now - since_s, error)
-        if delay_s is not None:
-            if not queue.attempts:
-                self._outcomes.retried(work, error, _reason(error), delay_s)
-            self.lanes.again(work, now + delay_s, _reason(error))
+        failure, delay_s = setback.failure, setback.decision.delay_s
+        if failure.verdict is Verdict.UNFIT:
+            self.lanes.again(work, math.inf, failure.reason)
+            assert isinstance(failure.error, UnfitHandlerError)
+            self.fail(failure.error)
+        elif delay_s is not None:
+            if not work.queue.attempts:
+                self._outcomes.retried(work, failure.error, failure.reason, delay_s)
+            self.lanes.again(work, now + delay_s, failure.reason)
         else:
-            self._give_up(work, error)
+            self._give_up(work, failure)
 
-    def _give_up(self, work: Work, error: BaseException) -> None:
-        if self._letters.give_up(work, error, _reason(error)):
+    def _give_up(self, work: Work, failure: Failure) -> None:
+        if self._letters.give_up(work, failure):
             return
-        self.lanes.again(work, math.inf, _reason(error))
+        self.lanes.again(work, math.inf, failure.reason)
         self.fail(
             HandlerFailedError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
@@ -226,6 +256,10 @@ class HandlerRun:
                 key=work.queue.key,
             )
         )
+
+    def _observer_raised(self) -> None:
+        with self.changed:
+            self.tally.observer_errors += 1
 
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
@@ -244,6 +278,7 @@ class HandlerRun:
 
     def _start(self) -> None:
         checkpoint = None if self._store is None else self._store.load()
+        self._made = self._make_workers()
         self._coordinator.start(checkpoint)
         letters = open_dead_letters(
             self._coordinator.broker,
@@ -255,7 +290,6 @@ class HandlerRun:
         self._committer = Committer(
             self._coordinator, self._store, lambda: letters.checkpoint(parked_chars_max)
         )
-        self._workers = self._make_workers()
         self._parked = ParkedLanes(
             self, letters, self._handling, self._config.subscription, self._outcomes
         )
@@ -283,18 +317,14 @@ class HandlerRun:
         )
 
     def _make_workers(self) -> Workers:
-        handling = self._handling
+        handling, observers = self._handling, self._observers
         if self._mode == "async":
-            return AsyncWorkers(self, observed_async(self._handle, self._observers))
+            return AsyncWorkers(self, observers.observed_async(calling_async(self._handle)))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self, count, self._handle, self._observed)
-        return ThreadWorkers(
-            self, handling.workers or self._places, lambda: self._observed(self._handle)
-        )
-
-    def _observed(self, handle: Handle) -> Handle:
-        return observed(handle, self._observers)
+            return ProcessWorkers(self, count, self._handle, observers.observed)
+        handle = observers.observed(self._calling)
+        return ThreadWorkers(self, handling.workers or self._places, lambda: handle)
 
     def _turn(self) -> None:
         self._turned_s = time.monotonic()
@@ -327,8 +357,9 @@ class HandlerRun:
             "stopping: %d messages are with handlers, which have %.0f s to finish",
             running, self._handling.drain_timeout_s,
         )  # fmt: skip
-        ended = self._workers.close(self._handling.drain_timeout_s)
-        self._ended = True
+        while self._unfinished(deadline) and time.monotonic() < deadline:
+            time.sleep(DRAIN_LOOK_S)
+        ended = self._end_workers(max(0.0, deadline - time.monotonic()))
         self._letters.close(max(0.1, deadline - time.monotonic()))
         if not ended:
             with self.changed:
@@ -352,6 +383,25 @@ class HandlerRun:
             counters["completed"], counters["failedAttempts"], counters["deadLettered"],
         )  # fmt: skip
 
+    def _unfinished(self, deadline_s: float) -> bool:
+        """Whether waiting may complete an entry that has begun; lets workers go on with them."""
+        with self.changed:
+            self.lanes.drain()
+            self.wake()
+            # An error has no time for retries.
+            until_s = deadline_s if self._error is None else 0.0
+            return self.lanes.unfinished(until_s)
+
+    def _end_workers(self, timeout_s: float) -> bool:
+        """Hand out nothing more; whether all handlers have ended in time. Idempotent."""
+        self._stopping = True
+        if self._ended or self._made is None:
+            return True
+        self._ended = True
+        ended = self._workers.close(timeout_s)
+        self._calling.close()
+        return ended
+
     def fail(self, error: KeyShardError) -> None:
         if self._error is None:
             self._error = error
@@ -359,18 +409,15 @@ class HandlerRun:
 
 
 def _mode(executor: str, handle: Handle) -> str:
-    if not callable(handle):
-        raise ConfigError(f"The handler is {handle!r}; give a function that takes a message.")
-    is_async = inspect.iscoroutinefunction(handle) or inspect.iscoroutinefunction(
-        getattr(handle, "__call__", None)  # noqa: B004 - an object may have a coroutine method
-    )
+    check_fits(handle)
+    coroutines = is_async(handle)
     if executor == "auto":
-        return "async" if is_async else "threads"
-    if is_async != (executor == "async"):
-        kind = "an async function" if is_async else "a plain function"
+        return "async" if coroutines else "threads"
+    if coroutines != (executor == "async"):
+        kind = "an async function" if coroutines else "a plain function"
         raise ConfigError(
-            f"The handler {handle!r} is {kind}, and executor is {executor!r}. Leave executor out, "
-            "or give a handler that fits it."
+            f"The handler {text_of(handle)} is {kind}, and executor is {executor!r}. Leave "
+            "executor out, or give a handler that fits it."
         )
     return executor
 
@@ -385,9 +432,3 @@ def _dead_letter_topic(config: SourceConfig, handling: HandlerConfig) -> str:
             "letters again. Name another topic."
         )
     return topic
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, (RetryLater, Reject)):
-        return error.reason
-    return f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,84 +15,13 @@ from typing import Any
 import pytest
 import tenacity
 
+from handler_place import AT_ONCE, Place
 from helpers import wait_until
-from keyshard import KeyShardSource, Message, RetryLater, RetryPolicy
-from keyshard.broker.memory import Batching, MemoryCluster
+from keyshard import Message, RetryLater, RetryPolicy
+from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
-from keyshard.errors import BrokerError, ConfigError, HandlerFailedError, WindowFullError
+from keyshard.errors import ConfigError, HandlerFailedError, WindowFullError
 from keyshard.runtime.range_consumers import RangeConsumers
-
-AT_ONCE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(3))
-
-
-class Place:
-    """A topic with two partitions, a source over it, and what its handler saw."""
-
-    def __init__(self, name: str) -> None:
-        self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.topic = self.cluster.create_topic("orders", partitions=2)
-        self.where = self.cluster.partitions(self.topic)
-        self.seen: dict[str | None, list[bytes]] = defaultdict(list)
-        self.errors: list[BaseException] = []
-
-    def source(self, **changes: Any) -> KeyShardSource:
-        given = {"parallelism": 4, "starting_position": "earliest", "service_url": self.url}
-        return KeyShardSource(self.topic, **(given | changes))
-
-    def publish(self, keys: int, per_key: int) -> int:
-        messages = [Stored(b"%d" % n, key=f"key-{k}") for n in range(per_key) for k in range(keys)]
-        self.cluster.publish(self.topic, *messages)
-        return len(messages)
-
-    def note(self, message: Message) -> None:
-        self.seen[message.routing_key].append(message.value)
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.seen.values()))
-
-    def backlog(self) -> int:
-        """Messages not acknowledged; -1 before the subscription exists."""
-        try:
-            return sum(self.cluster.backlog(where, "keyshard") for where in self.where)
-        except BrokerError:
-            return -1
-
-    def running(self, source: KeyShardSource, handle: Callable[..., Any], **options: Any) -> Run:
-        return Run(self, source, handle, options)
-
-
-class Run:
-    """A source that runs in a thread; stopped at the end of the block."""
-
-    def __init__(self, place: Place, source: KeyShardSource, handle: Any, options: Any) -> None:
-        self.source, self._place = source, place
-
-        def run() -> None:
-            try:
-                source.run(handle, **options)
-            except BaseException as exc:  # noqa: BLE001 - told to the test
-                place.errors.append(exc)
-
-        self.thread = threading.Thread(target=run)
-
-    def __enter__(self) -> Run:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.thread.is_alive():
-            wait_until(lambda: not self.thread.is_alive() or self._stopped())
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-    def _stopped(self) -> bool:
-        try:
-            self.source.stop()
-        except Exception:  # noqa: BLE001 - it does not run yet, or no more
-            return False
-        return True
 
 
 @pytest.fixture
@@ -232,6 +161,74 @@ def test_a_stop_waits_for_running_handlers_and_commits_them(place: Place) -> Non
         release.set()
     assert place.seen["key-0"] == [b"0"]
     assert place.backlog() == 2
+
+
+@pytest.mark.parametrize("executor", ["threads", "async"])
+def test_a_stop_stays_for_the_retry_of_an_entry_that_has_begun(place: Place, executor: str) -> None:
+    messages = [Stored(b"%d" % n, key="key-0") for n in range(3)]
+    place.cluster.publish(place.topic, *messages, batching=Batching.BY_KEY)
+    place.publish(keys=1, per_key=1)
+    failed = threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.value == b"1" and not failed.is_set():
+            failed.set()
+            raise RetryLater(0.5)
+        place.note(message)
+
+    async def coroutine(message: Message) -> None:
+        handle(message)
+
+    source = place.source()
+    with place.running(source, handle if executor == "threads" else coroutine):
+        assert failed.wait(20)
+        source.stop()
+    assert place.seen["key-0"] == [b"0", b"1", b"2"]
+    assert place.backlog() == 1, "the entry that had begun is done, the other one did not begin"
+
+
+@pytest.mark.parametrize("after_s", [0.5, 60.0])
+def test_a_stop_does_not_stay_longer_than_its_deadline_for_a_retry(
+    place: Place, after_s: float
+) -> None:
+    place.publish(keys=1, per_key=1)
+    failed = threading.Event()
+
+    def handle(message: Message) -> None:
+        failed.set()
+        raise RetryLater(after_s)
+
+    source = place.source()
+    began = time.monotonic()
+    with place.running(
+        source, handle, drain_timeout_s=3.0, retry=RetryPolicy(stop=tenacity.stop_never)
+    ):
+        assert failed.wait(20)
+        source.stop()
+    assert time.monotonic() - began < 15
+    assert place.backlog() == 1
+
+
+def test_coroutines_that_are_left_behind_leave_no_loop_in_disorder(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.publish(keys=4, per_key=1)
+    cancelled: list[bytes] = []
+
+    async def handle(message: Message) -> None:
+        place.note(message)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            cancelled.append(message.value)
+
+    source = place.source()
+    with place.running(source, handle, drain_timeout_s=0.1):
+        wait_until(lambda: place.count == 4)
+        source.stop()
+    assert len(cancelled) == 4, "each had time to clean up"
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_a_handler_that_never_returns_is_left_behind_at_the_deadline(place: Place) -> None:

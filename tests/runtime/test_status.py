@@ -309,7 +309,14 @@ def test_a_parked_key_is_shown_and_unparked_by_command(
     wait_until(lambda: job.status()["parked"] == [parked])
     status = job.status()
     assert status["parkedKeys"] == 1
-    counters = {"completed": 0, "failedAttempts": 1, "parked": 2, "deadLettered": 2, "rejected": 0}
+    counters = {
+        "completed": 0,
+        "failedAttempts": 1,
+        "parked": 2,
+        "deadLettered": 2,
+        "rejected": 0,
+        "observerErrors": 0,
+    }
     assert status["counters"] == counters
     assert running_source("jobs").ask("explain", key=KEYS[1])["parked"]
     job.release.set()

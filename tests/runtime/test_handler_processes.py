@@ -1,0 +1,267 @@
+"""Handlers in processes: what they raise, what they cannot load, and signals to the whole group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from handler_place import AT_ONCE, Place
+from helpers import wait_until
+from keyshard import Checkpoint, Message, Reject, RetryLater
+from keyshard.broker.memory import Message as Stored
+from keyshard.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.cluster.validate()
+
+
+class OwnReject(Reject):
+    """Can be pickled, but not loaded."""
+
+    def __init__(self, account: str, code: int) -> None:
+        super().__init__(f"no account {account}, code {code}")
+
+
+class OwnLater(RetryLater):
+    def __init__(self, account: str, code: int) -> None:
+        super().__init__(0.05, f"{account} is locked, code {code}")
+
+
+class SecretError(Exception):
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> NoReturn:
+        raise SystemExit("not for you")
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class OtherError(Exception):
+    """Becomes something else on its way."""
+
+    def __reduce__(self) -> Any:
+        return int, ("7",)
+
+
+async def coroutine() -> None:
+    raise OwnReject("x", 3)
+
+
+def raises(message: Message) -> Any:
+    if message.value == b"reject":
+        raise OwnReject("x", 3)
+    if message.value == b"secret":
+        raise SecretError
+    if message.value == b"other":
+        raise OtherError("other")
+    if message.value == b"exit":
+        raise SystemExit(3)
+    if message.value == b"interrupt":
+        raise KeyboardInterrupt
+    if message.value == b"awaited":
+        return coroutine()
+    folder, name = Path(message.value.decode()), message.key or ""
+    if name == "later" and not (folder / name).exists():
+        (folder / name).touch()
+        raise OwnLater("x", 3)
+    (folder / f"done-{name}").touch()
+    return None
+
+
+def test_whatever_a_handler_raises_in_a_process_keeps_its_meaning(
+    place: Place, tmp_path: Path
+) -> None:
+    bad = ["reject", "awaited", "secret", "other", "exit", "interrupt"]
+    place.cluster.publish(place.topic, *[Stored(one.encode(), key=one) for one in bad])
+    good = [f"good-{n}" for n in range(20)]
+    place.cluster.publish(
+        place.topic, *[Stored(str(tmp_path).encode(), key=key) for key in [*good, "later"]]
+    )
+    with place.running(
+        place.source(), raises, executor="processes", workers=2, retry=AT_ONCE
+    ) as run:
+        wait_until(lambda: place.errors or place.backlog() == 0)
+        assert not place.errors, place.errors
+        counters = run.source.status()["counters"]
+        parked = {one["key"] for one in run.source.status()["parked"]}
+    assert counters["rejected"] == 2
+    assert parked == {"secret", "other", "exit", "interrupt"}
+    assert len(list(tmp_path.glob("done-*"))) == 21
+
+
+def test_a_handler_that_processes_cannot_load_ends_the_source_with_the_import_error(
+    place: Place,
+) -> None:
+    module = types.ModuleType("only_here")
+    exec("def handle(message): pass", module.__dict__)  # noqa: S102
+    sys.modules["only_here"] = module
+    count = place.publish(keys=5, per_key=2)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot load.*No module named 'only_here'"):
+            place.source().run(module.handle, executor="processes", workers=2)
+    finally:
+        del sys.modules["only_here"]
+    assert place.backlog() in (count, -1)
+
+
+def generates(_: Message) -> Any:
+    return (n for n in range(3))
+
+
+def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(place: Place) -> None:
+    count = place.publish(keys=5, per_key=2)
+    with pytest.raises(ConfigError, match="generator"):
+        place.source().run(generates, executor="processes", workers=2)
+    assert place.backlog() == count
+
+
+PROGRAM = """
+import os, sys, time, threading
+from pathlib import Path
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster, Message
+
+FOLDER = Path(sys.argv[1])
+
+def handle(message):
+    (FOLDER / f"began-{os.getpid()}").touch()
+    time.sleep(float(sys.argv[2]))
+    with (FOLDER / "handled").open("a") as file:
+        file.write(message.key + "\\n")
+
+def main():
+    cluster = MemoryCluster.named("c")
+    topic = cluster.create_topic("orders", partitions=2)
+    cluster.publish(topic, *[Message(b"x", key=f"k{n}") for n in range(8)])
+    source = KeyShardSource(
+        topic, service_url="memory://c", starting_position="earliest", parallelism=2
+    )
+    def run():
+        source.run(handle, **{"lanes": 2} | eval(sys.argv[3]))
+        left = sum(cluster.backlog(where, "keyshard") for where in cluster.partitions(topic))
+        letters = sum(cluster.backlog(where, "keyshard-parked")
+                      for where in cluster.partitions(topic + "-keyshard-DLQ"))
+        print("left", left, "letters", letters, flush=True)
+    if sys.argv[4] == "main":
+        run()
+    else:
+        threading.Thread(target=run).start()
+        while True:
+            time.sleep(1)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+class Program:
+    """A program of its own, in a group of processes of its own."""
+
+    def __init__(self, folder: Path, seconds: float, options: str, thread: str = "main") -> None:
+        self._folder = folder
+        (folder / "program.py").write_text(PROGRAM)
+        self.process = subprocess.Popen(
+            [sys.executable, "program.py", str(folder), str(seconds), options, thread],
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def began(self, processes: int) -> list[int]:
+        """Wait for handlers in so many processes; their ids."""
+        wait_until(lambda: len(list(self._folder.glob("began-*"))) >= processes)
+        return [int(path.name.removeprefix("began-")) for path in self._folder.glob("began-*")]
+
+    def end(self) -> str:
+        """What it wrote, when it has ended."""
+        try:
+            return self.process.communicate(timeout=30)[0]
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def handled(self) -> int:
+        path = self._folder / "handled"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_lets_running_handlers_finish_and_parks_nothing(
+    tmp_path: Path, number: int
+) -> None:
+    program = Program(tmp_path, 1.0, "{'executor': 'processes', 'workers': 2}")
+    program.began(2)
+    os.killpg(program.process.pid, number)
+    told = program.end()
+    handled = program.handled()
+    assert f"left {8 - handled} letters 0" in told, told
+    assert 2 <= handled < 8
+    assert program.process.returncode == 0
+
+
+def test_processes_die_with_their_parent_in_the_midst_of_a_message(tmp_path: Path) -> None:
+    program = Program(tmp_path, 60.0, "{'executor': 'processes', 'workers': 2}")
+    children = program.began(2)
+    program.process.kill()
+    program.end()
+    wait_until(lambda: not any(map(alive, children)), 10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_ctrl_c_in_the_main_thread_ends_a_source_that_runs_in_another(
+    tmp_path: Path, executor: str
+) -> None:
+    url = f"{tmp_path}/checkpoint.json"
+    options = f"{{'executor': {executor!r}, 'workers': 2, 'checkpoint': {url!r}}}"
+    program = Program(tmp_path, 0.5, options, "thread")
+    program.began(1)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert "KeyboardInterrupt" in program.end()
+    committed = Checkpoint.from_json(Path(url).read_text())
+    done = sum(len(state.delivered) for state in committed.partitions.values())
+    assert 0 < program.handled() == done < 8, "what was handled is committed"
+
+
+SCRIPT = """
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster
+
+def handle(message):
+    pass
+
+MemoryCluster.named("c").create_topic("orders")
+KeyShardSource("orders", service_url="memory://c").run(handle, executor="processes", workers=1)
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, text=True, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "KEYSHARD_HANDLER_UNFIT" in done.stderr.splitlines()[-1]
+    assert "__name__" in done.stderr.splitlines()[-1]

@@ -1,0 +1,310 @@
+"""Whatever handlers, policies and observers raise or return: the run goes on, or ends by name."""
+
+# ruff: noqa: ARG002, ARG005, PLW0108, RSE102 - that is what users write
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import tenacity
+
+from handler_place import AT_ONCE, Place
+from helpers import wait_until
+from keyshard import Message, Reject, RetryLater, RetryPolicy
+from keyshard.broker.memory import Message as Stored
+from keyshard.errors import ConfigError
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.cluster.validate()
+
+
+class MuteError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+    __repr__ = __str__
+
+
+class LyingError(Exception):
+    """Nothing of it can be asked."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+    @property
+    def __class__(self) -> Any:
+        raise ValueError("no class")
+
+    @__class__.setter
+    def __class__(self, _: object) -> None:
+        raise ValueError("no class")
+
+    def __bool__(self) -> bool:
+        raise ValueError("no truth")
+
+
+class BareReject(Reject):
+    def __init__(self) -> None:
+        """Without the reason."""
+
+
+class BareLater(RetryLater):
+    def __init__(self) -> None:
+        """Without the time."""
+
+
+def cyclic() -> Exception:
+    error, cause = ValueError("a"), ValueError("b")
+    error.__cause__, cause.__cause__ = cause, error
+    return error
+
+
+def later(after_s: Any) -> Exception:
+    error = RetryLater(0.0)
+    error.after_s = after_s
+    return error
+
+
+HOSTILE: dict[str, Callable[[], BaseException]] = {
+    "no text": MuteError,
+    "no class": LyingError,
+    "reject an error": lambda: Reject(ValueError("why")),  # type: ignore[arg-type]
+    "reject an error without text": lambda: Reject(MuteError()),  # type: ignore[arg-type]
+    "reject bytes": lambda: Reject(b"why \xff"),  # type: ignore[arg-type]
+    "reject without a reason": BareReject,
+    "retry without a time": BareLater,
+    "retry after nan": lambda: later(math.nan),
+    "retry after inf": lambda: later(math.inf),
+    "retry before now": lambda: later(-1.0),
+    "retry after text": lambda: later("soon"),
+    "a surrogate": lambda: ValueError("\ud800 and \x00"),
+    "a cycle": cyclic,
+    "exit": lambda: SystemExit(3),
+    "interrupt": KeyboardInterrupt,
+    "generator exit": GeneratorExit,
+    "cancelled": asyncio.CancelledError,
+    "stop": StopIteration,
+    "a group": lambda: ValueError(MuteError()),
+}
+"""What a handler raises."""
+
+
+def run_to_the_end(place: Place, handle: Callable[..., Any], **options: Any) -> None:
+    """Two bad messages of two keys among good ones: those are handled, the run goes on."""
+    for n in range(5):
+        place.cluster.publish(place.topic, *[Stored(b"%d" % n, key=f"key-{k}") for k in range(4)])
+    place.cluster.publish(place.topic, Stored(b"bad", key="bad-1"), Stored(b"bad", key="bad-2"))
+    with place.running(place.source(), handle, **({"retry": AT_ONCE} | options)) as run:
+        wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == 20))
+        assert not place.errors, place.errors
+        assert run.source.status()["counters"]["deadLettered"] == 2
+
+
+@pytest.mark.parametrize("executor", ["threads", "async"])
+@pytest.mark.parametrize("raised", HOSTILE)
+def test_whatever_a_handler_raises_concerns_its_message_only(
+    place: Place, raised: str, executor: str
+) -> None:
+    def handle(message: Message) -> None:
+        if message.value == b"bad":
+            raise HOSTILE[raised]()
+        place.note(message)
+
+    async def coroutine(message: Message) -> None:
+        handle(message)
+
+    run_to_the_end(place, handle if executor == "threads" else coroutine)
+
+
+def broken(_: object) -> Any:
+    raise SystemExit("the policy is broken")
+
+
+@pytest.mark.parametrize("wait", [broken, lambda _: math.nan, lambda _: -math.inf, lambda _: "x"])
+@pytest.mark.parametrize("stop", [tenacity.stop_after_attempt(2), broken])
+def test_a_policy_that_fails_is_replaced_by_the_default_and_named_once(
+    place: Place, wait: Any, stop: Any, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # The default one takes 13 s for its attempts.
+    monkeypatch.setattr("keyshard.core.retrying._DEFAULT", AT_ONCE)
+
+    def handle(message: Message) -> None:
+        if message.value == b"bad":
+            raise ValueError("no")
+        place.note(message)
+
+    with caplog.at_level(logging.WARNING, "keyshard"):
+        run_to_the_end(place, handle, retry=RetryPolicy(wait=wait, stop=stop))
+    assert sum("retry policy" in record.message for record in caplog.records) == 1
+
+
+class BrokenObserver:
+    """Raises at every call."""
+
+    def started(self, message: Message) -> None:
+        raise ValueError("started")
+
+    def completed(self, message: Message, seconds: float) -> None:
+        raise SystemExit("completed")
+
+    def failed(self, message: Message, seconds: float, error: BaseException) -> None:
+        raise MuteError
+
+
+@pytest.mark.parametrize("executor", ["threads", "async"])
+def test_an_observer_that_raises_is_named_once_per_kind_and_changes_nothing(
+    place: Place, executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: list[Message] = []
+
+    def handle(message: Message) -> None:
+        if message.value == b"3" and len(failed) < 2:
+            failed.append(message)
+            raise ValueError("once")
+        place.note(message)
+
+    async def coroutine(message: Message) -> None:
+        handle(message)
+
+    count = place.publish(keys=5, per_key=10)
+    with (
+        caplog.at_level(logging.WARNING, "keyshard"),
+        place.running(
+            place.source(), handle if executor == "threads" else coroutine,
+            observers=[BrokenObserver()],
+        ) as run,
+    ):  # fmt: skip
+        wait_until(lambda: place.errors or place.backlog() == 0)
+        counters = run.source.status()["counters"]
+    assert not place.errors
+    assert place.count == count, "each message is handled once"
+    assert counters["deadLettered"] == 0
+    assert counters["observerErrors"] == 2 * (count + 2)
+    named = [record for record in caplog.records if "BrokenObserver" in record.message]
+    assert len(named) == 3
+
+
+# -- what handlers return -------------------------------------------------------------------------
+
+
+async def into(seen: list[bytes], message: Message) -> None:
+    await asyncio.sleep(0.001)
+    seen.append(message.value)
+
+
+class Awaiting:
+    """An awaitable that is no coroutine."""
+
+    def __init__(self, made: Awaitable[None]) -> None:
+        self._made = made
+
+    def __await__(self) -> Any:
+        return self._made.__await__()
+
+
+def decorated(handle: Callable[[Message], Any]) -> Callable[[Message], Any]:
+    @functools.wraps(handle)
+    def call(message: Message) -> Any:
+        return handle(message)
+
+    return call
+
+
+LAZY: dict[str, Callable[[list[bytes]], Callable[[Message], Any]]] = {
+    "lambda": lambda seen: lambda message: into(seen, message),
+    "partial of a lambda": lambda seen: functools.partial(lambda s, m: into(s, m), seen),
+    "decorated": lambda seen: decorated(functools.partial(into, seen)),
+    "awaitable": lambda seen: lambda message: Awaiting(into(seen, message)),
+    "partial": lambda seen: functools.partial(into, seen),
+    "async of a coroutine": lambda seen: returning(seen),
+}
+
+
+def returning(seen: list[bytes]) -> Callable[[Message], Any]:
+    async def handle(message: Message) -> Any:
+        return into(seen, message)
+
+    return handle
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_what_a_handler_returns_to_be_awaited_runs_before_it_is_acknowledged(
+    place: Place, kind: str
+) -> None:
+    seen: list[bytes] = []
+    count = place.publish(keys=5, per_key=10)
+    with place.running(place.source(), LAZY[kind](seen)):
+        wait_until(lambda: place.errors or place.backlog() == 0)
+    assert not place.errors
+    assert len(seen) == count
+
+
+@pytest.mark.parametrize("raised", HOSTILE)
+def test_whatever_an_awaitable_raises_concerns_its_message_only(place: Place, raised: str) -> None:
+    async def handle(message: Message) -> None:
+        await asyncio.sleep(0)
+        if message.value == b"bad":
+            raise HOSTILE[raised]()
+        place.note(message)
+
+    run_to_the_end(place, lambda message: handle(message))
+
+
+def generator(_: Message) -> Iterator[int]:
+    yield 1
+
+
+async def asynchronous(_: Message) -> AsyncIterator[int]:
+    yield 1
+
+
+async def coroutine_of_generator(message: Message) -> Any:
+    return generator(message)
+
+
+UNFIT: dict[str, Callable[[Message], Any]] = {
+    "generator": generator,
+    "async generator": asynchronous,
+    "partial": functools.partial(generator),
+    "lambda": lambda message: generator(message),
+    "lambda, async": lambda message: asynchronous(message),
+    "coroutine": coroutine_of_generator,
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_handler_that_makes_generators_is_refused_with_nothing_acknowledged(
+    place: Place, kind: str
+) -> None:
+    count = place.publish(keys=5, per_key=1)
+    with pytest.raises(ConfigError, match=r"generator.*(never run|not run)"):
+        place.source().run(UNFIT[kind])
+    assert place.backlog() in (count, -1)
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [lambda: None, lambda _a, _b: None, lambda *, message: None, functools.partial(generator, 1)],
+)
+def test_a_handler_that_takes_no_message_is_refused_before_anything_connects(
+    place: Place, handle: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"one argument|generator"):
+        place.source().run(handle)
+    assert place.backlog() == -1
