@@ -66,6 +66,7 @@ def test_only_errors_that_may_pass_by_themselves_are_retriable() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retriable} == {
         "BrokerUnavailableError",
         "RangeConflictError",
+        "ReplayTimeoutError",
     }
 
 
