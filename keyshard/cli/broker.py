@@ -28,7 +28,10 @@ broker_app = typer.Typer(
 
 DataOption = Annotated[
     Path | None,
-    typer.Option("--data", help="The broker's data directory; default: one in the user's cache."),
+    typer.Option(
+        "--data",
+        help="The broker's data directory; default: one in the cache, or of the one that runs.",
+    ),
 ]
 
 
@@ -74,29 +77,30 @@ def start(
 
 @broker_app.command()
 def stop(data: DataOption = None) -> None:
-    """Stop the broker; its data stays."""
+    """Stop the broker that runs; its data stays. Of several, --data names one."""
     from keyshard.devbroker import registry
+    from keyshard.errors import DevBrokerError
 
-    folder = registry.data_dir(data)
-    record = registry.find(folder)
-    if record is None:
-        typer.echo(f"No broker runs on {folder}.")
+    found = _running(data)
+    if not found:
+        typer.echo(_none(data))
         return
-    registry.stop(record)
-    typer.echo(f"Stopped the broker on {folder}.")
+    if len(found) > 1:
+        folders = ", ".join(record.data_dir for record in found)
+        raise DevBrokerError(f"{len(found)} brokers run. Name one with --data: {folders}.")
+    registry.stop(found[0])
+    typer.echo(f"Stopped the broker on {found[0].data_dir}.")
 
 
 @broker_app.command()
 def status(data: DataOption = None) -> None:
-    """Say whether the broker runs and where; exit status 1 when it does not."""
-    from keyshard.devbroker import registry
-
-    folder = registry.data_dir(data)
-    record = registry.find(folder)
-    if record is None:
-        typer.echo(f"No broker runs on {folder}.")
+    """Say which brokers run, and where; exit status 1 when none does."""
+    found = _running(data)
+    for record in found:
+        typer.echo(f"Running. {_describe(record)}")
+    if not found:
+        typer.echo(_none(data))
         raise typer.Exit(1)
-    typer.echo(f"Running. {_describe(record)}")
 
 
 @broker_app.command()
@@ -109,7 +113,9 @@ def logs(
     from keyshard.devbroker import registry
     from keyshard.errors import DevBrokerError
 
-    path = registry.data_dir(data) / "broker.log"
+    found = _running(data)
+    folder = Path(found[0].data_dir) if len(found) == 1 else registry.data_dir(data)
+    path = folder / "broker.log"
     if not path.exists():
         raise DevBrokerError(f"There is no log at {path}: no broker was started there.")
     with path.open(errors="replace") as log:
@@ -121,6 +127,22 @@ def logs(
                 typer.echo(line, nl=False)
             else:
                 time.sleep(_POLL_S)
+
+
+def _running(data: Path | None) -> list[BrokerRecord]:
+    """The broker on the folder that is named, else every one that was started by this user."""
+    from keyshard.devbroker import registry
+
+    if data is None:
+        return registry.running()
+    record = registry.find(registry.data_dir(data))
+    return [] if record is None else [record]
+
+
+def _none(data: Path | None) -> str:
+    from keyshard.devbroker import registry
+
+    return "No broker runs." if data is None else f"No broker runs on {registry.data_dir(data)}."
 
 
 def _describe(record: BrokerRecord) -> str:

@@ -60,14 +60,24 @@ def remember(pid: int, version: str, port: int, admin_port: int, folder: Path) -
 
 def find(folder: Path) -> BrokerRecord | None:
     """The broker that runs on a data directory; what is written about a dead one is removed."""
+    return _read(_path(folder))
+
+
+def running() -> list[BrokerRecord]:
+    """Every broker that runs, by data directory."""
+    found = map(_read, _folder().glob("*.json"))
+    return sorted(filter(None, found), key=lambda record: record.data_dir)
+
+
+def _read(path: Path) -> BrokerRecord | None:
     try:
-        record = BrokerRecord(**json.loads(_path(folder).read_text()))
+        record = BrokerRecord(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError):
         record = None
     if record is None or start_ticks(record.pid) != record.started:
-        forget(folder)
+        path.unlink(missing_ok=True)
         return None
     return record
 
@@ -97,5 +107,9 @@ def stop(record: BrokerRecord) -> None:
     forget(Path(record.data_dir))
 
 
+def _folder() -> Path:
+    return cache_dir() / "brokers"
+
+
 def _path(folder: Path) -> Path:
-    return cache_dir() / "brokers" / f"{sha256(str(folder).encode()).hexdigest()[:16]}.json"
+    return _folder() / f"{sha256(str(folder).encode()).hexdigest()[:16]}.json"

@@ -212,17 +212,25 @@ def running_source(
     if not matching:
         where = ", ".join(map(str, _candidates()))
         raise ControlError(
-            f"No running {name} is found for this user on this machine (looked in {where}). Only "
-            "a source that runs by source.run(...) or batches(...) has a control socket."
+            f"No running {name} is found for this user on this machine (looked in {where}). "
+            f"{_others(running_sources())}Only a source that runs by source.run(...) or "
+            "batches(...) has a control socket."
         )
-    list_of = "; ".join(
-        f"pid {one.pid}: {one.subscription!r} on {one.topics} at {one.service_url}"
-        for one in matching
-    )
     raise ControlError(
-        f"{len(matching)} running sources match: {list_of}. Name the subscription, --service-url "
-        "or --pid of one."
+        f"{len(matching)} running sources match: {_list_of(matching)}. Name the subscription, "
+        "--service-url or --pid of one."
     )
+
+
+def _list_of(sources: list[RunningSource]) -> str:
+    return "; ".join(
+        f"pid {one.pid}: {one.subscription!r} on {one.topics} at {one.service_url}"
+        for one in sources
+    )
+
+
+def _others(sources: list[RunningSource]) -> str:
+    return f"What does run: {_list_of(sources)}. " if sources else ""
 
 
 def _candidates() -> Iterator[Path]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from keyshard.cli import broker, main
-from keyshard.devbroker import DEFAULT_VERSION
+from keyshard.devbroker import DEFAULT_VERSION, registry
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,32 @@ def test_a_broker_that_does_not_run(capsys: pytest.CaptureFixture[str], tmp_path
     code, _, err = run(capsys, "broker", "logs", *data)
     assert code == 1
     assert err.startswith("[KEYSHARD_DEVBROKER] There is no log")
+
+
+def test_a_broker_is_found_where_its_data_is_not_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    brokers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in folders]
+    threads = [threading.Thread(target=one.wait) for one in brokers]
+    for thread in threads:  # as init does with a broker that was detached
+        thread.start()
+    try:
+        for started, folder in zip(brokers, folders, strict=True):
+            registry.remember(started.pid, DEFAULT_VERSION, 6650, 8080, folder)
+        code, out, _ = run(capsys, "broker", "status")
+        assert (code, out.count("Running.")) == (0, 2)
+        code, _, err = run(capsys, "broker", "stop")
+        assert code == 1
+        assert all(str(folder) in err for folder in folders)
+        assert run(capsys, "broker", "stop", "--data", str(folders[0]))[0] == 0
+        code, out, _ = run(capsys, "broker", "stop")
+        assert (code, out) == (0, f"Stopped the broker on {folders[1]}.\n")
+        assert run(capsys, "broker", "status")[:2] == (1, "No broker runs.\n")
+    finally:
+        for started, thread in zip(brokers, threads, strict=True):
+            started.kill()
+            thread.join(10)
 
 
 def test_the_log_is_printed_from_its_end(

@@ -93,6 +93,16 @@ def test_status_shows_ranges_partitions_and_parked_keys(
         assert text in out
 
 
+def test_a_name_that_does_not_run_is_answered_with_what_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Asked(BUSY):
+        code, _, err = run(capsys, "status", "billing")
+    assert code == 1
+    assert "No running source of 'billing'" in err
+    assert f"What does run: pid {os.getpid()}: 's' on t at pulsar://a." in err
+
+
 def test_status_as_json_is_what_the_source_tells(capsys: pytest.CaptureFixture[str]) -> None:
     with Asked(BUSY):
         code, out, _ = run(capsys, "status", "--json")

@@ -1,0 +1,60 @@
+"""What the page of a package index shows, and what the package holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The hook, without the build backend that loads it."""
+    interface = "hatchling.metadata.plugin.interface"
+    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(MetadataHookInterface=object))
+    spec = importlib.util.spec_from_file_location("readme_hook", ROOT / "readme_hook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_description_has_no_link_that_leads_nowhere(hook: ModuleType) -> None:
+    made = hook.ReadmeHook()
+    made.root = str(ROOT)
+    metadata: dict[str, Any] = {}
+    made.update(metadata)
+    text = metadata["readme"]["text"]
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link] == []
+    assert "All options stand in docs/options.md" in " ".join(text.split())
+    assert text.count("```") == (ROOT / "README.md").read_text().count("```")
+
+
+def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+    text = (ROOT / "README.md").read_text()
+    for link in re.findall(r"\]\(([^)]*)\)", text):
+        path, _, heading = link.partition("#")
+        assert "://" in link or (ROOT / path).exists(), link
+        headings = [line.strip("# ").lower().replace(" ", "-") for line in text.splitlines()]
+        assert not heading or path or heading in headings, link
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_the_package_promises_what_it_holds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "ray" not in project["project"]["optional-dependencies"]
+    assert "Ray" not in project["project"]["description"]
+    assert "Ray" not in (ROOT / "README.md").read_text()
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert all((ROOT / path).exists() for path in wheel["force-include"])
