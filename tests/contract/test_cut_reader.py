@@ -1,0 +1,212 @@
+"""Contract: what handles do whose connection is cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import pulsar
+import pytest
+from contract_harness import subscribe, wait_until
+
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.port import Broker, Reader
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.errors import BrokerUnavailableError
+from tests.chaos.cluster import TOPIC, Cluster
+
+FIRST = EntryId(0, 0)
+ENTRIES = 30
+ON_THE_WAY_S = 0.05
+"""Time after which a request is on its way and has no answer, seconds."""
+
+
+class Line(Protocol):
+    """A client, and the connection to its broker."""
+
+    where: TopicPartition
+    broker: Broker
+
+    def publish(self, count: int) -> list[EntryId]:
+        """Publish entries of one message each, past the connection."""
+
+    def cut(self) -> None:
+        """Cut the connection; the client makes another."""
+
+    def cut_while(self, asking: Callable[[], object]) -> object:
+        """Cut it while a request is on its way."""
+
+
+class MemoryLine:
+    def __init__(self) -> None:
+        self._cluster = MemoryCluster(entries_per_ledger=1_000)
+        self.where = TopicPartition(self._cluster.create_topic("cut"))
+        self.broker = MemoryBroker(self._cluster)
+
+    def publish(self, count: int) -> list[EntryId]:
+        messages = [Message(b"v", key="k")] * count
+        return [entry_id for _, entry_id in self._cluster.publish(self.where, *messages)]
+
+    def cut(self) -> None:
+        self.broker.disconnect()
+
+    def cut_while(self, asking: Callable[[], object]) -> object:
+        self.broker.drop()
+        try:
+            return asking()
+        finally:
+            self.broker.reconnect()
+
+
+class PulsarLine:
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self._proxy = cluster.proxy
+        self.where = TopicPartition(f"{TOPIC}-cut-{number}")
+        self._client = pulsar.Client(
+            cluster.direct_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+        )
+        self._producer = self._client.create_producer(self.where.name, batching_enabled=False)
+        self.broker = PulsarBroker(cluster.proxied_url, 10)
+
+    def publish(self, count: int) -> list[EntryId]:
+        sent = [self._producer.send(b"v", partition_key="k") for _ in range(count)]
+        return [EntryId(one.ledger_id(), one.entry_id()) for one in sent]
+
+    def cut(self) -> None:
+        assert self._proxy.cut()
+
+    def cut_while(self, asking: Callable[[], object]) -> object:
+        self._proxy.stall()
+        cut = threading.Timer(ON_THE_WAY_S, self._proxy.cut)
+        resume = threading.Timer(4 * ON_THE_WAY_S, self._proxy.resume)
+        cut.start()
+        resume.start()
+        try:
+            return asking()
+        finally:
+            cut.join()
+            resume.join()
+
+    def close(self) -> None:
+        self.broker.close()
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(Path(tmp_path_factory.mktemp("cut"))) as started:
+        yield started
+
+
+@pytest.fixture(params=["memory", pytest.param("pulsar", marks=pytest.mark.broker)])
+def line(request: pytest.FixtureRequest) -> Iterator[Line]:
+    if request.param == "memory":
+        yield MemoryLine()
+        return
+    made = PulsarLine(request.getfixturevalue("cluster"), time.monotonic_ns())
+    yield made
+    made.close()
+
+
+@contextmanager
+def opened(line: Line) -> Iterator[Reader]:
+    reader = line.broker.reader(line.where, FIRST)
+    yield reader
+    reader.close()
+
+
+def read_until(reader: Reader, last: EntryId) -> list[EntryId]:
+    """Entries up to one, in the order they came."""
+    found: list[EntryId] = []
+    wait_until(
+        lambda: found.extend(block.id for block in reader.read(50)) or last in found  # type: ignore[func-returns-value]
+    )
+    return found
+
+
+def test_a_reader_that_lost_its_connection_knows_it_for_good_and_skips_nothing(line: Line) -> None:
+    entries = line.publish(ENTRIES)
+    with opened(line) as reader:
+        assert reader.stayed_connected()
+        line.cut()
+        wait_until(lambda: not reader.stayed_connected())
+        assert list(dict.fromkeys(read_until(reader, entries[-1]))) == entries
+        assert not reader.stayed_connected()
+
+
+def test_a_reader_that_is_cut_off_after_its_last_entry_gets_what_comes(line: Line) -> None:
+    """Until then it may say for ever that something is left: that is no reason to wait."""
+    last = line.publish(ENTRIES)[-1]
+    with opened(line) as reader:
+        read_until(reader, last)
+        line.cut()
+        wait_until(lambda: not reader.stayed_connected())
+        wait_until(lambda: answers(reader))
+        assert not reader.at_end()
+        assert reader.read(50) == []
+        (following,) = line.publish(1)
+        assert read_until(reader, following)[-1] == following
+
+
+def answers(reader: Reader) -> bool:
+    try:
+        reader.at_end()
+    except BrokerUnavailableError:
+        return False
+    return True
+
+
+def test_what_is_said_of_the_end_while_the_connection_is_cut_comes_with_the_cut(line: Line) -> None:
+    """It may be anything; only who stayed connected is believed."""
+    line.publish(ENTRIES)
+    with opened(line) as reader:
+        said = line.cut_while(lambda: answer_or_error(reader.at_end))
+        if said is True or isinstance(said, BrokerUnavailableError):
+            assert not reader.stayed_connected()
+
+
+def test_a_consumer_without_connection_never_says_that_nothing_is_stored(line: Line) -> None:
+    last = line.publish(ENTRIES)[-1]
+    consumer = subscribe(line.broker, line.where)
+    said = line.cut_while(lambda: answer_or_error(consumer.last_entry))
+    assert said == last or isinstance(said, BrokerUnavailableError)
+    consumer.close()
+
+
+def answer_or_error(ask: Callable[[], object]) -> object:
+    try:
+        return ask()
+    except BrokerUnavailableError as exc:
+        return exc
+
+
+@pytest.mark.broker
+def test_the_waiting_calls_of_the_client_itself_lie_when_the_connection_is_cut(
+    cluster: Cluster,
+) -> None:
+    """Why the port asks by callback, and why the in-memory Reader lies once: see ADR 10."""
+    line = PulsarLine(cluster, time.monotonic_ns())
+    line.publish(ENTRIES)
+    client = pulsar.Client(
+        cluster.proxied_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    reader = client.create_reader(line.where.name, pulsar.MessageId.earliest)
+    while reader.has_message_available():
+        reader.read_next(5_000)
+    consumer = client.subscribe(line.where.name, "lie")
+
+    def published_and_asked() -> bool:
+        line.publish(1)
+        return bool(reader.has_message_available())
+
+    assert line.cut_while(published_and_asked) is False
+    wait_until(consumer.is_connected)
+    assert line.cut_while(lambda: consumer.get_last_message_id().entry_id()) == -1
+    wait_until(lambda: consumer.get_last_message_id().entry_id() == ENTRIES)
+    client.close()
+    line.close()

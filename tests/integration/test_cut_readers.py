@@ -1,0 +1,188 @@
+"""A real broker behind a proxy: the connection is cut at steps of what reads with Readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pulsar
+import pytest
+
+from helpers import block, config
+from keyshard.broker.port import Broker, Reader
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.letters import Kind, Letter
+from keyshard.core.parking import State
+from keyshard.core.target import Gap
+from keyshard.errors import DataLossTrimmedError
+from keyshard.handlers.dead_letters import open_dead_letters
+from keyshard.runtime.available_now import _first_entry
+from keyshard.runtime.inspect_holes import inspect_holes
+from keyshard.runtime.replay import replay
+from keyshard.schema.messages import messages_of
+from tests.chaos.cluster import TOPIC, Cluster
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+
+ENTRIES = 2_500
+STEPS = range(8)
+"""Steps of the Readers at which the connection is cut, run after run."""
+CUT_AFTER_S = (0.0, 0.01)
+"""At once, so before the next call begins; or while it is under way."""
+T = TypeVar("T")
+
+
+class CutBroker:
+    """The client of a broker whose connection is cut at one step of its Readers."""
+
+    def __init__(self, cluster: Cluster, step: int, after_s: float) -> None:
+        self._inner = PulsarBroker(cluster.proxied_url, 10)
+        self._proxy = cluster.proxy
+        self._step = step
+        self._after_s = after_s
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+        return _CutReader(self, self._inner.reader(topic_partition, start))
+
+    def step(self) -> None:
+        """One more step of a Reader."""
+        if self.steps == self._step:
+            if self._after_s:
+                threading.Timer(self._after_s, self._proxy.cut).start()
+            else:
+                self._proxy.cut()
+        self.steps += 1
+
+
+class _CutReader:
+    def __init__(self, broker: CutBroker, inner: Reader) -> None:
+        self._broker, self._inner = broker, inner
+
+    def read(self, timeout_ms: int) -> Any:
+        return self._after_a_step(lambda: self._inner.read(timeout_ms))
+
+    def at_end(self) -> bool:
+        return self._after_a_step(self._inner.at_end)
+
+    def stayed_connected(self) -> bool:
+        return self._after_a_step(self._inner.stayed_connected)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _after_a_step(self, call: Callable[[], T]) -> T:
+        self._broker.step()
+        return call()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(Path(tmp_path_factory.mktemp("cut"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def entries(cluster: Cluster) -> list[EntryId]:
+    """What is stored in the first topic partition."""
+    client = pulsar.Client(
+        cluster.direct_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    producer = client.create_producer(WHERE.name, batching_enabled=False, block_if_queue_full=True)
+    for _ in range(ENTRIES - 1):
+        producer.send_async(b"v", lambda *_: None, partition_key="k")
+    last = producer.send(b"v", partition_key="k")
+    client.close()
+    assert last.entry_id() == ENTRIES - 1
+    return [EntryId(last.ledger_id(), number) for number in range(ENTRIES)]
+
+
+WHERE = TopicPartition(TOPIC, 0)
+
+
+def cut_at_each_step(cluster: Cluster, look: Callable[[Broker], None]) -> None:
+    for after_s in CUT_AFTER_S:
+        for step in STEPS:
+            broker: Any = CutBroker(cluster, step, after_s)
+            try:
+                look(broker)
+            finally:
+                broker.close()
+            assert broker.steps > 2, "nothing was cut"
+
+
+def test_a_replay_gives_its_whole_batch(cluster: Cluster, entries: list[EntryId]) -> None:
+    """The reported case: the last entries of the topic were called lost."""
+    wanted = EntrySet.of([*entries[:1_200:2], *entries[-10:]])
+    beyond = EntryId(entries[-1].ledger, ENTRIES + 5)
+
+    def look(broker: Broker) -> None:
+        blocks = replay(broker, end_of(wanted), 60, fail_on_data_loss=False)[WHERE]
+        assert EntrySet.of(one.id for one in blocks) == wanted
+        with pytest.raises(DataLossTrimmedError) as caught:
+            replay(broker, end_of(EntrySet.of([entries[-1], beyond])), 60)
+        assert caught.value.facts["missing"] == str(EntrySet.of([beyond]))
+
+    cut_at_each_step(cluster, look)
+
+
+def end_of(batch: EntrySet) -> Checkpoint:
+    state = PartitionCheckpoint(None, batch, batch, {}, 10**15)
+    return Checkpoint("standalone", "cut", 4, {WHERE: state})
+
+
+def test_no_stored_entry_is_taken_for_an_empty_hole(
+    cluster: Cluster, entries: list[EntryId]
+) -> None:
+    holes = EntrySet.of(entries[-40:-1:2])
+
+    def look(broker: Broker) -> None:
+        found = inspect_holes(broker, WHERE, holes, time.monotonic() + 60)
+        assert (found.complete, found.proofs.settled) == (True, EntrySet())
+        assert EntrySet.of(found.existing) == holes
+
+    cut_at_each_step(cluster, look)
+
+
+def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId]) -> None:
+    ledger = entries[-1].ledger
+
+    def look(broker: Broker) -> None:
+        end = EntryId(ledger, ENTRIES)
+        assert _first_entry(broker, WHERE, Gap(entries[-1], end)) == entries[-1]
+        assert _first_entry(broker, WHERE, Gap(end, EntryId(ledger, ENTRIES + 9))) is None
+
+    cut_at_each_step(cluster, look)
+
+
+def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
+    topic = f"{TOPIC}-letters"
+    broker = PulsarBroker(cluster.direct_url, 10)
+    letters = open_dead_letters(broker, topic, config("orders"))
+    for number in range(6):
+        (message,) = messages_of(WHERE, block(7, number, "ab"[number % 2]))
+        letters.send(Letter(message, "unit", Kind.PARKED, 3, "broken"))
+    broker.close()
+
+    def look(broker: Broker) -> None:
+        again = open_dead_letters(broker, topic, config("orders"))
+        assert again.parking.states() == {"a": State.PARKED, "b": State.PARKED}
+        assert again.unpark("a")
+        first = again.first("a")
+        assert first is not None
+        rest = again.replay("a", first)
+        found = [first]
+        while (one := rest.next()) is not None:
+            found.append(one)
+        assert [one.letter.message.message_id.entry for one in found] == [0, 2, 4]
+
+    cut_at_each_step(cluster, look)
