@@ -23,7 +23,7 @@ from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
 from keyshard.core.assignment import Assignment, slot_owners
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs

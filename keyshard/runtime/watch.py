@@ -82,8 +82,8 @@ class Watch:
                 f"The checkpoint has had no room for {waited_s:.0f} s: entries of "
                 f"{len(window.tight)} topic partitions wait to be committed, such as of {names}. "
                 f"It has {window.checkpoint_bytes:,} bytes, checkpoint_bytes_max is "
-                f"{window.budget.checkpoint_bytes_max:,}. A slow range or key leaves gaps that fill "
-                "it: see what holds it back, or raise checkpoint_bytes_max.",
+                f"{window.budget.checkpoint_bytes_max:,}. A slow range or key leaves gaps, and "
+                "they fill it: see what holds it back, or raise checkpoint_bytes_max.",
             )
 
     def misrouted(self, seat: Seat, rows: int) -> None:
