@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from keyshard.core.entry import full_topic_name
 from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import ConfigError
+from keyshard.redaction import REPR_MAX, shown
 
 MIB = 1024 * 1024
 _SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
@@ -17,7 +19,7 @@ _MEMORY_URL = re.compile(r"memory://[^/\s,]+")
 _ADMIN_URL = re.compile(r"https?://[^/\s]+/?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SourceConfig:
     """Configuration of one source; see ``docs/options.md`` for the Spark names."""
 
@@ -83,29 +85,21 @@ class SourceConfig:
     """Silence after which, without admin.url, what a bounded run misses counts as acknowledged
     before it began, milliseconds."""
 
+    def __repr__(self) -> str:
+        values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
+
     def __post_init__(self) -> None:
-        names = [self.topics] if isinstance(self.topics, str) else list(self.topics)
-        topics = tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
-        object.__setattr__(self, "topics", topics)
+        object.__setattr__(self, "topics", _topic_names(self.topics))
         self._check_pattern()
-        if not self.subscription or self.subscription.strip() != self.subscription:
-            raise ConfigError(
-                f"subscription is {self.subscription!r}. Name the Pulsar subscription that holds "
-                "the backlog of this source."
-            )
+        check_text("subscription", self.subscription, _SUBSCRIPTION)
+        if self.subscription.strip() != self.subscription:
+            raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
         self._check_urls()
-        if self.starting_position not in ("earliest", "latest"):
-            raise ConfigError(
-                f"starting_position is {self.starting_position!r}; write 'earliest' or 'latest'."
-            )
-        if self.on_misrouted not in ("warn", "fail"):
-            raise ConfigError(f"on_misrouted is {self.on_misrouted!r}; write 'warn' or 'fail'.")
-        if not self.worker_host:
-            raise ConfigError("worker_host is empty; name the address the tasks can reach.")
-        if type(self.fail_on_data_loss) is not bool:
-            raise ConfigError(
-                f"fail_on_data_loss is {self.fail_on_data_loss!r}; it must be true or false."
-            )
+        check_choice("starting_position", self.starting_position, "earliest", "latest")
+        check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
+        check_text("worker_host", self.worker_host, "name the address the tasks can reach")
+        check_bool("fail_on_data_loss", self.fail_on_data_loss)
         self._check_numbers()
         if (
             self.batch_rows_min
@@ -118,20 +112,27 @@ class SourceConfig:
             )
 
     def _check_urls(self) -> None:
+        wanted = "write pulsar://host:port or pulsar+ssl://host:port"
+        url = check_text("service_url", self.service_url, wanted)
+        if self.admin_url is not None:
+            check_text("admin_url", self.admin_url, "write http://host:port")
         if self.in_memory:
-            if self.admin_url not in (None, self.service_url):
+            if self.admin_url not in (None, url):
                 raise ConfigError(
-                    f"admin_url is {self.admin_url!r}; the in-memory cluster {self.service_url!r} "
-                    "has its admin interface at the same URL."
+                    f"admin_url is {shown(self.admin_url)}; the in-memory cluster {shown(url)} has "
+                    "its admin interface at the same URL."
                 )
             return
-        if not _SERVICE_URL.fullmatch(self.service_url):
+        if not _SERVICE_URL.fullmatch(url) or not _ports_fit(url):
+            raise ConfigError(f"service_url is {shown(url)}; {wanted}.")
+        if "@" in url:
             raise ConfigError(
-                f"service_url is {self.service_url!r}; write pulsar://host:port or "
-                "pulsar+ssl://host:port."
+                f"service_url is {shown(url)}; Pulsar's client takes no user or password from a "
+                f"URL: {wanted}."
             )
-        if self.admin_url is not None and not _ADMIN_URL.fullmatch(self.admin_url):
-            raise ConfigError(f"admin_url is {self.admin_url!r}; write http://host:port.")
+        admin = self.admin_url
+        if admin is not None and not (_ADMIN_URL.fullmatch(admin) and _ports_fit(admin)):
+            raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
 
     @property
     def default_dead_letter_topic(self) -> str:
@@ -159,7 +160,8 @@ class SourceConfig:
             return
         if self.topics:
             raise ConfigError("topics_pattern is given together with topics. Give only one.")
-        object.__setattr__(self, "topics_pattern", TopicPattern.parse(self.topics_pattern).text)
+        pattern = check_text("topics_pattern", self.topics_pattern, "write tenant/namespace/regex")
+        object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
                 "topics_pattern needs the admin REST interface, which lists topics. Set admin.url "
@@ -171,12 +173,31 @@ class SourceConfig:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if type(value) is not int or not low <= value <= high:
-                raise ConfigError(
-                    f"{name} is {value!r}; it must be an integer from {low} to {high}."
-                )
+            check_integer(name, value, low, high)
 
 
+def _topic_names(topics: object) -> tuple[str, ...]:
+    """Full names of topics, each once: of one name or of several."""
+    if isinstance(topics, str):
+        topics = [topics]
+    if isinstance(topics, (bytes, bytearray, Mapping)) or not isinstance(topics, Iterable):
+        raise ConfigError(f"topics is {shown(topics)}; give the name of a topic or a list of them.")
+    names = [check_text("topics", name, "give names of topics") for name in topics]
+    return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
+
+
+def _ports_fit(url: str) -> bool:
+    """Whether each port that a URL names is one."""
+    hosts = url.partition("://")[2].rstrip("/").rpartition("@")[2].split(",")
+    ports = [port for host in hosts for _, colon, port in [host.rpartition(":")] if colon]
+    return all(port.endswith("]") or _is_port(port) for port in ports)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65_536
+
+
+_SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
 _OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),

@@ -47,12 +47,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from keyshard.redaction import redacted
+
 
 class KeyShardError(Exception):
     """Root of every keyshard error.
 
     Args:
-        message: What happened, where, and what to do, without the code.
+        message: What happened, where, and what to do, without the code. Secrets in URLs are left
+            out of it, as of facts.
         **facts: Values a program may want to look at, kept as :attr:`facts`.
     """
 
@@ -60,9 +63,11 @@ class KeyShardError(Exception):
     retriable: ClassVar[bool] = False
 
     def __init__(self, message: str, **facts: object) -> None:
-        super().__init__(f"[{self.code}] {message}")
-        self.message = message
-        self.facts = facts
+        self.message = redacted(message)
+        super().__init__(f"[{self.code}] {self.message}")
+        self.facts = {
+            name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()
+        }
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.facts)

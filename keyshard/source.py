@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -10,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.option_checks import check_bool, check_integer, check_seconds
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.config import HandlerConfig
+from keyshard.redaction import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
-    from keyshard.handlers.batches import Batch
+    from keyshard.handlers.batches import Batch, BatchRun
     from keyshard.handlers.calling import Handle
     from keyshard.handlers.config import HandlerOptions
     from keyshard.handlers.observing import Observer
@@ -30,7 +34,7 @@ def _handling(options: HandlerOptions) -> HandlerConfig:
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ConfigError(
-            f"run() has no option {unknown[0]!r}. It has: {', '.join(sorted(known))}."
+            f"run() has no option {shown(unknown[0])}. It has: {', '.join(sorted(known))}."
         )
     return HandlerConfig(**options)
 
@@ -92,6 +96,8 @@ class KeyShardSource(SourceConfig):
         """
         from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
 
+        if not isinstance(observers, Sequence):
+            raise ConfigError(f"observers is {shown(observers)}; give a list of observers.")
         run = HandlerRun(self.coordinator(), self, _handling(options), handle, observers)
         self._begin(run)
         try:
@@ -100,7 +106,11 @@ class KeyShardSource(SourceConfig):
             self._end()
 
     def batches(
-        self, max_rows: int = 5_000, max_wait_s: float = 1.0, *, checkpoint: str | None = None
+        self,
+        max_rows: int = 5_000,
+        max_wait_s: float = 1.0,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
     ) -> Iterator[Batch]:
         """Batches of Arrow rows, for programs that acknowledge each when they are done with it.
 
@@ -113,8 +123,8 @@ class KeyShardSource(SourceConfig):
         Args:
             max_rows: Most rows of a batch, unless one entry has more.
             max_wait_s: Longest wait for more rows after the first, seconds.
-            checkpoint: fsspec URL of a checkpoint; with it nothing acknowledged comes again after
-                a crash, without it the last moments may.
+            checkpoint: Path or fsspec URL of a checkpoint; with it nothing acknowledged comes again
+                after a crash, without it the last moments may.
 
         Raises:
             ConfigError: An option is wrong, or the source runs already.
@@ -123,9 +133,13 @@ class KeyShardSource(SourceConfig):
         """
         from keyshard.handlers.batches import BatchRun  # noqa: PLC0415
 
-        if max_rows < 1 or max_wait_s < 0:
-            raise ConfigError("max_rows must be at least 1 and max_wait_s not negative.")
-        run = BatchRun(self.coordinator(), self, max_rows, max_wait_s, checkpoint=checkpoint)
+        check_integer("max_rows", max_rows, 1, 10**9)
+        check_seconds("max_wait_s", max_wait_s, 86_400)
+        return self._batches(
+            BatchRun(self.coordinator(), self, max_rows, max_wait_s, checkpoint=checkpoint)
+        )
+
+    def _batches(self, run: BatchRun) -> Iterator[Batch]:
         self._begin(run)
         try:
             yield from run.batches()
@@ -149,6 +163,9 @@ class KeyShardSource(SourceConfig):
             DrainTimeoutError: A handler did not end within ``drain_timeout_s``; nothing has moved.
             RescaleError: The broker did not let the ranges change hands.
         """
+        check_bool("balance", balance)
+        if ranges is not None:
+            check_integer("ranges", ranges, 1, RING_SIZE)
         if (ranges is None) != balance:
             raise ConfigError("Give rescale() either a number of ranges or balance=True.")
         rescaler: Rescaler | None = self._active().rescaler
@@ -174,6 +191,8 @@ class KeyShardSource(SourceConfig):
         Raises:
             NotRunningError: :meth:`run` does not run.
         """
+        if not isinstance(key, str):
+            raise ConfigError(f"key is {shown(key)}; give the routing key of messages, a text.")
         return bool(self._active().unpark(key))
 
     def status(self) -> dict[str, Any]:
@@ -245,6 +264,9 @@ class SourceStream:
         Raises:
             KeyShardError: What ended the source.
         """
+        check_seconds("timeout_s", timeout_s, 86_400)
+        if rows_max is not None:
+            check_integer("rows_max", rows_max, 1, 10**9)
         deadline = time.monotonic() + timeout_s
         while self._coordinator.wait_for_rows(max(0.0, deadline - time.monotonic())):
             checkpoint = self._coordinator.cut(rows_max)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 
 class Option(NamedTuple):
@@ -140,7 +141,7 @@ OPTIONS = (
 )
 
 _UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
-_DURATION = re.compile(r"(?P<number>\d+)\s*(?P<unit>ms|s|m|min|h|)")
+_DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _INTEGERS = {
     "parallelism",
@@ -195,8 +196,8 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
         raise ConfigError(given.get(field, field) + space + rest) from exc
     if source.in_memory:
         raise ConfigError(
-            f"service.url is {source.service_url!r}, which lives in one process; Spark reads in "
-            "others. Give the URL of a broker: 'keyshard broker start' starts one."
+            f"service.url is {shown(source.service_url)}, which lives in one process; Spark reads "
+            "in others. Give the URL of a broker: 'keyshard broker start' starts one."
         )
     return source
 
@@ -247,7 +248,7 @@ def _parse(option: Option, text: str) -> Any:
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
     if option.field in _BOOLEANS:
         if text.lower() not in ("true", "false"):
-            raise ConfigError(f"Option {option.name!r} is {text!r}; it must be true or false.")
+            raise ConfigError(f"Option {option.name!r} is {shown(text)}; it must be true or false.")
         return text.lower() == "true"
     if option.field == "batch_delay_max_ms":
         return _milliseconds(option, text)
@@ -256,19 +257,23 @@ def _parse(option: Option, text: str) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"Option {option.name!r} is {text!r}; it must be an integer.") from None
+        raise ConfigError(
+            f"Option {option.name!r} is {shown(text)}; it must be an integer."
+        ) from None
 
 
 def _milliseconds(option: Option, text: str) -> int:
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
-        raise ConfigError(f"Option {option.name!r} is {text!r}; write for example '30s' or '15m'.")
+        raise ConfigError(
+            f"Option {option.name!r} is {shown(text)}; write for example '30s' or '15m'."
+        )
     return int(match["number"]) * _UNITS_MS[match["unit"]]
 
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
     return (
-        f"Option {name!r} is unknown. Did you mean {_BY_NAME[near[0]].name!r}? "
+        f"Option {shown(name)} is unknown. Did you mean {_BY_NAME[near[0]].name!r}? "
         "All options stand in docs/options.md."
     )

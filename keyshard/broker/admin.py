@@ -29,8 +29,11 @@ class PulsarAdmin:
     """
 
     def __init__(self, admin_url: str) -> None:
-        self._url = admin_url.rstrip("/")
-        self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True)
+        # Beside the URL, because every error and log line of the client shows that.
+        url = httpx.URL(admin_url)
+        auth = httpx.BasicAuth(url.username, url.password) if url.userinfo else None
+        self._url = str(url.copy_with(userinfo=b"")).rstrip("/")
+        self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True, auth=auth)
 
     def version(self) -> str:
         """Version of the broker, such as ``4.0.8``."""

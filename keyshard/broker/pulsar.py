@@ -28,9 +28,6 @@ from keyshard.schema.metadata import TIME_MS_MAX, readable_times
 
 RECEIVE_WAIT_MS = 10
 """One round of the client's batch receive when its queue is not full, milliseconds."""
-SMALL_QUEUE = 100
-"""Messages of a client queue below which a round waits only 1 ms: queues are small where there are
-many consumers, and each would keep the others of its thread waiting."""
 RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 """Payload bytes one round takes at most."""
 READ_MESSAGES_MAX = 1_000
@@ -410,9 +407,7 @@ class PulsarBroker:
                     sticky_ranges=[(hash_range.start, hash_range.end)],
                 ),
                 batch_receive_policy=pulsar.ConsumerBatchReceivePolicy(
-                    receiver_queue_size,
-                    RECEIVE_BYTES_MAX,
-                    RECEIVE_WAIT_MS if receiver_queue_size >= SMALL_QUEUE else 1,
+                    receiver_queue_size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
                 ),
             )
         return PulsarConsumer(consumer, topic_partition, hash_range)

@@ -23,6 +23,7 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet, index_runs, parse_indices
 from keyshard.core.hash_range import RING_SIZE
 from keyshard.errors import CheckpointError
+from keyshard.redaction import shown
 
 VERSION = 1
 """Version of the JSON form."""
@@ -168,10 +169,16 @@ class Checkpoint:
         Raises:
             CheckpointError: It is not JSON, or not a checkpoint of this version.
         """
+        if not isinstance(text, str):
+            raise CheckpointError(
+                f"The checkpoint is {shown(text)}; give the text that was stored, or None."
+            )
         try:
             data = json.loads(text)
         except ValueError as exc:
             raise CheckpointError(f"The checkpoint is not JSON: {exc}.") from exc
+        except RecursionError:
+            raise CheckpointError("The checkpoint is not one: it is nested too deeply.") from None
         return cls.from_dict(data)
 
     @classmethod

@@ -48,10 +48,10 @@ def fitting(delivered: EntrySet, received: Sequence[tuple[EntryBlock, int]], byt
         late = newest is not None and ids[count - 1] <= newest
         needed = len(str(delivered | batch)) + len(str(batch))
         if needed <= (late_room if late else room * 3 // 4):
-            break
+            return count
         count = count // 2
     first_is_late = bool(ids) and newest is not None and ids[0] < newest
-    return max(count, first_is_late, _joining(delivered, ids))
+    return max(first_is_late, _joining(delivered, ids))
 
 
 def _joining(delivered: EntrySet, ids: Sequence[EntryId]) -> int:

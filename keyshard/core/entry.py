@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from keyshard.core.key_slot import key_slot, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
+from keyshard.redaction import shown
 
 _PARTITION_SUFFIX = re.compile(r"^(?P<topic>.+)-partition-(?P<partition>\d+)$")
 _TOPIC_PART = re.compile(r"^[^/\s]+$")
@@ -29,14 +30,14 @@ def full_topic_name(name: str) -> str:
         domain, rest = "persistent", name if "/" in name else f"public/default/{name}"
     if domain == "non-persistent":
         raise NonPersistentTopicError(
-            f"Topic {name!r} is non-persistent: all its messages have the same position, so they "
-            "cannot be acknowledged on checkpoint. Use a persistent topic.",
+            f"Topic {shown(name)} is non-persistent: all its messages have the same position, so "
+            "they cannot be acknowledged on checkpoint. Use a persistent topic.",
             topic=name,
         )
     parts = rest.split("/")
     if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.fullmatch, parts)):
         raise ConfigError(
-            f"{name!r} is not a topic name. Write 'topic', 'tenant/namespace/topic' or "
+            f"{shown(name)} is not a topic name. Write 'topic', 'tenant/namespace/topic' or "
             "'persistent://tenant/namespace/topic'."
         )
     return f"persistent://{rest}"

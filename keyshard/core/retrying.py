@@ -9,6 +9,7 @@ import tenacity
 
 from keyshard.core.failure import Failure, Verdict, name_of, seconds_of, text_of
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 
 def _wait() -> Any:
@@ -56,7 +57,7 @@ class RetryPolicy:
         for name in ("wait", "stop"):
             if not callable(getattr(self, name)):
                 raise ConfigError(
-                    f"{name} of the retry policy is {getattr(self, name)!r}; give a tenacity "
+                    f"{name} of the retry policy is {shown(getattr(self, name))}; give a tenacity "
                     "strategy, such as tenacity.wait_fixed(1) or tenacity.stop_after_attempt(5)."
                 )
 

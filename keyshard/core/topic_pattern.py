@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from keyshard.errors import ConfigError, NonPersistentTopicError
+from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
 _PARTITION = re.compile(r"-partition-\d+$")
@@ -30,7 +31,7 @@ class TopicPattern:
             compiled = re.compile(self.regex)
         except re.error as exc:
             raise ConfigError(
-                f"topics_pattern has {self.regex!r}, which is no regular expression: {exc}."
+                f"topics_pattern has {shown(self.regex)}, which is no regular expression: {exc}."
             ) from exc
         object.__setattr__(self, "_compiled", compiled)
 
@@ -61,7 +62,7 @@ class TopicPattern:
             or not all(map(_NAME.fullmatch, parts[:2]))
         ):
             raise ConfigError(
-                f"topics_pattern is {text!r}. Write 'regex', 'tenant/namespace/regex' or "
+                f"topics_pattern is {shown(text)}. Write 'regex', 'tenant/namespace/regex' or "
                 "'persistent://tenant/namespace/regex'; tenant and namespace are plain names."
             )
         return cls(*parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -65,7 +66,7 @@ class BatchRun:
         config: The source.
         rows_max: Most rows of a batch, unless one entry has more.
         wait_max_s: Longest wait for more rows after the first, seconds.
-        checkpoint: fsspec URL of the checkpoint; ``None``: none.
+        checkpoint: Path or fsspec URL of the checkpoint; ``None``: none.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class BatchRun:
         rows_max: int,
         wait_max_s: float,
         *,
-        checkpoint: str | None,
+        checkpoint: str | os.PathLike[str] | None,
     ) -> None:
         self._coordinator = coordinator
         self._config = config

@@ -10,31 +10,34 @@ from fsspec.implementations.local import LocalFileSystem
 
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError
+from keyshard.handlers.config import checkpoint_url
+from keyshard.redaction import redacted, shown
 
 
 class CheckpointStore:
     """The newest checkpoint of a source; a crash leaves either the old one or the new one.
 
     Args:
-        url: fsspec URL of a file, such as ``file:///var/lib/app/orders.json``. On a local disk the
-            new one is written beside it, synced and renamed; object stores replace objects
+        given: Path of a file, or its fsspec URL, such as ``s3://bucket/orders.json``. On a local
+            disk the new one is written beside it, synced and renamed; object stores replace objects
             atomically.
 
     Raises:
         ConfigError: The URL names no known file system, or no file.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, given: str | os.PathLike[str]) -> None:
+        url = checkpoint_url(given)
         try:
             self._files, self._path = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
             raise ConfigError(
-                f"checkpoint is {url!r}: {exc}. Write an fsspec URL of a file, such as "
+                f"checkpoint is {shown(url)}: {exc}. Write an fsspec URL of a file, such as "
                 "file:///var/lib/app/orders.json."
-            ) from exc
+            ) from None
         if not self._path.strip("/") or url.endswith("/"):
-            raise ConfigError(f"checkpoint is {url!r}; it must name a file, not a folder.")
-        self._url = url
+            raise ConfigError(f"checkpoint is {shown(url)}; it must name a file, not a folder.")
+        self._url = redacted(url)
 
     def load(self) -> Checkpoint | None:
         """The checkpoint stored last; ``None`` when there is none.
@@ -43,11 +46,13 @@ class CheckpointStore:
             CheckpointError: It cannot be read.
         """
         try:
-            return Checkpoint.from_json(self._files.cat_file(self._path).decode())
+            text = self._files.cat_file(self._path).decode()
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as exc:
+        except Exception as exc:
             raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
+        try:
+            return Checkpoint.from_json(text)
         except CheckpointError as exc:
             raise CheckpointError(
                 f"Could not read the checkpoint {self._url}: {exc.message} Restore it, or name "
@@ -66,7 +71,7 @@ class CheckpointStore:
                 _replace(Path(self._path), text)
             else:
                 self._files.pipe_file(self._path, text.encode())
-        except OSError as exc:
+        except Exception as exc:
             raise CheckpointError(
                 f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
                 "acknowledged; it comes again."

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
 from typing import TypedDict
 
 from keyshard.core.entry import full_topic_name
+from keyshard.core.option_checks import (
+    check_choice,
+    check_integer,
+    check_seconds,
+    check_text,
+)
 from keyshard.core.retrying import RetryPolicy
 from keyshard.errors import ConfigError
+from keyshard.redaction import REPR_MAX, shown
 
 WORKERS_MAX = 256
 """Most worker threads, unless more are asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class HandlerConfig:
     """How the messages of a source reach a handler."""
 
@@ -37,9 +45,9 @@ class HandlerConfig:
     dead_letter_topic: str | None = None
     """Default ``<first topic>-<subscription>-DLQ``; for a pattern ``<subscription>-DLQ`` in its
     namespace."""
-    checkpoint: str | None = None
-    """fsspec URL of the checkpoint, such as ``file:///var/lib/app/orders.json``; ``None``: what was
-    completed in the moments before a crash may come again."""
+    checkpoint: str | os.PathLike[str] | None = None
+    """Path of the checkpoint, or its fsspec URL, such as ``s3://bucket/orders.json``; ``None``:
+    what was completed in the moments before a crash may come again."""
     drain_timeout_s: float = 30.0
     """Longest wait for running handlers at a stop or while a range moves, seconds."""
     metrics_port: int | None = None
@@ -48,26 +56,27 @@ class HandlerConfig:
     """Address of that port; ``0.0.0.0`` or ``::`` where others must reach it, as in a container."""
 
     def __post_init__(self) -> None:
-        _choice("executor", self.executor, "auto", "threads", "async", "processes")
-        _choice("on_failure", self.on_failure, "park", "dead_letter", "stop")
-        _choice("null_keys", self.null_keys, "spread", "serialise", "reject")
-        _number("lanes", self.lanes, 1, 10_000)
+        check_choice("executor", self.executor, "auto", "threads", "async", "processes")
+        check_choice("on_failure", self.on_failure, "park", "dead_letter", "stop")
+        check_choice("null_keys", self.null_keys, "spread", "serialise", "reject")
+        check_integer("lanes", self.lanes, 1, 10_000)
         if self.workers is not None:
-            _number("workers", self.workers, 1, 10_000)
+            check_integer("workers", self.workers, 1, 10_000)
         if self.metrics_port is not None:
-            _number("metrics_port", self.metrics_port, 0, 65_535)
-        if not isinstance(self.metrics_host, str) or not self.metrics_host:
-            raise ConfigError(
-                f"metrics_host is {self.metrics_host!r}; give an address, such as '0.0.0.0'."
-            )
+            check_integer("metrics_port", self.metrics_port, 0, 65_535)
+        check_text("metrics_host", self.metrics_host, "give an address, such as '0.0.0.0'")
         if not isinstance(self.retry, RetryPolicy):
-            raise ConfigError(f"retry is {self.retry!r}; give a keyshard.RetryPolicy.")
-        if not 0 <= self.drain_timeout_s <= 86_400:
-            raise ConfigError(
-                f"drain_timeout_s is {self.drain_timeout_s!r}; it must be 0 to 86,400 seconds."
-            )
+            raise ConfigError(f"retry is {shown(self.retry)}; give a keyshard.RetryPolicy.")
+        check_seconds("drain_timeout_s", self.drain_timeout_s, 86_400)
+        if self.checkpoint is not None:
+            object.__setattr__(self, "checkpoint", checkpoint_url(self.checkpoint))
         if self.dead_letter_topic is not None:
-            object.__setattr__(self, "dead_letter_topic", full_topic_name(self.dead_letter_topic))
+            topic = check_text("dead_letter_topic", self.dead_letter_topic, "name a topic")
+            object.__setattr__(self, "dead_letter_topic", full_topic_name(topic))
+
+    def __repr__(self) -> str:
+        values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
 
 
 class HandlerOptions(TypedDict, total=False):
@@ -80,18 +89,17 @@ class HandlerOptions(TypedDict, total=False):
     on_failure: str
     null_keys: str
     dead_letter_topic: str | None
-    checkpoint: str | None
+    checkpoint: str | os.PathLike[str] | None
     drain_timeout_s: float
     metrics_port: int | None
     metrics_host: str
 
 
-def _choice(name: str, value: object, *choices: str) -> None:
-    if value not in choices:
-        wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        raise ConfigError(f"{name} is {value!r}; write {wanted}.")
+def checkpoint_url(given: object) -> str:
+    """Path or URL of a checkpoint, as a text.
 
-
-def _number(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}.")
+    Raises:
+        ConfigError: It is neither.
+    """
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    return check_text("checkpoint", path, "give a path or fsspec URL of a file, or None")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from keyshard.errors import ControlError, KeyShardError
+from keyshard.redaction import redacted
 
 REQUEST_BYTES_MAX = 64 * 1024
 """Longest request, bytes."""
@@ -72,7 +73,7 @@ class ControlServer:
     ) -> None:
         who = {
             "subscription": subscription,
-            "serviceUrl": service_url,
+            "serviceUrl": redacted(service_url),
             "topics": topics,
             "pid": os.getpid(),
         }

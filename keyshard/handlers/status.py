@@ -22,6 +22,7 @@ from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
 from keyshard.errors import NotRunningError
 from keyshard.handlers.broker_facts import BrokerFacts, PartitionFacts
+from keyshard.redaction import redacted
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 
@@ -116,7 +117,7 @@ class StatusView:
             "subscription": config.subscription,
             "topics": list(config.topics),
             "topicsPattern": config.topics_pattern,
-            "serviceUrl": config.service_url,
+            "serviceUrl": redacted(config.service_url),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "epoch": subject.coordinator.epoch if started else 0,

@@ -23,7 +23,7 @@ from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
 from keyshard.core.assignment import Assignment, slot_owners
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs
@@ -40,7 +40,7 @@ from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.rescale import Rescaler, Work
-from keyshard.runtime.settler import HolesView, Settler
+from keyshard.runtime.settler import Settler
 from keyshard.runtime.subscribe import Admin, reopen_range_consumer
 from keyshard.runtime.topics import Catalog, look
 from keyshard.runtime.watch import Watch
@@ -227,7 +227,6 @@ class Coordinator:
                 self._layouts.add(self._window.batch(checkpoint.batch_id))
                 self._watch.cut(full=self._pauses.any_full)
             self._pauses.cut()
-            self._watch.room(self._window)
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
@@ -294,9 +293,7 @@ class Coordinator:
         """
         with self._lock:
             self.check()
-            left = self._window.commit(completed)
-            self._watch.room(self._window)
-            return left
+            return self._window.commit(completed)
 
     @property
     def committed(self) -> bool:
@@ -477,7 +474,6 @@ class Coordinator:
                 for topic_partition in gone:
                     self._window.drop_partition(topic_partition, gone=True)
                 self._pauses.shared_anew()
-                self._watch.room(self._window)
                 self._gone.update(self._before.intersection(gone))
 
     def tidy(self) -> None:
@@ -518,9 +514,10 @@ class Coordinator:
 
     # -- called by the settler's thread ------------------------------------------------------------
 
-    def holes_views(self) -> dict[TopicPartition, HolesView | None]:
+    def holes_views(self) -> dict[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
         with self._lock:
-            return {tp: self._window.holes_view(tp) for tp in self._window.partitions}
+            views = {tp: self._window.holes_view(tp) for tp in self._window.partitions}
+            return {tp: view for tp, view in views.items() if view is not None}
 
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         with self._lock:

@@ -150,11 +150,8 @@ class Discovery:
             self._drop(gone, "it was deleted")
         with errors.kept():
             self._drop(self._recreated(self._known), "it was deleted and created again")
-        for topic_partition in sorted(self._leftovers):
-            with errors.kept():
-                self._clean(topic_partition)
-        known = {tp.topic for tp in (*self._known, *self._leftovers)}
-        self._partitioned.intersection_update(known.union(topics))
+        with errors.kept():
+            self._clean()
         for topic in topics:
             with errors.kept():
                 self._add(existing.get(topic, ()))
@@ -233,14 +230,15 @@ class Discovery:
             _log.debug("no creation time of %s: %s", topic_partition, exc)
             return ""
 
-    def _clean(self, topic_partition: TopicPartition) -> None:
-        """Delete what a reconnect of ours created, for as long as one may be under way."""
-        rounds = self._leftovers.pop(topic_partition) - 1
-        if rounds:
-            self._leftovers[topic_partition] = rounds
-        if self._stays(topic_partition):
-            self._leftovers.pop(topic_partition, None)
-            _log.warning("%s exists again and belongs to others: it stays", topic_partition)
+    def _clean(self) -> None:
+        """Delete what reconnects of ours created, for as long as one may be under way."""
+        for topic_partition in sorted(self._leftovers):
+            self._leftovers[topic_partition] -= 1
+            if self._stays(topic_partition):
+                self._leftovers[topic_partition] = 0
+                _log.warning("%s exists again and belongs to others: it stays", topic_partition)
+            if self._leftovers[topic_partition] <= 0:
+                del self._leftovers[topic_partition]
 
     def _stays(self, topic_partition: TopicPartition) -> bool:
         """Whether somebody else has a deleted topic partition again; else deletes what is left."""

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -45,7 +45,7 @@ class BatchTicket:
 
     endpoint: str
     """Where to ask: ``grpc://host:port``."""
-    token: str
+    token: str = field(repr=False)
     """Secret of this run."""
     batch_id: str
     index: int

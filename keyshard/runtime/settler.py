@@ -33,15 +33,11 @@ EXISTING_MAX = 20_000
 _log = logging.getLogger(__name__)
 
 
-HolesView = tuple[PartitionCheckpoint, set[EntryId]]
-"""State and held ids of a topic partition."""
-
-
 class SettlerHost(Protocol):
     """What the settler works for; implemented by the coordinator."""
 
-    def holes_views(self) -> Mapping[TopicPartition, HolesView | None]:
-        """Each topic partition that is consumed; ``None`` without holes and with one ledger."""
+    def holes_views(self) -> Mapping[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
+        """State and held ids of each topic partition with holes or several ledgers."""
 
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         """Take evidence, and the slots of entries that lie in holes and are still to come."""
@@ -100,15 +96,9 @@ class Settler:
         while not self._stopping.wait(wait_s):
             began = time.monotonic()
             error = ""
-            views = self._host.holes_views()
-            for gone in self._watched.keys() - views:
-                del self._watched[gone]
-            for topic_partition, view in views.items():
+            for topic_partition, (state, held) in self._host.holes_views().items():
                 if self._stopping.is_set():
                     return
-                if view is None:
-                    continue
-                state, held = view
                 try:
                     self._look_at(topic_partition, state, EntrySet.of(held))
                 except KeyShardError as exc:

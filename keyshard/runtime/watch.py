@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from itertools import islice
 from typing import Any
 
 from keyshard.core.entry import EntryBlock
@@ -16,8 +15,6 @@ FULL_WAIT_S = 1.0
 """Time that a window stands full before a cut and is worth a word, seconds."""
 WARN_INTERVAL_S = 60.0
 """Shortest time between two warnings of one kind, seconds."""
-ROOM_WAIT_S = 6.0
-"""Time that entries wait for room in the checkpoint and is worth a word, seconds."""
 OLDEST_INTERVAL_S = 1.0
 """How often the oldest row is looked up, seconds."""
 
@@ -38,7 +35,6 @@ class Watch:
         self._oldest_published_ms: int | None = None
         self._warned_s: dict[str, float] = {}
         self._named_unreadable = False
-        self._no_room_since_s: float | None = None
         self.keeps_up_ms: int | None = None
         """Trigger interval that would have kept up with the newest batch, milliseconds; ``None``
         when the one in use does."""
@@ -65,26 +61,6 @@ class Watch:
                 "s would keep up, or a larger windowMaxRows and windowMaxBytes.",
             )
         self._last_cut_s = now
-
-    def room(self, window: Window) -> None:
-        """A batch was cut or committed; what had no room in the checkpoint waits."""
-        if not window.tight:
-            self._no_room_since_s = None
-            return
-        now = time.monotonic()
-        if self._no_room_since_s is None:
-            self._no_room_since_s = now
-        waited_s = now - self._no_room_since_s
-        if waited_s >= ROOM_WAIT_S:
-            names = ", ".join(tp.name for tp in islice(window.tight, 3))
-            self._warn(
-                "room",
-                f"The checkpoint has had no room for {waited_s:.0f} s: entries of "
-                f"{len(window.tight)} topic partitions wait to be committed, such as of {names}. "
-                f"It has {window.checkpoint_bytes:,} bytes, checkpoint_bytes_max is "
-                f"{window.budget.checkpoint_bytes_max:,}. A slow range or key leaves gaps, and "
-                "they fill it: see what holds it back, or raise checkpoint_bytes_max.",
-            )
 
     def misrouted(self, seat: Seat, rows: int) -> None:
         """Messages came to a range that they do not hash into.
@@ -135,9 +111,6 @@ class Watch:
             "holesSettled": counters.holes_settled,
             "entriesLost": counters.entries_lost,
             "plannedBatches": len(window.batches),
-            "checkpointBytes": window.checkpoint_bytes,
-            "partitionsWithoutRoom": len(window.tight),
-            "withoutRoomMillis": self._no_room_ms(),
         }
 
     def oldest_ms(self, window: Window) -> int | None:
@@ -149,11 +122,6 @@ class Watch:
         if self._oldest_published_ms is None or not window.rows:
             return None
         return max(0, int(time.time() * 1000) - self._oldest_published_ms)
-
-    def _no_room_ms(self) -> int | None:
-        if self._no_room_since_s is None:
-            return None
-        return int((time.monotonic() - self._no_room_since_s) * 1000)
 
     def _warn(self, kind: str, text: str) -> None:
         """Log a warning, each kind at most once in a while."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +12,13 @@ import pytest
 from helpers import received, wait_until
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry import TopicPartition
 from keyshard.errors import (
     AdminError,
     BrokerError,
     BrokerUnavailableError,
     SubscriptionInUseError,
 )
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.discovery import LEFTOVER_ROUNDS
 from topic_world import PREFIX, World
 
 
@@ -149,55 +147,6 @@ def test_a_topic_that_comes_back_is_read_from_its_beginning(world: World, partit
         world.take(coordinator)
         assert world.got == world.sent
         wait_until(lambda: world.backlog("t") == 0)
-
-
-def kept_by(coordinator: Coordinator) -> dict[str, int]:
-    """Sizes of everything that the parts of a source remember."""
-    parts = (
-        coordinator, coordinator.discovery, coordinator._window, coordinator._pauses,
-        coordinator._range_consumers, coordinator._acknowledger, coordinator._settler,
-        coordinator._watch, *coordinator._range_consumers.receivers,
-    )  # fmt: skip
-    return {
-        f"{type(part).__name__}.{name}": len(value)
-        for part in parts
-        for name, value in vars(part).items()
-        if isinstance(value, Collection) and not isinstance(value, str)
-    }
-
-
-@pytest.mark.parametrize("partitions", [0, 2])
-def test_topics_that_come_and_go_leave_nothing_behind(world: World, partitions: int) -> None:
-    world.cluster.create_topic("stays", 1)
-    sizes: list[dict[str, int]] = []
-    with world.running(world.matching(f"{PREFIX}.*")) as coordinator:
-        for number in range(60):
-            name = f"short-{number}"
-            world.cluster.create_topic(name, partitions)
-            coordinator.discovery.round()
-            world.publish(name, 4)
-            world.publish("stays", 1)
-            received(coordinator, world.sent.total())
-            taken = coordinator.take(1.0)
-            if number % 2:  # It goes while handlers work.
-                world.cluster.delete_topic(PREFIX + name)
-                coordinator.discovery.round()
-            entries: dict[TopicPartition, list[EntryId]] = {}
-            for where, _, block in taken:
-                entries.setdefault(where, []).append(block.id)
-            assert coordinator.commit(entries) == {}
-            coordinator.release_committed()
-            wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
-            if not number % 2:
-                world.cluster.delete_topic(PREFIX + name)
-            for _ in range(LEFTOVER_ROUNDS + 1):
-                coordinator.discovery.round()
-            if number in {19, 59}:
-                wait_until(lambda: len(coordinator._settler._watched) <= 1)
-                sizes.append(kept_by(coordinator))
-        coordinator._window.validate()
-        assert coordinator.status()["partitionsGone"] == 60 * max(1, partitions)
-    assert sizes[1] == sizes[0]
 
 
 def test_a_topic_that_somebody_else_writes_to_again_is_kept(world: World) -> None:

@@ -177,7 +177,7 @@ def test_a_wrong_starting_position_is_refused(position: str) -> None:
 
 
 def test_an_empty_worker_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match="worker_host is empty"):
+    with pytest.raises(ConfigError, match="worker_host is ''"):
         config(worker_host="")
 
 

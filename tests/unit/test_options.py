@@ -183,7 +183,7 @@ def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:
         ("service.url", "memory://a", "service.url is 'memory://a', which lives in one process;"),
         ("admin.url", "broker:8080", "admin.url is 'broker:8080'; write http://host:port."),
         ("startingOffsets", "first", "startingOffsets is 'first'; write"),
-        ("workerHost", "", "workerHost is empty;"),
+        ("workerHost", "", "workerHost is '';"),
     ],
 )
 def test_a_refusal_calls_the_option_by_the_name_the_user_wrote(

@@ -75,30 +75,6 @@ def test_a_warning_is_not_repeated_within_a_minute(
     assert len(caplog.records) == 2
 
 
-def test_a_checkpoint_without_room_is_named_after_a_while(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9, checkpoint_bytes_max=100))
-    window.add_partition(P0)
-    for entry in range(0, 40, 2):
-        window.receive(P0, 0, block(1, entry))
-    seen = Watch(fail_on_misrouted=False)
-    left = window.commit({P0: [one.id for _, _, one in window.take()]})
-    seen.room(window)
-    assert seen.status(window)["partitionsWithoutRoom"] == 1
-    assert not caplog.records
-    clock.now_s += 7
-    seen.room(window)
-    assert "no room for 7 s: entries of 1 topic partitions" in caplog.text
-    assert "checkpoint_bytes_max is 100" in caplog.text
-    assert seen.status(window)["withoutRoomMillis"] == 7_000
-    for entry in range(1, 40, 2):
-        window.receive(P0, 0, block(1, entry))
-    assert not window.commit({P0: [*left[P0], *(one.id for _, _, one in window.take())]})
-    seen.room(window)
-    assert seen.status(window)["withoutRoomMillis"] is None
-
-
 def test_misrouting_ends_the_source_when_it_should() -> None:
     with pytest.raises(MisroutedError, match="3 messages"):
         Watch(fail_on_misrouted=True).misrouted(SEAT, 3)

@@ -1,0 +1,37 @@
+"""Texts without the secrets that URLs carry, and values of any kind as a short text.
+
+Used wherever a URL or a value of the user's may be shown: errors, ``repr``, logs and status.
+"""
+
+from __future__ import annotations
+
+import re
+
+SHOWN_MAX = 100
+"""Most characters of a value that are shown."""
+REPR_MAX = 1_000
+"""The same in the ``repr`` of a configuration."""
+_USER = re.compile(r"://\S*@")
+_USER_OF_URL = re.compile(r"://.*@", re.DOTALL)
+_PARAMETER = re.compile(
+    r"(?i)([?&;#][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth)[\w.%-]*=)[^&;#\s'\"]+"
+)
+
+
+def redacted(text: str) -> str:
+    """A text whose URLs show no user, password or token.
+
+    ``http://ann:secret@host/?token=abc`` becomes ``http://***@host/?token=***``.
+    """
+    return _PARAMETER.sub(r"\1***", _USER.sub("://***@", text))
+
+
+def shown(value: object, length_max: int = SHOWN_MAX) -> str:
+    """``repr`` of a value, short, without secrets; never raises."""
+    try:
+        # The quotes of repr may hide where a URL ends, so a text is looked at before.
+        text = repr(_USER_OF_URL.sub("://***@", value) if type(value) is str else value)
+    except Exception:  # noqa: BLE001 - whatever a user's own __repr__ raises
+        return f"a value of type {type(value).__name__} that cannot be shown"
+    text = redacted(text)
+    return text if len(text) <= length_max else f"{text[:length_max]}..."

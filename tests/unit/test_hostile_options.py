@@ -1,0 +1,173 @@
+"""Values that nobody expects: each is refused by one sentence that names the option, or works."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyshard import HandlerConfig, KeyShardSource
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.config import SourceConfig
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunningError
+from keyshard.handlers.checkpoint_store import CheckpointStore
+from keyshard.redaction import redacted, shown
+from keyshard.runtime.flight import BatchTicket
+from spark_adapter.options import OPTIONS, parse_options
+
+SECRET = "pa55word"
+
+
+class Hostile:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no hash")
+
+
+VALUES: list[Any] = [
+    True, -1, 10**40, -0.5, math.nan, math.inf, b"x", "\ud800", "", "a\0b", [None], {"a": 1}, (1,),
+    object(), Hostile(), Hostile, 1j,
+]  # fmt: skip
+NOT_NONE = {"batch_rows_max", "batch_bytes_max", "batch_rows_min", "admin_url", "topics_pattern"}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SourceConfig)])
+def test_a_source_refuses_by_a_sentence(name: str) -> None:
+    for value in [*VALUES, *([] if name in NOT_NONE else [None])]:
+        given = {"topics": "t", "subscription": "s"} | {name: value}
+        if name == "topics_pattern":
+            del given["topics"]
+        if name == "fail_on_data_loss" and value is True:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            SourceConfig(**given)
+        assert_sentence(caught.value, name)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(HandlerConfig)])
+def test_a_run_refuses_by_a_sentence(name: str) -> None:
+    optional = {"workers", "dead_letter_topic", "checkpoint", "metrics_port"}
+    for value in [*VALUES, *([] if name in optional else [None])]:
+        with pytest.raises(ConfigError) as caught:
+            HandlerConfig(**{name: value})
+        assert_sentence(caught.value, name)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_spark_refuses_by_a_sentence(option: Any) -> None:
+    for text in ["", "\ud800", "9" * 5_000, "nan", "-1", "1e400", "\0"]:
+        base = {"topic": "t", "subscription": "s"}
+        given = {key: one for key, one in base.items() if key != option.name} | {option.name: text}
+        if option.name in ("topics", "topicsPattern"):
+            given.pop("topic", None)
+        told = refusal(lambda given=given: parse_options(given))
+        assert "\n" not in told
+        assert len(told) < 500 or told.startswith("KeyShardSource(")
+
+
+def test_calls_refuse_by_a_sentence() -> None:
+    source = KeyShardSource("t")
+    for value in ("8", True, 0, -1, 65_537, 1.5, math.nan, b"8"):
+        with pytest.raises(ConfigError, match="ranges is"):
+            source.rescale(value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="balance is 1"):
+        source.rescale(balance=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="key is None"):
+        source.unpark(None)  # type: ignore[arg-type]
+    for value in (None, 0, "5", math.nan):
+        with pytest.raises(ConfigError, match="max_rows is"):
+            source.batches(max_rows=value)  # type: ignore[arg-type]
+    for value in (None, -1, "5", math.nan, math.inf):
+        with pytest.raises(ConfigError, match="max_wait_s is"):
+            source.batches(max_wait_s=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="observers is 5"):
+        source.run(print, observers=5)  # type: ignore[arg-type]
+    with pytest.raises(NotRunningError):
+        source.rescale(8)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5_000, "", "NaN", "\0"])
+def test_no_text_is_a_checkpoint_by_accident(text: str) -> None:
+    with pytest.raises(CheckpointError):
+        Checkpoint.from_json(text)
+
+
+@pytest.mark.parametrize("value", [b"{}", 5, Path("x"), Hostile()])
+def test_a_checkpoint_is_a_text(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"The checkpoint is .*; give the text"):
+        KeyShardSource("t", service_url="memory://no-text").open(value)
+
+
+def test_a_checkpoint_may_be_a_path(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "orders.json")
+    store.save(Checkpoint("c", "s", 3))
+    assert store.load() == Checkpoint("c", "s", 3)
+    assert HandlerConfig(checkpoint=tmp_path / "x").checkpoint == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://ann:{SECRET}@host:8080/",
+        f"pulsar://ann:{SECRET}@a:6650,b:6650",
+        f"s3://key:{SECRET}@bucket/x?token={SECRET}&a=b",
+        f"simplecache::http://h/x?sig={SECRET}",
+        f"https://h/?AWS_secret_access_key={SECRET}",
+        f"http://ann:{SECRET}/with slash@host",
+    ],
+)
+def test_no_secret_of_a_url_is_shown(url: str) -> None:
+    assert SECRET not in shown(url)
+    if " " not in url:
+        assert SECRET not in redacted(f"Could not reach {url}: because.")
+        assert SECRET not in str(KeyShardError(f"At {url}!", url=url).facts)
+        assert SECRET not in str(KeyShardError(f"At {url}!"))
+    for name in ("service_url", "admin_url", "topics", "subscription"):
+        given = {"topics": "t"} | {name: url}
+        assert SECRET not in refusal(lambda given=given: KeyShardSource(**given))
+    assert SECRET not in repr(HandlerConfig(checkpoint=url))
+    assert SECRET not in refusal(lambda: CheckpointStore(url))
+
+
+def test_no_secret_of_the_admin_url_is_shown_when_nobody_answers() -> None:
+    admin = PulsarAdmin(f"http://ann:{SECRET}@127.0.0.1:1")
+    error: BaseException | None
+    with pytest.raises(KeyShardError) as caught:
+        admin.cluster()
+    error = caught.value
+    while error is not None:
+        assert SECRET not in repr(error) + str(error)
+        error = error.__cause__ or error.__context__
+
+
+def test_the_token_of_a_ticket_is_not_shown() -> None:
+    assert SECRET not in repr(BatchTicket("grpc://h:1", SECRET, "b", 0, ("value",)))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call refuses with, and why; the repr of what it makes if it does not."""
+    try:
+        return repr(call())
+    except KeyShardError as error:
+        return f"{error} {error.__cause__!r}"
+
+
+def assert_sentence(error: ConfigError, name: str) -> None:
+    text = error.message
+    assert "\n" not in text
+    assert len(text) < 400
+    assert text.endswith(".")
+    assert re.search(rf"\b{name}\b|topic|null|No ", text), text
