@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_WHERE = "`keyshard/docs` of the installed package has the documents that this page names.\n"
+_WHERE = "What this page names lies in `share/doc/keyshard` of the environment that has it.\n"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
 """A link to a file beside the README, or to a heading: an index page has neither."""
 

@@ -18,9 +18,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spark_adapter.data_source import KeyShardDataSource
-from spark_adapter.options import to_options
-from spark_adapter.preflight import check_workers
+from spark_adapter import pyspark_version
+
+pyspark_version.check(pyspark_version.installed())  # else the next line fails in words of PySpark
+
+from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
+from spark_adapter.options import to_options  # noqa: E402
+from spark_adapter.preflight import check_workers  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -57,4 +57,10 @@ def test_the_package_promises_what_it_holds() -> None:
     assert "Ray" not in project["project"]["description"]
     assert "Ray" not in (ROOT / "README.md").read_text()
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert all((ROOT / path).exists() for path in wheel["force-include"])
+    held = wheel["shared-data"]
+    assert all((ROOT / path).exists() for path in held)
+    named = re.findall(r"\]\((?!https?:|#)([^)#]*)", (ROOT / "README.md").read_text())
+    documents = {path for path in named if path.endswith(".md")}
+    assert all(path in held or path.startswith("docs/") for path in documents), documents
+    assert {path.removeprefix("docs/") for path in documents} >= {"options.md", "status.md"}
+    assert all(held[path] == f"share/doc/keyshard/{path}" for path in held)
