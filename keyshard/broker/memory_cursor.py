@@ -37,6 +37,11 @@ class Cursor:
         """Stretches of acknowledged entries above the mark-delete."""
         return sum(ordinal - 1 not in self.acked for ordinal in self.acked)
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether a crash would forget anything."""
+        return bool(self._journal)
+
     def acked_indices(self, ordinal: int) -> frozenset[int]:
         """Batch indices that are acknowledged of an entry that is not."""
         return self._partial.get(ordinal, frozenset())

@@ -23,8 +23,10 @@ from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
 from keyshard.core.assignment import Assignment, slot_owners
+from keyshard.core.audit import acked_elsewhere
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs
 from keyshard.core.slot_load import SlotLoad
@@ -525,3 +527,12 @@ class Coordinator:
             self._window.prove(topic_partition, proofs, owners)
             self._pauses.fitted(topic_partition)
             self._lock.notify_all()
+
+    def lost(self, topic_partition: TopicPartition, entries: EntrySet) -> None:
+        error = acked_elsewhere(topic_partition, self._config.subscription, entries)
+        if self._config.fail_on_data_loss:
+            self.fail(error)
+            return
+        _log.warning("%s Settled, because failOnDataLoss is false.", error)
+        with self._lock:
+            self._window.counters.entries_lost += len(entries)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from keyshard.broker.port import Broker
 from keyshard.config import SourceConfig
+from keyshard.core.audit import acknowledged_unknown
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.checkpoint import PartitionCheckpoint
 from keyshard.core.entry import EntryId, TopicPartition
@@ -42,6 +43,9 @@ class SettlerHost(Protocol):
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         """Take evidence, and the slots of entries that lie in holes and are still to come."""
 
+    def lost(self, topic_partition: TopicPartition, entries: EntrySet) -> None:
+        """Entries are stored that somebody else acknowledged, and that no batch holds."""
+
 
 class _Watched:
     """What is remembered of one topic partition between rounds."""
@@ -54,6 +58,8 @@ class _Watched:
         """Entries of holes that a Reader showed, with their slots."""
         self.absent = EntrySet()
         """Holes that were proved empty and are in no checkpoint yet."""
+        self.lost = EntrySet()
+        """Entries of ``existing`` that the host was told of as lost."""
 
 
 class Settler:
@@ -122,27 +128,49 @@ class Settler:
         if self._admin is not None:
             broker_state = self._admin.broker_state(topic_partition, config.subscription)
         holes = holes_of(state, broker_state) - held
-        proofs, borders = Proofs(), EntrySet()
+        proofs, doubted, borders = Proofs(), EntrySet(), EntrySet()
         if broker_state is not None:
             proofs.merge(proofs_of_ledgers(state, holes, broker_state))
-            proofs.merge(self._acknowledged_long(watched, now_ms, holes, broker_state))
+            # Where no checkpoint speaks of, it was acknowledged before the source began.
+            doubted = acknowledged_unknown(state, broker_state) - held
+            lasting = self._acknowledged_long(watched, now_ms, holes | doubted, broker_state)
+            self._report_lost(topic_partition, watched, lasting.settled & doubted)
+            _leave_out(lasting, doubted - watched.absent - watched.lost)
+            lasting.settled &= holes
+            proofs.merge(lasting)
         else:
             borders = borders_of(state)
             holes |= borders
-        proofs.merge(self._read_over(topic_partition, watched, now_ms, holes - proofs.settled))
+        proofs.merge(
+            self._read_over(topic_partition, watched, now_ms, holes | doubted, proofs.settled)
+        )
         # What is no entry must not enter a checkpoint: ledgers would seem longer than they are.
         proofs.settled -= borders
         self._host.prove(topic_partition, proofs, _owed(watched.existing, proofs.settled))
 
+    def _report_lost(
+        self, topic_partition: TopicPartition, watched: _Watched, acknowledged: EntrySet
+    ) -> None:
+        """Name what is stored and was acknowledged by somebody else, once."""
+        lost = acknowledged & EntrySet.of(watched.existing)
+        if lost - watched.lost:
+            self._host.lost(topic_partition, lost - watched.lost)
+        watched.lost = lost
+
     def _read_over(
-        self, topic_partition: TopicPartition, watched: _Watched, now_ms: int, holes: EntrySet
+        self,
+        topic_partition: TopicPartition,
+        watched: _Watched,
+        now_ms: int,
+        holes: EntrySet,
+        settled: EntrySet,
     ) -> Proofs:
         """What a Reader proves of holes that have been there for a while, each looked at once."""
         watched.existing = {
             entry_id: slot for entry_id, slot in watched.existing.items() if entry_id in holes
         }
         watched.absent &= holes
-        unknown = watched.open.update(now_ms, holes)
+        unknown = watched.open.update(now_ms, holes - settled)
         unknown -= watched.absent | EntrySet.of(watched.existing)
         room = EXISTING_MAX - len(watched.existing)
         if not unknown or room <= 0:
@@ -172,6 +200,14 @@ class Settler:
         if proofs:
             proofs.published_ms = time.time_ns() // 1_000_000
         return proofs
+
+
+def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
+    """Settle nothing that may be an entry which somebody has to be told of."""
+    proofs.settled -= undecided
+    first = undecided.first
+    if first is not None and proofs.base is not None:
+        proofs.base = min(proofs.base, first)
 
 
 def _owed(existing: Mapping[EntryId, int | None], settled: EntrySet) -> frozenset[int]:

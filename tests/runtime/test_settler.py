@@ -230,21 +230,50 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(plac
         wait_until(lambda: place.backlog() == 0)
 
 
-def test_what_somebody_else_acknowledged_long_ago_is_settled(place: Place) -> None:
+def late_entries_acknowledged(place: Place, coordinator: Coordinator) -> list[EntryId]:
+    """Somebody else acknowledges what waits for a slow range; returns all entries."""
     entries = place.publish(*[FAST_KEY, SLOW_KEY] * 20)
+    coordinator.start()
+    received(coordinator, 20)
+    commit(coordinator)
+    place.acknowledge(entries[1::2])
+    return entries
+
+
+def test_what_somebody_else_acknowledged_while_it_runs_ends_the_source(place: Place) -> None:
+    """Found by the simulation, seed 7324: it was settled in silence, and no restart named it.
+
+    1. entries wait for a slow range
+    2. somebody else acknowledges them, and they stay acknowledged for ``settle_after_ms``
+    """
     coordinator = Coordinator(
         place.source(), lambda: GatedBroker(place.cluster, Gate()), place.admin
     )
-    coordinator.start()
     try:
-        received(coordinator, 20)
-        commit(coordinator)
-        place.acknowledge(entries[1::2])
+        late_entries_acknowledged(place, coordinator)
+
+        def ended() -> bool:
+            place.publish(FAST_KEY)
+            coordinator.wait_for_rows(5)
+            return coordinator.cut() is None
+
+        with pytest.raises(DataLossAckedElsewhereError, match=r"20 entries of .*, first 1:1,3"):
+            wait_until(ended)
+    finally:
+        coordinator.stop()
+
+
+def test_what_somebody_else_acknowledged_is_settled_where_loss_is_accepted(place: Place) -> None:
+    source = place.source(fail_on_data_loss=False)
+    coordinator = Coordinator(source, lambda: GatedBroker(place.cluster, Gate()), place.admin)
+    try:
+        entries = late_entries_acknowledged(place, coordinator)
         state = settled_by_batches(place, coordinator)
         # The newest may be left between the floor and a single run, which costs nothing; or the
         # mark-delete passes it, which does not count entries.
         assert all(map(state.settled, entries[:-1]))
         assert coordinator.status()["holesSettled"] >= 19
+        assert coordinator.status()["entriesLost"] == 20
     finally:
         coordinator.stop()
 

@@ -27,6 +27,12 @@ class Debts:
         self.committed: set[Place] = set()
         self.forgiven: set[Place] = set()
         """Messages that need not be committed, and may be."""
+        self.skipped: dict[tuple[TopicPartition, EntryId], bool] = {}
+        """Entries that somebody else acknowledged whole; whether the source must notice it."""
+        self.skipped_entries: set[tuple[Any, ...]] = set()
+        """All of which somebody else acknowledged anything."""
+        self.accepted = False
+        """Whether a loss was named and accepted: ``failOnDataLoss`` is false from then on."""
 
     def sent(self, where: TopicPartition, entry_id: EntryId, messages: int) -> None:
         """The broker has an entry."""
@@ -42,12 +48,42 @@ class Debts:
             self.committed.add(Place(row["__topic"], row["__partition"], ledger, entry, index))
         self.owed -= self.committed
 
+    def skip(self, where: TopicPartition, entry_id: EntryId, indices: Collection[int]) -> None:
+        """Somebody else acknowledges messages: they may still be committed, or not."""
+        gone = {
+            Place(where.topic, where.partition, entry_id.ledger, entry_id.entry, index)
+            for index in indices
+        }
+        self.owed -= gone
+        self.forgiven |= gone
+        self.skipped_entries.update(place[:4] for place in gone)
+
+    def is_given_up(self, place: Place) -> bool:
+        """Whether the source rightly takes an entry for gone, and may acknowledge it."""
+        where = TopicPartition(str(place.topic), place.partition or 0)
+        return self.accepted and (where, EntryId(place.ledger or 0, place.entry or 0)) in (
+            self.skipped
+        )
+
     def forgive(self, where: Collection[TopicPartition]) -> None:
         """Topic partitions are deleted with all that they hold."""
         names = {(one.topic, one.partition) for one in where}
         gone = {place for place in self.owed if (place.topic, place.partition) in names}
         self.owed -= gone
         self.forgiven |= gone
+        self.skipped = {key: must for key, must in self.skipped.items() if key[0] not in where}
+
+    @property
+    def silent(self) -> list[str]:
+        """Entries whose loss the source must have noticed, and has not."""
+        if self.accepted:
+            return []
+        lost = {place[:4] for place in self.lost}
+        return [
+            f"{where}/{entry_id.ledger}:{entry_id.entry}"
+            for (where, entry_id), must in self.skipped.items()
+            if must and (where.topic, where.partition, *entry_id) in lost
+        ]
 
     @property
     def lost(self) -> set[Place]:

@@ -7,6 +7,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
+from keyshard.broker.memory_log import StoredEntry
+from keyshard.core.entry import TopicPartition
 from tests.simulation.faults import CRASHES, Fault, Kind, Reached, plan
 from tests.simulation.network import Client, Consumer
 from tests.simulation.scheduler import Process
@@ -20,6 +22,8 @@ TERMINATE_S = 4.0
 """Longest time that a process has to stop when it is told to, seconds."""
 AGAIN_MAX = 20
 """Entries of a topic partition that are delivered twice at most."""
+FOREIGN_MAX = 5
+"""Entries that somebody else acknowledges at once, at most."""
 AWAY_S = (0.05, 3.0)
 """Time that a killed broker is away, seconds."""
 OUTAGE_S = (20.0, 50.0)
@@ -174,6 +178,57 @@ class Injector:
         self._spawn(back)
         return True
 
+    def _forgets(self, query: Query) -> bool:
+        """Nothing can be forgotten before something was acknowledged since a cursor was written."""
+        world = self._world
+        for where in world.topics.partitions():
+            found = world.cluster.subscriptions(where).get(SUBSCRIPTION)
+            if found is not None and found.cursor.unwritten:
+                return self._broker(query)
+        return False
+
+    def _foreign(self, query: Query) -> bool:
+        """Half of the time of entries that came while nobody was connected: they never come."""
+        world = self._world
+        found = [
+            (where, subscriptions[SUBSCRIPTION])
+            for where in world.topics.partitions()
+            if SUBSCRIPTION in (subscriptions := world.cluster.subscriptions(where))
+        ]
+        if not found or not world.network.up:
+            return False
+        where, subscription = self._random.choice(found)
+        log, first = subscription.log, subscription.log.first
+        if self._random.random() < 0.5:
+            of_it = [one for one in self._consumers(query.process) if one.topic_partition == where]
+            world.network.lose(of_it)
+            first = len(log)
+            keys = [f"k{self._random.randrange(world.shape.keys)}" for _ in range(10)]
+            world.publish(where.topic, keys)
+        entries = [
+            entry
+            for ordinal in range(first, len(log))
+            if not subscription.cursor.is_acked(ordinal)
+            and (entry := log.get(ordinal)) is not None
+            and not entry.hidden
+        ]
+        start = self._random.randrange(len(entries)) if entries else 0
+        taken = entries[start : start + self._random.randint(1, FOREIGN_MAX)]
+        for entry in taken:
+            self._acknowledge(where, entry)
+        return bool(taken)
+
+    def _acknowledge(self, where: TopicPartition, entry: StoredEntry) -> None:
+        world = self._world
+        indices = list(range(len(entry.messages)))
+        if len(indices) > 1 and self._random.random() < 0.5:
+            indices = self._random.sample(indices, len(indices) - 1)
+            world.cluster.acknowledge_indices(where, SUBSCRIPTION, entry.id, indices)
+        else:
+            world.debts.skipped[where, entry.id] = world.is_known(where, entry.id)
+            world.cluster.acknowledge(where, SUBSCRIPTION, [entry.id])
+        world.debts.skip(where, entry.id, indices)
+
     def _acks(self, query: Query) -> bool:
         client = self._client(query.process)
         if client is None or not self._consumers(query.process):
@@ -263,6 +318,7 @@ class Injector:
         Kind.BROKER: _broker, Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload,
         Kind.GROWTH: _growth, Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow,
         Kind.POISON: _poison_row, Kind.COMES: _comes, Kind.GOES: _goes,
+        Kind.FORGETS: _forgets, Kind.FOREIGN: _foreign,
     }  # fmt: skip
     """Each returns whether it hit anything."""
 

@@ -10,7 +10,7 @@ from keyshard.broker.memory import Message
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.verify.history import Event
-from tests.simulation.debts import Debts
+from tests.simulation.debts import Debts, Place
 from tests.simulation.scheduler import Scheduler
 
 
@@ -107,9 +107,10 @@ class Record:
     def judged(self, debts: Debts, existing: Iterable[TopicPartition]) -> list[Event]:
         """The events that a checker may judge.
 
-        Left out is what was sent and rightly lost, also as a row of a run that a crash broke off
-        before its topic was deleted; and who owned a topic partition that is deleted, since nobody
-        takes its ranges over.
+        Left out is what was sent and rightly lost, though it came once, also as a row of a run
+        that a crash broke off before its topic was deleted; acknowledgements of what was given up;
+        what somebody else acknowledged, if the broker forgot that again; and who owned a topic
+        partition that is deleted, since nobody takes its ranges over.
 
         Args:
             debts: Tells what was lost.
@@ -118,13 +119,22 @@ class Record:
         lost = debts.lost
         names = {(one.topic, one.partition) for one in existing}
 
+        # What a broker no longer takes for acknowledged comes late, after others of its key.
+        late = any(event.kind == "crashed" and event.worker == "broker" for event in self.events)
+        skipped = debts.skipped_entries if late else set()
+
         def counts(at: int, event: Event) -> bool:
             where = (event.topic, event.partition)
+            if (*where, event.ledger, event.entry) in skipped:
+                return False
             if event.kind in ("range_gained", "range_lost"):
                 return where in names and at >= self._ends.get(where, 0)
-            if event.kind != "sent" and (event.batch is None or where not in self._ends):
-                return True
-            return event.stored not in lost
+            if event.kind == "acked":
+                place = Place(event.topic, event.partition, event.ledger, event.entry, 0)
+                return not debts.is_given_up(place)
+            if event.kind == "sent" or (event.kind == "delivered" and event.batch is None):
+                return event.stored not in lost
+            return event.batch is None or where not in self._ends or event.stored not in lost
 
         return [event for at, event in enumerate(self.events) if counts(at, event)]
 

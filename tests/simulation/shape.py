@@ -40,7 +40,9 @@ class Shape:
     """Options of the source."""
 
     @classmethod
-    def of(cls, random: Random, *, small_window: bool, may_end: bool, brief: bool) -> Shape:
+    def of(
+        cls, random: Random, *, small_window: bool, may_end: bool, brief: bool, forgets: bool
+    ) -> Shape:
         """Draw one.
 
         Args:
@@ -48,6 +50,7 @@ class Shape:
             small_window: Whether the window is to be full all the time.
             may_end: Whether the query may be bounded.
             brief: Whether topics come and go.
+            forgets: Whether the broker hardly ever writes what is acknowledged.
         """
         options: dict[str, Any] = {
             "window_rows_max": random.choice((4, 8) if small_window else (60, 400)),
@@ -71,7 +74,7 @@ class Shape:
             bounded=may_end and not brief and random.random() < 0.2,
             unacked_limits=random.choice((UnackedLimits(), UnackedLimits(40, 60))),
             look_ahead=random.choice((LookAhead(), LookAhead(10, 40))),
-            cursor_write_ms=random.choice((0, 1_000, 60_000)),
+            cursor_write_ms=10**9 if forgets else random.choice((0, 1_000, 60_000)),
             admin=brief or random.random() < 0.5,
             options=options,
         )

@@ -74,6 +74,14 @@ class Topics:
         self._cluster.delete_topic(topic)
         return True
 
+    def revive(self, topic: str) -> None:
+        """As a producer does: create a topic that is missing.
+
+        An empty one without partitions looks like what a reconnect left, and the source removes it.
+        """
+        if topic not in self._cluster.topics():
+            self._cluster.create_topic(topic)
+
     def some(self) -> str:
         """One to publish to."""
         return self._random.choice([self.lasting, *self.brief])

@@ -10,8 +10,9 @@ from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.entry import TopicPartition
-from keyshard.errors import DataLossTrimmedError, KeyShardError
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, KeyShardError
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.verify.checkers import check
 from tests.simulation.debts import Debts
@@ -79,12 +80,14 @@ class World:
         small = any(fault.kind is Kind.MEMORY for fault in self.injector.faults)
         may_end = all(fault.step is not Step.IDLE for fault in self.injector.faults)
         brief = any(fault.kind in TOPICS for fault in self.injector.faults)
-        self.shape = Shape.of(self._random, small_window=small, may_end=may_end, brief=brief)
+        forgets = any(fault.kind is Kind.FORGETS for fault in self.injector.faults)
+        self.shape = Shape.of(
+            self._random, small_window=small, may_end=may_end, brief=brief, forgets=forgets
+        )
         self.debts = Debts()
         self.query: Query | None = None
         """The query while it lives."""
         self._next_seq: dict[tuple[str, str], int] = {}
-        self._accepts_loss = False
         self._paid: set[int] = set()
         self._lives = 0
         self._done = False
@@ -174,6 +177,42 @@ class World:
             scheduler.sleep(0.05)
         self.cluster.validate()
         self._judge()
+        self._check_named()
+
+    def is_known(self, where: TopicPartition, entry_id: EntryId) -> bool:
+        """Whether an entry lies among those that the newest checkpoint speaks of, or above."""
+        if not self.shape.admin or not self.storage.offsets:
+            return False
+        newest = Checkpoint.from_json(self.storage.offsets[max(self.storage.offsets)])
+        state = newest.partitions.get(where)
+        if state is None:
+            return False
+        first = state.floor or state.delivered.first
+        return first is not None and entry_id > first
+
+    def _check_named(self) -> None:
+        """What somebody else acknowledged and no batch holds must be named, sooner or later."""
+        silent = self.debts.silent
+        if not silent:
+            return
+        process = self.scheduler.process("next life")
+        named: list[DataLossAckedElsewhereError] = []
+
+        def start() -> None:
+            coordinator = self._source(process, self.shape.ranges[0]).coordinator()
+            newest = self.storage.offsets[max(self.storage.commits)]
+            try:
+                coordinator.start(Checkpoint.from_json(newest))
+            except DataLossAckedElsewhereError as exc:
+                named.append(exc)
+            coordinator.stop()
+
+        self.scheduler.join(self.scheduler.spawn(process, "audit", start))
+        if not named:
+            raise BrokenPromiseError(
+                f"{len(silent)} entries were acknowledged by somebody else, are in no batch, and "
+                f"no error names them, first {silent[0]}"
+            )
 
     def _all_happened(self) -> bool:
         return self.messages >= self.shape.messages_min and self.injector.all_begun
@@ -206,7 +245,7 @@ class World:
         while self.injector.enabled:
             if self.network.up:
                 for _ in range(random.randint(1, 3)):
-                    self._publish(
+                    self.publish(
                         self.topics.some(),
                         [
                             "" if random.random() < self.shape.keyless else random.choice(keys)
@@ -218,12 +257,13 @@ class World:
                     self.cluster.publish_aborted(where, Message(b"aborted", key=keys[0]))
             self.scheduler.sleep(random.expovariate(5))
 
-    def _publish(self, topic: str, keys: list[str]) -> None:
+    def publish(self, topic: str, keys: list[str]) -> None:
         messages = []
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
             self._next_seq[topic, key] = seq + 1
             messages.append(Message(value_of(key, seq), key=key or None))
+        self.topics.revive(topic)
         published = self.cluster.publish(
             topic, *messages, batching=self.shape.batching,
             batch_messages_max=BATCH_MESSAGES_MAX,
@@ -283,11 +323,15 @@ class World:
 
     def _rightful(self, error: KeyShardError) -> bool:
         """Whether an error names what happened; then the loss is accepted from now on."""
-        if not isinstance(error, DataLossTrimmedError) or self._accepts_loss:
+        if self.debts.accepted:
             return False
-        where = TopicPartition.parse(str(error.facts["topic_partition"]))
-        self._accepts_loss = where.topic in self.topics.deleted
-        return self._accepts_loss
+        if isinstance(error, DataLossTrimmedError):
+            where = TopicPartition.parse(str(error.facts["topic_partition"]))
+            self.debts.accepted = where.topic in self.topics.deleted
+        elif isinstance(error, DataLossAckedElsewhereError):
+            where = TopicPartition.parse(str(error.facts["topic_partition"]))
+            self.debts.accepted = any(place == where for place, _ in self.debts.skipped)
+        return self.debts.accepted
 
     def _check(self, coordinator: Coordinator) -> None:
         """The window's invariants, and its bound."""
@@ -318,7 +362,7 @@ class World:
             topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
         return Source(
             **topics, subscription=SUBSCRIPTION, parallelism=ranges,
-            starting_position="earliest", fail_on_data_loss=not self._accepts_loss,
+            starting_position="earliest", fail_on_data_loss=not self.debts.accepted,
             **shape.options,
         )  # fmt: skip
 
