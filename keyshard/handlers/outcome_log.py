@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class OutcomeLog:
-    """One line for each kind of outcome and error, with its traceback; then one a minute.
+    """One line for each kind of outcome and error, then one a minute; one traceback per error.
 
     Not thread-safe: the run calls it under its lock.
 
@@ -31,6 +31,7 @@ class OutcomeLog:
         self._now = now
         self._told_s: dict[tuple[str, str], float] = {}
         self._left_out: dict[tuple[str, str], int] = {}
+        self._traced: set[str] = set()
 
     def retried(self, work: Work, error: BaseException, reason: str, delay_s: float) -> None:
         """A first attempt failed, and the message is tried again."""
@@ -77,7 +78,8 @@ class OutcomeLog:
         left_out = self._left_out.pop(kind, 0)
         more = f" ({left_out:,} more were {outcome} since the last line like this)"
         # A handler says on purpose that it rejects or comes later: where it says so is no news.
-        told = told_s is not None or issubclass(type(error), (Reject, RetryLater))
+        told = kind[1] in self._traced or issubclass(type(error), (Reject, RetryLater))
+        self._traced.add(kind[1])
         message, key = work.message, work.queue.key
         name = "without a key" if key is None else f"of key {key!r}"
         args = (
