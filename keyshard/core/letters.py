@@ -2,7 +2,9 @@
 
 Two things lie in a dead-letter topic. A *letter* is a message that no handler got done: value,
 keys, event time and properties of the original, and what happened to it in properties that begin
-with ``keyshard.``. A *marker* says that the letters of one key, up to a position, were replayed.
+with ``keyshard.``. A *marker* says that a letter is done, or all letters of a key up to a position.
+Both tell the oldest letter that rested when they were written: where a topic begins behind it and
+nothing later says that it is done, it was lost.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ ERROR_CHARS_MAX = 1_000
 """Most characters of an error that a letter keeps."""
 REPLAYED = "replayed"
 """Kind of a marker."""
+NOTED = "noted"
+"""Kind of a message that only tells which letter is the oldest."""
+OLDEST = f"{PREFIX}oldest"
+"""Property of everything that is written: position of the oldest letter that rests."""
+OWN = f"{PREFIX}own."
+"""Stands before the name of an original's property that begins like keyshard's own."""
 
 
 class Kind(str, Enum):
@@ -78,7 +86,10 @@ class Letter:
             "attempts": str(self.attempts),
             "error": self.error[:ERROR_CHARS_MAX],
         }
-        return {**message.properties, **{PREFIX + name: value for name, value in own.items()}}
+        return {
+            **{_kept_name(name): value for name, value in message.properties.items()},
+            **{PREFIX + name: value for name, value in own.items()},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,30 @@ class Resting:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """The letters of a key up to a position were replayed: a handler got each of them done."""
+    """The letter of an original is done: a handler got it done."""
+
+    key: str
+    subscription: str
+    topic_partition: TopicPartition
+    message_id: MessageId
+    """Of the original."""
+
+    def properties(self) -> dict[str, str]:
+        """Properties of the message that is the marker; its partition key is the key."""
+        where = self.topic_partition
+        own = {
+            "kind": REPLAYED,
+            "subscription": self.subscription,
+            "topic": where.topic,
+            "partition": str(where.partition),
+            "messageId": str(self.message_id),
+        }
+        return {PREFIX + name: value for name, value in own.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """All letters of a key up to a position are done: replayed, or given up by somebody."""
 
     key: str
     subscription: str
@@ -100,16 +134,26 @@ class Marker:
     """Position in the dead-letter topic, inclusive."""
 
     def properties(self) -> dict[str, str]:
-        """Properties of the message that is the marker; its partition key is the key."""
+        """Properties of the message that says it; its partition key is the key."""
         own = {
             "kind": REPLAYED,
             "subscription": self.subscription,
-            "upTo": f"{self.up_to.ledger}:{self.up_to.entry}",
+            "upTo": position_text(self.up_to),
         }
         return {PREFIX + name: value for name, value in own.items()}
 
 
-def parse(found: Message) -> Letter | Marker | None:
+def position_text(position: EntryId) -> str:
+    """A position as properties have it; :func:`position_of_text` reads it."""
+    return f"{position.ledger}:{position.entry}"
+
+
+def position_of_text(text: str) -> EntryId:
+    """Read :func:`position_text`'s form; raises ``ValueError``."""
+    return EntryId(*_numbers(text, 2))
+
+
+def parse(found: Message) -> Letter | Marker | Sweep | None:
     """What a message of a dead-letter topic is; ``None`` when it is neither letter nor marker.
 
     Raises:
@@ -121,13 +165,11 @@ def parse(found: Message) -> Letter | Marker | None:
         if name.startswith(PREFIX)
     }
     kind = own.get("kind")
-    if kind is None:
+    if kind is None or kind == NOTED:
         return None
     try:
         if kind == REPLAYED:
-            if found.key is None:
-                raise ValueError("a marker without key")
-            return Marker(found.key, own["subscription"], EntryId(*_numbers(own["upTo"], 2)))
+            return _marker(found.key, own)
         return Letter(
             _original(found, own),
             own["subscription"],
@@ -137,6 +179,24 @@ def parse(found: Message) -> Letter | Marker | None:
         )
     except KeyError as exc:
         raise ValueError(f"property {PREFIX}{exc.args[0]} is missing") from exc
+
+
+def _marker(key: str | None, own: Mapping[str, str]) -> Marker | Sweep:
+    if key is None:
+        raise ValueError("a marker without key")
+    if "upTo" in own:
+        return Sweep(key, own["subscription"], position_of_text(own["upTo"]))
+    return Marker(
+        key,
+        own["subscription"],
+        TopicPartition(own["topic"], int(own["partition"])),
+        MessageId(*_numbers(own["messageId"], 3)),
+    )
+
+
+def _kept_name(name: str) -> str:
+    """Under which name a letter keeps a property of its original."""
+    return OWN + name if name.startswith(PREFIX) else name
 
 
 def _original(found: Message, own: Mapping[str, str]) -> Message:
@@ -151,7 +211,11 @@ def _original(found: Message, own: Mapping[str, str]) -> Message:
         int(own["partition"]),
         datetime.fromtimestamp(int(own["publishTime"]) / 1000, timezone.utc),
         found.event_time,
-        {name: value for name, value in found.properties.items() if not name.startswith(PREFIX)},
+        {
+            name.removeprefix(OWN): value
+            for name, value in found.properties.items()
+            if name.startswith(OWN) or not name.startswith(PREFIX)
+        },
         None if key is None else key_slot(key),
         redelivered=True,
     )

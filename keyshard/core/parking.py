@@ -1,7 +1,7 @@
 """Parked keys: which messages rest in the dead-letter topic, and how a key gets out of it.
 
 A key is parked as long as letters of it rest in the dead-letter topic: letters that no marker
-calls replayed. Nothing else is durable, so a restart folds the topic and knows the same
+calls done. Nothing else is durable, so a restart folds the topic and knows the same
 (:class:`Parked`). In a running source a parked key is in one of these states (:class:`Parking`)::
 
               park                 unpark                 drained
@@ -10,67 +10,136 @@ calls replayed. Nothing else is durable, so a restart folds the topic and knows 
                         +----------------- failed_again ----------------+       |
                                                                       ^-replayed+
 
-    PARKED, DRAINING   every newer message of the key becomes a letter, one after the other
-    REPLAYING          its letters up to the last one run in its lane, newer messages wait behind
+    PARKED, DRAINING   newer messages of the key become letters, one after the other;
+                       older ones than its first letter pass before it (:class:`Course`)
+    REPLAYING          its letters run in its lane, newer messages wait behind
 
-Letters and markers of one key are folded in the order in which they lie in the topic. One original
-message may lie there twice: who died between a confirmed letter and its acknowledgement sends it
-again. The first one counts.
+Letters of a key are replayed in the order of their originals, per topic partition: one that was
+delivered again may become a letter long after a newer one. A marker names an original, so it
+covers every copy of its letter that was stored before: one without confirmation is sent again.
 """
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Any
 
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
 from keyshard.core.message import MessageId
 from keyshard.errors import CheckpointError
 
-RELEASED_IDS_MAX = 100_000
-"""Ids of replayed messages remembered after their key was released, about 20 MB."""
+DONE_IDS_MAX = 100_000
+"""Ids of replayed messages that are remembered, about 20 MB."""
 
-Ids = dict[TopicPartition, set[MessageId]]
+
+@dataclass(slots=True)
+class _Originals:
+    """Resting letters of one key in one topic partition."""
+
+    positions: dict[MessageId, EntryId] = field(default_factory=dict)
+    order: list[MessageId] = field(default_factory=list)
+    """Heap of their originals, and of some that rest no more."""
+
+    def first(self) -> MessageId:
+        while self.order[0] not in self.positions:
+            heappop(self.order)
+        return self.order[0]
 
 
 @dataclass(slots=True)
 class ParkedKey:
-    """Letters of one parked key, since it was parked."""
+    """Letters of one parked key that are not done."""
 
-    start: EntryId
-    """Position of the first of them, replayed or not."""
     last: EntryId
-    """Position of the last of them, a repeated one included."""
-    resting: list[EntryId] = field(default_factory=list)
-    """Positions of those that are not replayed, ascending."""
-    ids: Ids = field(default_factory=dict)
-    """Original ids of all of them."""
+    """Position of the newest one since it was parked, a repeated one included."""
+    since_ms: int
+    """When the first of them was written, milliseconds since the epoch; 0 when unknown."""
+    count: int = 0
+    """How many rest."""
+    _letters: dict[TopicPartition, _Originals] = field(default_factory=dict)
 
-    def knows(self, topic_partition: TopicPartition, message_id: MessageId) -> bool:
-        """Whether there is a letter of an original message."""
-        return message_id in self.ids.get(topic_partition, ())
+    def position(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
+        """Where the letter of an original lies; ``None`` when none rests."""
+        originals = self._letters.get(where)
+        return None if originals is None else originals.positions.get(message_id)
 
-    def rests(self, position: EntryId) -> bool:
-        """Whether a letter that is not replayed lies there."""
-        at = bisect_left(self.resting, position)
-        return at < len(self.resting) and self.resting[at] == position
+    def first(self, where: TopicPartition) -> MessageId | None:
+        """Lowest original of a topic partition that rests."""
+        originals = self._letters.get(where)
+        return None if originals is None else originals.first()
+
+    def add(self, where: TopicPartition, message_id: MessageId, position: EntryId) -> None:
+        """A letter rests."""
+        originals = self._letters.setdefault(where, _Originals())
+        originals.positions[message_id] = position
+        heappush(originals.order, message_id)
+        self.count += 1
+
+    def remove(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
+        """A letter is done; where it lay, ``None`` when it did not rest."""
+        originals = self._letters.get(where)
+        position = None if originals is None else originals.positions.pop(message_id, None)
+        if originals is not None and position is not None:
+            self.count -= 1
+            if not originals.positions:
+                del self._letters[where]
+        return position
+
+    def letters(self) -> Iterator[tuple[TopicPartition, MessageId, EntryId]]:
+        """Those that rest, in no order."""
+        for where, originals in self._letters.items():
+            for message_id, position in originals.positions.items():
+                yield where, message_id, position
+
+    @property
+    def topics(self) -> set[str]:
+        """Topics of the originals."""
+        return {where.topic for where in self._letters}
+
+    def in_order(self) -> list[EntryId]:
+        """Positions in the order of a replay.
+
+        That of the originals per topic partition; between topic partitions as they were written.
+        """
+        sorted_ids = {where: iter(sorted(one.positions)) for where, one in self._letters.items()}
+        written = sorted((position, where) for where, _, position in self.letters())
+        return [self._letters[where].positions[next(sorted_ids[where])] for _, where in written]
+
+    def first_in_order(self) -> EntryId:
+        """The first of :meth:`in_order`."""
+        where = next(iter(self._letters))
+        if len(self._letters) > 1:
+            _, where = min((position, where) for where, _, position in self.letters())
+        return self._letters[where].positions[self._letters[where].first()]
 
 
 class Parked:
-    """What the dead-letter topic says: which keys are parked, and which letters of them rest."""
+    """What the dead-letter topic says: which keys are parked, and which letters of them rest.
 
-    def __init__(self) -> None:
+    Args:
+        begin: Everything before it is folded, and nothing of it rests; ``None``: nothing is folded.
+        claimed: A letter that rested when that was said.
+    """
+
+    def __init__(self, begin: EntryId | None = None, claimed: EntryId | None = None) -> None:
         self.keys: dict[str, ParkedKey] = {}
-        """Parked keys."""
-        self._highest: EntryId | None = None
+        """Parked keys, in the order in which they were parked."""
+        self.claimed = claimed
+        """A letter that rested when the newest checkpoint or message was written."""
+        self._next = begin
         self._sending: dict[object, EntryId | None] = {}
-        self._released: dict[str, Ids] = {}
-        self._released_ids = 0
+        self._claims: dict[object, EntryId] = {}
+        self._positions: list[EntryId] = []
+        self._not_resting: set[EntryId] = set()
+        self._marking: set[EntryId] = set()
+        self._swept: dict[str, EntryId] = {}
+        self._done: OrderedDict[str, set[tuple[TopicPartition, MessageId]]] = OrderedDict()
+        self._done_ids = 0
 
     # -- folding ----------------------------------------------------------------------------------
 
@@ -78,129 +147,195 @@ class Parked:
         self,
         position: EntryId,
         key: str,
-        topic_partition: TopicPartition,
+        where: TopicPartition,
         message_id: MessageId,
+        written_ms: int = 0,
     ) -> bool:
-        """Fold a parked letter; ``False`` when its original has one already."""
+        """Fold a parked letter; ``False`` when one of its original rests already."""
         self.passed(position)
         parked = self.keys.get(key)
         if parked is None:
-            parked = self.keys[key] = ParkedKey(position, position)
+            parked = self.keys[key] = ParkedKey(position, written_ms)
         parked.last = max(parked.last, position)
-        if parked.knows(topic_partition, message_id):
+        if parked.position(where, message_id) is not None:
             return False
-        parked.ids.setdefault(topic_partition, set()).add(message_id)
-        parked.resting.append(position)
+        parked.add(where, message_id, position)
+        heappush(self._positions, position)
+        done = self._done.get(key)
+        if done is not None and (where, message_id) in done:
+            done.discard((where, message_id))
+            self._done_ids -= 1
         return True
 
-    def replayed(self, position: EntryId, key: str, up_to: EntryId) -> None:
-        """Fold a marker: letters of a key up to ``up_to`` are done. The last one releases it."""
+    def replayed(
+        self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
+    ) -> None:
+        """Fold a marker: the letter of an original is done. The last one releases its key."""
+        self.passed(position)
+        self._settle(key)
+        parked = self.keys.get(key)
+        found = None if parked is None else parked.remove(where, message_id)
+        if parked is None or found is None:
+            return
+        self._not_resting.add(found)
+        self._remember(key, where, message_id)
+        if not parked.count:
+            del self.keys[key]
+
+    def swept(self, position: EntryId, key: str, up_to: EntryId) -> None:
+        """Fold a marker of all letters of a key up to a position."""
         self.passed(position)
         parked = self.keys.get(key)
         if parked is None:
             return
-        parked.resting = [one for one in parked.resting if one > up_to]
-        if not parked.resting:
-            self._release(key)
+        self._swept[key] = max(up_to, self._swept.get(key, up_to))
+        # Those before version 1.0 wrote one for each letter, and a key may have 100,000: all but
+        # the last wait until somebody looks.
+        if up_to >= parked.last:
+            self._settle(key)
+
+    def settle(self) -> None:
+        """The topic is folded to its end: look at what :meth:`swept` left for later."""
+        for key in list(self._swept):
+            self._settle(key)
 
     def passed(self, position: EntryId) -> None:
         """Everything at a position is folded, also when it was nothing of ours."""
-        if self._highest is None or position > self._highest:
-            self._highest = position
-
-    def trimmed(self, first: EntryId | None) -> None:
-        """The topic begins at ``first`` now; ``None``: it is empty.
-
-        Only letters that are finished with are acknowledged, so those before it are.
-        """
-        for key in list(self.keys):
-            parked = self.keys[key]
-            parked.resting = [one for one in parked.resting if first and one >= first]
-            if not parked.resting:
-                self._release(key)
+        if self._next is None or position >= self._next:
+            self._next = EntryId(position.ledger, position.entry + 1)
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def sending(self, what: object) -> None:
-        """Something is about to be sent: it will lie behind all that is folded now."""
-        self._sending[what] = self._highest
+    def marking(self, letters: Collection[EntryId]) -> None:
+        """Markers of letters are about to be sent: what is sent from now on claims none of them."""
+        self._marking.update(letters)
 
-    def sent(self, what: object) -> None:
+    def claims(self, letters: Collection[EntryId]) -> bool:
+        """Whether something on its way claims that one of some letters rests.
+
+        It must not lie behind the marker of that letter, or the topic would seem to have lost it.
+        """
+        return any(claimed in letters for claimed in self._claims.values())
+
+    def sending(self, what: object) -> EntryId | None:
+        """Something is about to be sent: it will lie behind all that is folded now.
+
+        Args:
+            what: Names it for :meth:`sent`.
+
+        Returns:
+            The oldest letter that rests and has no marker on its way: what is sent claims that.
+        """
+        self._sending[what] = self._next
+        claimed = self._oldest(self._marking)
+        if claimed is not None:
+            self._claims[what] = claimed
+        return claimed
+
+    def sent(self, what: object, marks: Collection[EntryId] = ()) -> None:
         """It is confirmed and folded. What fails is never told: it may be stored all the same."""
         del self._sending[what]
+        self._claims.pop(what, None)
+        self._marking.difference_update(marks)
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def is_replayed(self, key: str, topic_partition: TopicPartition, message_id: MessageId) -> bool:
-        """Whether a message, delivered once more, was a letter of a key released meanwhile."""
-        return message_id in self._released.get(key, {}).get(topic_partition, ())
+    def was_replayed(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
+        """Whether a message was a letter, is done, and no other of its key has run since."""
+        done = self._done.get(key)
+        return done is not None and (where, message_id) in done
+
+    def runs(self, key: str) -> None:
+        """A handler gets a message of a key that is no letter.
+
+        When it comes again, so does what was replayed after it, which has to run after it again.
+        """
+        if self._done:
+            self._done_ids -= len(self._done.pop(key, ()))
 
     @property
-    def released(self) -> bool:
-        """Whether :meth:`is_replayed` knows any message."""
-        return bool(self._released)
+    def remembers(self) -> bool:
+        """Whether :meth:`was_replayed` knows any message."""
+        return bool(self._done)
 
     @property
-    def folded(self) -> EntryId | None:
-        """Everything up to here is folded; ``None``: nothing is."""
-        if not self._sending:
-            return self._highest
-        lowest = self._sending.values()
-        return None if None in lowest else min(one for one in lowest if one is not None)
+    def begin(self) -> EntryId | None:
+        """From where to fold to know the same; ``None``: from the first message that is stored."""
+        begins = [self._next, *self._sending.values()]
+        if None in begins:
+            return None
+        oldest = self._oldest(())
+        return min(one for one in [*begins, oldest] if one is not None)
 
     def validate(self) -> None:
         """Assert the invariants; tests call it after every step."""
+        resting = []
         for key, parked in self.keys.items():
-            assert parked.resting, f"{key} is parked without a letter"
-            assert parked.resting == sorted(set(parked.resting)), "letters are out of order"
-            assert parked.start <= parked.resting[0]
-            assert parked.resting[-1] <= parked.last
-            assert len(parked.resting) <= _count(parked.ids)
+            found = [position for _, _, position in parked.letters()]
+            assert found, f"{key} is parked without a letter"
+            assert len(found) == parked.count, f"letters of {key} are counted wrong"
+            assert max(found) <= parked.last
+            assert sorted(found) == sorted(parked.in_order())
+            assert parked.in_order()[0] == parked.first_in_order()
+            resting += found
+        assert self._oldest(()) == min(resting, default=None)
+        assert len(self._positions) == len(resting) + len(self._not_resting)
+        assert self._done_ids == sum(map(len, self._done.values()))
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def to_dict(self, chars_max: int) -> dict[str, Any]:
-        """The parked keys, and up to where they are folded, for a checkpoint: equal ones are equal.
-
-        Args:
-            chars_max: When its text would be longer, it says instead to fold from the first letter
-                of a key that is parked now; that is short, and comes to the same.
-        """
-        folded = self.folded
-        # What lies behind ``folded`` and is known already is folded again, which changes nothing.
-        data = _state(folded, self.keys)
-        if len(json.dumps(data, separators=(",", ":"))) > chars_max:
-            first = min(parked.start for parked in self.keys.values())
-            if folded is not None and folded >= first:
-                folded = EntryId(first.ledger, first.entry - 1) if first.entry else None
-            data = _state(folded, {})
-        return data
+    def to_dict(self) -> dict[str, Any]:
+        """From where to fold, for a checkpoint: its size and cost do not depend on the keys."""
+        return {"from": _id_text(self.begin), "oldest": _id_text(self._oldest(()))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Parked:
-        """Read :meth:`to_dict`'s form.
+        """Read :meth:`to_dict`'s form, or that of checkpoints that held all parked keys.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: It is neither.
         """
-        result = cls()
         try:
-            result._highest = None if data["folded"] is None else _parse_id(data["folded"])
-            result.keys = {key: _from_dict(value) for key, value in data["keys"].items()}
-        except CheckpointError:
-            raise
+            if "keys" not in data:
+                return cls(_parse_id(data["from"]), _parse_id(data["oldest"]))
+            starts = [_parse_id(one["start"]) for one in data["keys"].values()]
+            folded = _parse_id(data["folded"])
+            after = None if folded is None else EntryId(folded.ledger, folded.entry + 1)
+            begins = [after, *starts]
+            return cls(None if None in begins else min(one for one in begins if one is not None))
         except (KeyError, ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"The parked keys cannot be read: {exc!r}.") from exc
-        return result
 
-    def _release(self, key: str) -> None:
-        ids = self.keys.pop(key).ids
-        self._released_ids -= _count(self._released.pop(key, {}))
-        self._released[key] = ids
-        self._released_ids += _count(ids)
-        while self._released_ids > RELEASED_IDS_MAX and len(self._released) > 1:
-            oldest = next(iter(self._released))
-            self._released_ids -= _count(self._released.pop(oldest))
+    def _settle(self, key: str) -> None:
+        up_to, parked = self._swept.pop(key, None), self.keys.get(key)
+        if up_to is None or parked is None:
+            return
+        for where, message_id, found in [one for one in parked.letters() if one[2] <= up_to]:
+            parked.remove(where, message_id)
+            self._not_resting.add(found)
+            self._remember(key, where, message_id)
+        if not parked.count:
+            del self.keys[key]
+
+    def _oldest(self, besides: Collection[EntryId]) -> EntryId | None:
+        """Position of the oldest resting letter, besides some few."""
+        heap, aside = self._positions, []
+        while heap and (heap[0] in self._not_resting or heap[0] in besides):
+            position = heappop(heap)
+            if position in self._not_resting:
+                self._not_resting.discard(position)
+            else:
+                aside.append(position)
+        found = heap[0] if heap else None
+        for position in aside:
+            heappush(heap, position)
+        return found
+
+    def _remember(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
+        self._done.setdefault(key, set()).add((where, message_id))
+        self._done_ids += 1
+        while self._done_ids > DONE_IDS_MAX:
+            self._done_ids -= len(self._done.popitem(last=False)[1])
 
 
 class State(Enum):
@@ -209,6 +344,17 @@ class State(Enum):
     PARKED = auto()
     DRAINING = auto()
     REPLAYING = auto()
+
+
+class Course(Enum):
+    """What to do with a message."""
+
+    HANDLE = auto()
+    """Its key is not parked, or it is older than the first letter of its topic partition."""
+    LETTER = auto()
+    """It waits behind a letter, so it becomes one."""
+    DONE = auto()
+    """It is a letter, or was one and is done."""
 
 
 class Parking:
@@ -222,6 +368,9 @@ class Parking:
         self.parked = parked
         self._states = dict.fromkeys(parked.keys, State.PARKED)
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     def state(self, key: str | None) -> State | None:
         """State of a key; ``None`` when it is not parked."""
         return None if key is None else self._states.get(key)
@@ -229,6 +378,37 @@ class Parking:
     def states(self) -> Mapping[str, State]:
         """All keys that are parked."""
         return dict(self._states)
+
+    def some(self, count_max: int) -> list[tuple[str, int]]:
+        """Keys that have been parked longest, and how many letters of each rest."""
+        keys = self.parked.keys
+        return [
+            (key, keys[key].count if key in keys else 0)
+            for key in islice(self._states, count_max)
+        ]  # fmt: skip
+
+    def matching(self, wanted: Callable[[ParkedKey], bool]) -> list[str]:
+        """Parked keys whose letters are meant; those on their way out are left to it."""
+        keys = self.parked.keys
+        return [
+            key
+            for key, state in self._states.items()
+            if state is State.PARKED and key in keys and wanted(keys[key])
+        ]
+
+    def course(self, key: str, where: TopicPartition, message_id: MessageId) -> Course:
+        """What to do with a message of a key that was received."""
+        if self.parked.was_replayed(key, where, message_id):
+            return Course.DONE
+        if key not in self._states:
+            return Course.HANDLE
+        parked = self.parked.keys.get(key)
+        if parked is None:
+            return Course.LETTER
+        if parked.position(where, message_id) is not None:
+            return Course.DONE
+        first = parked.first(where)
+        return Course.HANDLE if first is not None and message_id < first else Course.LETTER
 
     def park(self, key: str) -> None:
         """A message of the key failed too often: it, and all later ones, become letters."""
@@ -254,24 +434,25 @@ class Parking:
             del self._states[key]
             return []
         self._states[key] = State.REPLAYING
-        return list(parked.resting)
+        return parked.in_order()
 
-    def up_to(self, key: str, position: EntryId) -> EntryId:
-        """What the marker of a letter names: with the last one, everything of the key."""
-        parked = self.parked.keys[key]
-        return parked.last if position == parked.resting[-1] else position
-
-    def replayed(self, position: EntryId, key: str, up_to: EntryId) -> None:
+    def replayed(
+        self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
+    ) -> None:
         """A marker is confirmed; the last one releases its key, unless letters are on their way."""
         state = self._states[key]
         assert state is not State.PARKED
-        self.parked.replayed(position, key, up_to)
+        self.parked.replayed(position, key, where, message_id)
         if key not in self.parked.keys and state is State.REPLAYING:
+            del self._states[key]
+
+    def emptied(self, key: str) -> None:
+        """No letter of a key is on its way; without one that rests it is released."""
+        if self._states.get(key) is State.PARKED and key not in self.parked.keys:
             del self._states[key]
 
     def failed_again(self, key: str) -> None:
         """A letter failed too often: the key is parked, this letter and the rest stay."""
-        assert self._states[key] is State.REPLAYING
         self._states[key] = State.PARKED
 
     def validate(self) -> None:
@@ -280,56 +461,12 @@ class Parking:
         assert self.parked.keys.keys() <= self._states.keys(), "a key with letters is not parked"
 
 
-def _count(ids: Ids) -> int:
-    return sum(map(len, ids.values()))
-
-
-def _state(folded: EntryId | None, keys: Mapping[str, ParkedKey]) -> dict[str, Any]:
-    return {
-        "folded": _id_text(folded),
-        "keys": {key: _to_dict(parked) for key, parked in sorted(keys.items())},
-    }
-
-
-def _to_dict(parked: ParkedKey) -> dict[str, Any]:
-    return {
-        "ids": {where.name: _ids_text(ids) for where, ids in sorted(parked.ids.items())},
-        "last": _id_text(parked.last),
-        "resting": str(EntrySet.of(parked.resting)),
-        "start": _id_text(parked.start),
-    }
-
-
-def _from_dict(data: Mapping[str, Any]) -> ParkedKey:
-    result = ParkedKey(
-        _parse_id(data["start"]),
-        _parse_id(data["last"]),
-        list(EntrySet.parse(data["resting"])),
-        {TopicPartition.parse(name): set(_parse_ids(ids)) for name, ids in data["ids"].items()},
-    )
-    if not result.resting:
-        raise ValueError("a parked key without a letter")
-    return result
-
-
-def _ids_text(ids: set[MessageId]) -> dict[str, str]:
-    """Entries by batch index: most messages are in no batch, or neighbours in one."""
-    by_index: dict[int, list[EntryId]] = {}
-    for ledger, entry, index in ids:
-        by_index.setdefault(index, []).append(EntryId(ledger, entry))
-    return {str(index): str(EntrySet.of(found)) for index, found in sorted(by_index.items())}
-
-
-def _parse_ids(data: Mapping[str, str]) -> Iterator[MessageId]:
-    for index, text in data.items():
-        for ledger, entry in EntrySet.parse(text):
-            yield MessageId(ledger, entry, int(index))
-
-
 def _id_text(position: EntryId | None) -> str | None:
     return None if position is None else f"{position.ledger}:{position.entry}"
 
 
-def _parse_id(text: str) -> EntryId:
+def _parse_id(text: str | None) -> EntryId | None:
+    if text is None:
+        return None
     ledger, _, entry = text.partition(":")
     return EntryId(int(ledger), int(entry))

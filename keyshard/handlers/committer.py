@@ -9,9 +9,9 @@ A commit has three steps::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -20,20 +20,30 @@ from keyshard.runtime.coordinator import Coordinator
 Entries = Mapping[TopicPartition, Collection[EntryId]]
 
 
+class ParkedKeys(Protocol):
+    """The dead letters, as far as a commit needs them."""
+
+    def checkpoint(self) -> Mapping[str, Any]:
+        """Where they are, for the checkpoint."""
+
+    def saved(self) -> None:
+        """What :meth:`checkpoint` gave is durable."""
+
+
 class Committer:
     """Commits of one source, one after the other; its owner calls it from one thread at a time.
 
     Args:
         coordinator: The started source.
         store: Where checkpoints go; ``None`` for a source without.
-        parked: Tells which keys are parked, for the checkpoint.
+        parked: Tells where the parked keys are, for the checkpoint.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
         store: CheckpointStore | None,
-        parked: Callable[[], Mapping[str, Any]] | None = None,
+        parked: ParkedKeys | None = None,
     ) -> None:
         self._parked = parked
         self._coordinator = coordinator
@@ -52,7 +62,9 @@ class Committer:
         left = self._coordinator.commit(completed)
         if self._coordinator.committed:
             if self._store is not None:
-                parked = None if self._parked is None else self._parked()
+                parked = None if self._parked is None else self._parked.checkpoint()
                 self._store.save(replace(self._coordinator.newest, parked=parked))
+                if self._parked is not None:
+                    self._parked.saved()
             self._coordinator.release_committed()
         return left

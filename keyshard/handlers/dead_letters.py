@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import Broker, Consumer, Producer, StartPosition
@@ -20,11 +21,23 @@ from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
-from keyshard.core.letters import Kind, Letter, Marker, Resting, parse
-from keyshard.core.message import Message
+from keyshard.core.letters import (
+    NOTED,
+    OLDEST,
+    PREFIX,
+    Kind,
+    Letter,
+    Marker,
+    Resting,
+    Sweep,
+    parse,
+    position_text,
+)
+from keyshard.core.message import Message, MessageId
 from keyshard.core.parking import Parked, Parking, State
 from keyshard.errors import (
     BrokerError,
+    BrokerUnavailableError,
     ConfigError,
     DataLossTrimmedError,
     RangeConflictError,
@@ -55,6 +68,7 @@ class DeadLetters:
         config: The source.
         consumer: Acknowledges.
         parked: What the topic says.
+        checkpointed: Whether :meth:`saved` will be called.
     """
 
     def __init__(
@@ -64,17 +78,22 @@ class DeadLetters:
         config: SourceConfig,
         consumer: Consumer,
         parked: Parked,
+        *,
+        checkpointed: bool = False,
     ) -> None:
         self.topic_partition = topic_partition
         self.parking = Parking(parked)
-        self.lock = threading.Lock()
-        """Guards :attr:`parking`."""
+        self.lock = threading.Condition()
+        """Guards :attr:`parking`; told when something is confirmed."""
         self._broker = broker
         self._config = config
         self._consumer = consumer
         self._producer: Producer | None = None
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
+        self._checkpointed = checkpointed
+        self._finished_with: list[EntryId] = []
+        self._saving: list[EntryId] = []
         self._near: dict[EntryId, Letter] = {}
         self._near_bytes = 0
 
@@ -93,21 +112,23 @@ class DeadLetters:
         """
         key, message = letter.key, letter.message
         if letter.kind is not Kind.PARKED:
-            self._send_letter(letter)
+            self._tracked(lambda claim: self._send_letter(letter, claim), lambda _: None)
             return
         assert key is not None, "a message without key cannot be parked"
-        where, parked = letter.topic_partition, self.parking.parked
+        where, message_id, parked = letter.topic_partition, message.message_id, self.parking.parked
         with self.lock:
             self.parking.park(key)
             known = parked.keys.get(key)
-            if known is not None and known.knows(where, message.message_id):
+            if known is not None and known.position(where, message_id) is not None:
                 return
-        self._tracked(
-            lambda: self._send_letter(letter),
-            lambda position: parked.letter(position, key, where, message.message_id),
-        )
 
-    def done(self, key: str, resting: EntryId) -> None:
+        def written(position: EntryId) -> None:
+            now_ms = round(time.time() * 1000)
+            parked.letter(position, key, where, message_id, now_ms)
+
+        self._tracked(lambda claim: self._send_letter(letter, claim), written)
+
+    def done(self, key: str, resting: Resting) -> None:
         """A handler got a letter of a replay done: mark that, then acknowledge the letter.
 
         The marker of the last one releases the key.
@@ -115,14 +136,59 @@ class DeadLetters:
         Raises:
             BrokerError: As for :meth:`send`; the letter is replayed again after a restart.
         """
-        with self.lock:
-            up_to = self.parking.up_to(key, resting)
-        marker = Marker(key, self._config.subscription, up_to)
+        letter = resting.letter
+        self._done(key, letter.topic_partition, letter.message.message_id, resting.position)
+
+    def _done(
+        self, key: str, where: TopicPartition, message_id: MessageId, letter: EntryId
+    ) -> None:
+        marker = Marker(key, self._config.subscription, where, message_id)
         position = self._tracked(
-            lambda: self._send(b"", key=key, properties=marker.properties()),
-            lambda position: self.parking.replayed(position, key, up_to),
+            lambda claim: self._send(b"", key=key, properties=marker.properties() | claim),
+            lambda position: self.parking.replayed(position, key, where, message_id),
+            marks={letter},
         )
-        self.acknowledge([resting, position])
+        self.acknowledge([letter])
+        self._finished([position])
+
+    def discard(self, key: str) -> int:
+        """Give up the letters of a parked key that are confirmed now; how many those were.
+
+        Raises:
+            BrokerError: As for :meth:`send`.
+        """
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            if parked is None or self.parking.state(key) is not State.PARKED:
+                return 0
+            up_to, gone = parked.last, {position for _, _, position in parked.letters()}
+        sweep = Sweep(key, self._config.subscription, up_to)
+
+        def swept(position: EntryId) -> None:
+            self.parking.parked.swept(position, key, up_to)
+            self.parking.parked.settle()
+
+        position = self._tracked(
+            lambda claim: self._send(b"", key=key, properties=sweep.properties() | claim),
+            swept,
+            marks=gone,
+        )
+        self.acknowledge(sorted(gone))
+        self._finished([position])
+        return len(gone)
+
+    def note(self) -> None:
+        """Tell which letter is the oldest now: a loss was accepted, and is not told again.
+
+        Raises:
+            BrokerError: As for :meth:`send`.
+        """
+        properties = {f"{PREFIX}kind": NOTED, f"{PREFIX}subscription": self._config.subscription}
+        position = self._tracked(
+            lambda claim: self._send(b"", key=None, properties=properties | claim),
+            self.parking.parked.passed,
+        )
+        self._finished([position])
 
     # -- replaying --------------------------------------------------------------------------------
 
@@ -140,7 +206,7 @@ class DeadLetters:
         while True:
             with self.lock:
                 parked = self.parking.parked.keys.get(key)
-                positions = [] if parked is None else parked.resting[:1]
+                positions = [] if parked is None else [parked.first_in_order()]
             found = Replay(self, key, positions).next()
             # Without one it was lost, and that is accepted: the next one is the first now.
             if found is not None or not positions:
@@ -151,7 +217,7 @@ class DeadLetters:
         with self.lock:
             parked = self.parking.parked.keys.get(key)
             draining = self.parking.state(key) is State.DRAINING
-            return draining and parked is not None and parked.resting[0] == position
+            return draining and parked is not None and parked.first_in_order() == position
 
     def replay(self, key: str, first: Resting) -> Replay:
         """The letters of a draining key behind its first one. Memory only.
@@ -160,7 +226,14 @@ class DeadLetters:
         """
         with self.lock:
             positions = self.parking.drained(key)
-        return Replay(self, key, [one for one in positions if one > first.position])
+        assert positions[0] == first.position, "the first letter was read before"
+        return Replay(self, key, positions[1:])
+
+    def released(self, key: str) -> None:
+        """Let a draining key out that has no letter."""
+        with self.lock:
+            if self.parking.state(key) is State.DRAINING and key not in self.parking.parked.keys:
+                self.parking.drained(key)
 
     def failed_again(self, key: str) -> None:
         """A letter failed too often: its key stays parked, with this letter and the rest."""
@@ -169,10 +242,19 @@ class DeadLetters:
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def checkpoint(self, chars_max: int) -> dict[str, Any]:
-        """The parked keys as a JSON value; :func:`open_dead_letters` goes on from there."""
+    def checkpoint(self) -> dict[str, Any]:
+        """Where to fold from, as a JSON value; :func:`open_dead_letters` goes on from there."""
         with self.lock:
-            return self.parking.parked.to_dict(chars_max)
+            self._saving += self._finished_with
+            self._finished_with = []
+            return self.parking.parked.to_dict()
+
+    def saved(self) -> None:
+        """What :meth:`checkpoint` gave is durable: markers before it have nothing more to prove."""
+        with self.lock:
+            entries, self._saving = self._saving, []
+        for at in range(0, len(entries), ACKNOWLEDGE_AT_ONCE_MAX):
+            self.acknowledge(entries[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
 
     def close(self) -> None:
         """Flush acknowledgements and free the handles. Idempotent."""
@@ -190,10 +272,11 @@ class DeadLetters:
             if key is None or self.parking.state(key) in (None, State.PARKED):
                 return
             parked = self.parking.parked.keys.get(key)
-            if parked is None or position in self._near or not parked.rests(position):
+            found = _letter_of(message)
+            if parked is None or position in self._near or found is None:
                 return
-            found = parse(message)
-            assert isinstance(found, Letter), "what rests was read as a letter before"
+            if parked.position(found.topic_partition, found.message.message_id) != position:
+                return
             self._near[position] = found
             self._near_bytes += _bytes(found)
             while self._near_bytes > NEAR_BYTES_MAX:
@@ -234,31 +317,69 @@ class DeadLetters:
         if self._config.fail_on_data_loss:
             raise error
         _log.warning("%s Left out, because failOnDataLoss is false.", error)
-        self.done(key, missing[-1])
+        with self.lock:
+            parked, gone = self.parking.parked.keys.get(key), set(missing)
+            letters = [one for one in parked.letters() if one[2] in gone] if parked else []
+        for where, message_id, position in letters:
+            self._done(key, where, message_id, position)
 
     @property
     def replay_timeout_s(self) -> float:
         """Longest time to read the next letters of a replay, seconds."""
         return self._config.replay_timeout_ms / 1000
 
-    def _tracked(self, send: Callable[[], EntryId], fold: Callable[[EntryId], object]) -> EntryId:
-        """Send something and fold it. What failed keeps the checkpoint's position behind it."""
+    def _tracked(
+        self,
+        send: Callable[[dict[str, str]], EntryId],
+        fold: Callable[[EntryId], object],
+        marks: Collection[EntryId] = (),
+    ) -> EntryId:
+        """Send something and fold it. What failed keeps the checkpoint's position behind it.
+
+        Args:
+            send: Sends it, with the properties that claim a letter.
+            fold: Takes its position.
+            marks: Letters that it calls done.
+        """
         what, parked = object(), self.parking.parked
         with self.lock:
-            parked.sending(what)
-        position = send()
+            parked.marking(marks)
+            if not self.lock.wait_for(lambda: not parked.claims(marks), self._timeout_s):
+                raise BrokerUnavailableError(
+                    f"Something sent to {self.topic_partition} was not confirmed within "
+                    f"{self._timeout_s:g} s."
+                )
+            oldest = parked.sending(what)
+        position = send({} if oldest is None else {OLDEST: position_text(oldest)})
         with self.lock:
             fold(position)
-            parked.sent(what)
+            parked.sent(what, marks)
+            self.lock.notify_all()
         return position
 
-    def _send_letter(self, letter: Letter) -> EntryId:
+    @property
+    def _timeout_s(self) -> float:
+        """As patient as acknowledging: a broker that is away for a while must not end the source."""
+        return self._config.acknowledge_timeout_ms / 1000
+
+    def _finished(self, entries: Sequence[EntryId]) -> None:
+        """Markers are finished with once a checkpoint, where there is one, begins behind them.
+
+        Until then they prove that their letters are done, and not lost.
+        """
+        if not self._checkpointed:
+            self.acknowledge(entries)
+            return
+        with self.lock:
+            self._finished_with += entries
+
+    def _send_letter(self, letter: Letter, claim: Mapping[str, str]) -> EntryId:
         message = letter.message
         return self._send(
             message.value,
             key=message.key,
             ordering_key=message.ordering_key,
-            properties=letter.properties(),
+            properties={**letter.properties(), **claim},
             event_ms=letter.event_ms,
         )
 
@@ -276,8 +397,7 @@ class DeadLetters:
                 value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
             )
 
-        # As patient as acknowledging: a broker that is away for a while must not end the source.
-        return retry_until(attempt, self._config.acknowledge_timeout_ms / 1000, stop=self._stopping)
+        return retry_until(attempt, self._timeout_s, stop=self._stopping)
 
     def _open_producer(self) -> Producer:
         with self._producer_lock:
@@ -300,8 +420,21 @@ def _bytes(letter: Letter) -> int:
     return len(letter.message.value) + LETTER_BYTES
 
 
+def _letter_of(message: Message) -> Letter | None:
+    try:
+        found = parse(message)
+    except ValueError:
+        return None
+    return found if isinstance(found, Letter) else None
+
+
 def open_dead_letters(
-    broker: Broker, topic: str, config: SourceConfig, parked: Mapping[str, Any] | None = None
+    broker: Broker,
+    topic: str,
+    config: SourceConfig,
+    parked: Mapping[str, Any] | None = None,
+    *,
+    checkpointed: bool = False,
 ) -> DeadLetters:
     """Hold the parked letters of a source, and know which keys are parked.
 
@@ -313,6 +446,7 @@ def open_dead_letters(
         topic: Full name of the dead-letter topic; Pulsar creates a missing one.
         config: The source.
         parked: What :meth:`DeadLetters.checkpoint` gave; ``None``: the whole topic is read.
+        checkpointed: Whether :meth:`DeadLetters.checkpoint` will be stored.
 
     Raises:
         ConfigError: The topic is partitioned.
@@ -328,21 +462,27 @@ def open_dead_letters(
             f"The dead-letter topic {topic} is partitioned, and letters need one order. Name a "
             "topic without partitions as dead_letter_topic."
         )
-    state = Parked() if parked is None else Parked.from_dict(parked)
+
+    def folded() -> tuple[Parked, list[EntryId]]:
+        state = Parked() if parked is None else Parked.from_dict(parked)
+        return state, fold(broker, where, state, consumer, config)
+
     consumer = _hold(broker, where, config)
     try:
         replay_s = config.replay_timeout_ms / 1000
-        finished = retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)
+        state, finished = retry_until(folded, replay_s)
     except BaseException:
         consumer.close()
         raise
-    letters = DeadLetters(broker, where, config, consumer, state)
+    letters = DeadLetters(broker, where, config, consumer, state, checkpointed=checkpointed)
     for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
         letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+    if state.claimed is not None:
+        letters.note()
     if state.keys:
         _log.warning(
             "%d keys of %r are parked in %s, %s first; source.unpark(key) lets a key out",
-            len(state.keys), config.subscription, topic, min(state.keys),
+            len(state.keys), config.subscription, topic, next(iter(state.keys)),
         )  # fmt: skip
     return letters
 

@@ -9,15 +9,25 @@ from collections.abc import Callable, Iterator
 from keyshard.broker.port import Broker, Consumer
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Marker, parse
+from keyshard.core.letters import (
+    OLDEST,
+    PREFIX,
+    Kind,
+    Marker,
+    Sweep,
+    parse,
+    position_of_text,
+    position_text,
+)
 from keyshard.core.message import Message
 from keyshard.core.parking import Parked
-from keyshard.errors import ReplayTimeoutError
+from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
-from keyshard.schema.messages import messages_of
+from keyshard.schema.messages import messages_of_each
 
 FIRST = EntryId(0, 0)
+_STAYS, _PASSES, _NOT_OURS = "stays", "passes", "not ours"
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +41,12 @@ def fold(
 ) -> list[EntryId]:
     """Read what is stored and not folded yet.
 
+    ``state.claimed`` is afterwards a letter that was lost, where that is accepted.
+
     Args:
         broker: Connection for Readers.
         where: The dead-letter topic.
-        state: What is known; knows everything afterwards. Folding again changes nothing.
+        state: What is known; knows everything afterwards.
         consumer: Knows the end of the topic.
         config: The source.
 
@@ -42,26 +54,56 @@ def fold(
         Entries that are finished with.
 
     Raises:
-        ReplayTimeoutError: It took longer than ``replay_timeout_ms``.
+        ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
+        DataLossTrimmedError: Letters that rested are gone; see :func:`lost_letters`.
         BrokerError: The broker cannot be reached, or refused.
     """
-    timeout_s = config.replay_timeout_ms / 1000
     last = consumer.last_entry()
-    folded = state.folded
-    if folded is not None:
-        state.trimmed(_first_stored(broker, where, timeout_s))
-    if last is None or (folded is not None and folded >= last):
-        return []
-    start = FIRST if folded is None else EntryId(folded.ledger, folded.entry + 1)
-    stays: set[EntryId] = set()
+    start = state.begin or FIRST
     found: list[EntryId] = []
-    with Scan(broker, where, start, last) as scan:
-        for message in read(scan, where, timeout_s):
-            found.append(position_of(message))
-            if _take(state, message, config.subscription):
-                stays.add(found[-1])
-    stays.update(*(parked.resting for parked in state.keys.values()))
+    stays: set[EntryId] = set()
+    claimed = state.claimed
+    if last is not None and start <= last:
+        with Scan(broker, where, start, last) as scan:
+            for message in read(scan, where, config.replay_timeout_ms / 1000):
+                position = position_of(message)
+                found.append(position)
+                taken = _take(state, message, config.subscription)
+                if taken is _NOT_OURS:
+                    continue
+                oldest = message.properties.get(OLDEST)
+                claimed = None if oldest is None else position_of_text(oldest)
+                if taken is _STAYS:
+                    stays.add(position)
+    state.settle()
+    state.claimed = None
+    if claimed is not None and (not found or found[0] > claimed):
+        lost_letters(where, claimed, found[0] if found else None, config)
+        state.claimed = claimed
+    stays.update(at for parked in state.keys.values() for _, _, at in parked.letters())
     return [position for position in found if position not in stays]
+
+
+def lost_letters(
+    where: TopicPartition, claimed: EntryId, first: EntryId | None, config: SourceConfig
+) -> None:
+    """A letter rested, nothing says that it is done, and it is not stored any more.
+
+    Raises:
+        DataLossTrimmedError: Unless ``fail_on_data_loss`` is false.
+    """
+    begins = "it is empty" if first is None else f"it begins at {position_text(first)}"
+    error = DataLossTrimmedError(
+        f"Letters of parked keys are no longer stored in {where}: the oldest lay at "
+        f"{position_text(claimed)}, and {begins}. Retention, TTL or somebody else removed them "
+        "before they were replayed, and newer messages of their keys would overtake them. Restore "
+        "the topic, or set failOnDataLoss to false if the loss is accepted.",
+        topic_partition=where.name,
+        missing=position_text(claimed),
+    )
+    if config.fail_on_data_loss:
+        raise error
+    _log.warning("%s Left out, because failOnDataLoss is false.", error)
 
 
 def position_of(message: Message) -> EntryId:
@@ -80,7 +122,7 @@ def read(
     Args:
         scan: Reads it.
         where: The dead-letter topic.
-        timeout_s: Deadline for all of it, seconds.
+        timeout_s: Longest time without anything read, seconds.
         enough: Ends it after a read.
     """
     deadline = time.monotonic() + timeout_s
@@ -88,25 +130,20 @@ def read(
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise ReplayTimeoutError(
-                f"Reading dead letters in {where} took longer than {timeout_s:g} "
-                "s. Check the broker's load, acknowledge rejected letters, or raise "
-                "replay_timeout_ms."
+                f"Reading dead letters in {where} brought nothing for {timeout_s:g} s before its "
+                "end. Check the broker's load, or raise replay_timeout_ms."
             )
-        for block in retry_until(scan.read, left_s):
-            yield from messages_of(where, block)
+        blocks = retry_until(scan.read, left_s)
+        if blocks:
+            deadline = time.monotonic() + timeout_s
+            for messages in messages_of_each([(where, block) for block in blocks]):
+                yield from messages
         if enough():
             return
 
 
-def _first_stored(broker: Broker, where: TopicPartition, timeout_s: float) -> EntryId | None:
-    """The first entry that is stored; ``None`` without one."""
-    with Scan(broker, where, FIRST, None) as scan:
-        found = next(read(scan, where, timeout_s), None)
-    return None if found is None else position_of(found)
-
-
-def _take(state: Parked, message: Message, subscription: str) -> bool:
-    """Fold a message of the topic; whether it stays whatever is replayed."""
+def _take(state: Parked, message: Message, subscription: str) -> str:
+    """Fold a message of the topic; whether it is ours, and stays whatever is replayed."""
     position = position_of(message)
     try:
         found = parse(message)
@@ -115,11 +152,18 @@ def _take(state: Parked, message: Message, subscription: str) -> bool:
         found = None
     if found is None or found.subscription != subscription:
         state.passed(position)
-    elif isinstance(found, Marker):
-        state.replayed(position, found.key, found.up_to)
-    elif found.kind is Kind.PARKED and found.key is not None:
-        state.letter(position, found.key, found.topic_partition, found.message.message_id)
-    else:
-        state.passed(position)
-        return True
-    return False
+        noted = message.properties.get(f"{PREFIX}subscription") == subscription
+        return _PASSES if noted else _NOT_OURS
+    if isinstance(found, Marker):
+        state.replayed(position, found.key, found.topic_partition, found.message_id)
+        return _PASSES
+    if isinstance(found, Sweep):
+        state.swept(position, found.key, found.up_to)
+        return _PASSES
+    if found.kind is Kind.PARKED and found.key is not None:
+        written_ms = round(message.publish_time.timestamp() * 1000)
+        where, message_id = found.topic_partition, found.message.message_id
+        state.letter(position, found.key, where, message_id, written_ms)
+        return _PASSES
+    state.passed(position)
+    return _STAYS

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from keyshard.core.entry import EntryId
@@ -16,6 +16,9 @@ from keyshard.runtime.retry import retry_until
 
 if TYPE_CHECKING:
     from keyshard.handlers.dead_letters import DeadLetters
+
+ASCENDING_MAX = 5_000
+"""Most of the next letters that are looked at, to read some of them."""
 
 
 class Replay:
@@ -46,7 +49,7 @@ class Replay:
             for _ in kept:
                 self._positions.popleft()
             return kept
-        stretch = next(stretches(EntrySet.of(self._positions)))
+        stretch = next(stretches(EntrySet.of(self._ascending())))
         wanted = list(stretch)
         found: list[Resting] = []
         with self._letters.scan(wanted[0], wanted[-1]) as scan:
@@ -66,3 +69,12 @@ class Replay:
         for _ in ready or missing:
             self._positions.popleft()
         return ready
+
+    def _ascending(self) -> Iterator[EntryId]:
+        """The next positions, up to one that lies before the one that it follows."""
+        before: EntryId | None = None
+        for position in islice(self._positions, ASCENDING_MAX):
+            if before is not None and position < before:
+                return
+            yield position
+            before = position

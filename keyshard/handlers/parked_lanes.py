@@ -20,7 +20,7 @@ from keyshard.core.failure import Failure, Verdict
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
 from keyshard.core.letters import Kind, Letter, Resting
-from keyshard.core.parking import State
+from keyshard.core.parking import Course, State
 from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
@@ -79,6 +79,7 @@ class ParkedLanes:
         self._subscription = subscription
         self._behind: dict[str, str] = {}
         self._first: dict[str, Resting] = {}
+        self._preparing: set[str] = set()
         self._replays: dict[str, Replay] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
@@ -96,18 +97,31 @@ class ParkedLanes:
                 self._outcomes.rejected(work, None, NO_KEY)
                 self._write(work, Kind.REJECTED, 0, NO_KEY)
             return self._rejects_keyless
-        if self.letters.parking.state(key) is not None:
+        parking, message = self.letters.parking, work.message
+        if not parking and not parking.parked.remembers:
+            return False
+        where = TopicPartition(message.topic, message.partition)
+        with self.letters.lock:
+            course = parking.course(key, where, message.message_id)
+            if course is Course.HANDLE:
+                parking.parked.runs(key)
+                return False
+        if course is Course.DONE:
+            self._run.lanes.completed(work)
+            self._go_on(key)
+        else:
             behind = self._behind.get(key, "letters of a run before")
             self._write(work, Kind.PARKED, 0, f"its key is parked behind {behind}")
-            return True
-        if self._was_replayed(key, work):
-            self._run.lanes.completed(work)
-            return True
-        return False
+        return True
 
     def handled(self, work: Work) -> None:
-        """A handler got a replayed letter done."""
-        self._submit(work, lambda: self._advance(work))
+        """A handler got a message done."""
+        if work.resting is not None:
+            self._submit(work, lambda: self._advance(work))
+            return
+        self._run.lanes.completed(work)
+        if work.queue.key is not None:
+            self._go_on(work.queue.key)
 
     def give_up(self, work: Work, failure: Failure) -> bool:
         """A message will not be tried again; ``False`` when that must end the source."""
@@ -134,15 +148,22 @@ class ParkedLanes:
         """Let a key out; ``False`` when it is not parked."""
         state = self.letters.parking.state(key)
         if state is State.PARKED and self.letters.unpark(key):
-            self._submit(None, lambda: self._prepare(key))
+            self._prepare(key)
         return state is not None
 
-    def resting(self) -> dict[str, int]:
-        """Letters that rest of each parked key; may be called without the lock."""
+    @property
+    def count(self) -> int:
+        """Parked keys; may be called without the lock, as the two below."""
+        return len(self.letters.parking)
+
+    def some(self, count_max: int) -> list[tuple[str, int]]:
+        """Keys that have been parked longest, and how many letters of each rest."""
         with self.letters.lock:
-            keys = self.letters.parking.parked.keys
-            states = self.letters.parking.states()
-            return {key: len(keys[key].resting) if key in keys else 0 for key in sorted(states)}
+            return self.letters.parking.some(count_max)
+
+    def is_parked(self, key: str) -> bool:
+        """Whether a key is parked."""
+        return self.letters.parking.state(key) is not None
 
     # -- life cycle -------------------------------------------------------------------------------
 
@@ -169,14 +190,10 @@ class ParkedLanes:
         if work.resting is not None:
             self._advance(work)
             return
-        key = work.queue.key
         with self._run.changed:
             self._run.lanes.completed(work)
-            if key is not None and self.letters.parking.state(key) is State.DRAINING:
-                if key in self._first:
-                    self._begin(key)
-                else:
-                    self._submit(None, lambda: self._prepare(key))
+            if work.queue.key is not None:
+                self._go_on(work.queue.key)
             self._run.wake()
 
     def _advance(self, work: Work) -> None:
@@ -184,7 +201,7 @@ class ParkedLanes:
         key, resting = work.queue.key, work.resting
         assert key is not None
         assert resting is not None
-        self.letters.done(key, resting.position)
+        self.letters.done(key, resting)
         following = self._replays[key].next()
         with self._run.changed:
             if following is not None:
@@ -197,23 +214,47 @@ class ParkedLanes:
             self._run.wake()
 
     def _prepare(self, key: str) -> None:
-        """Read the first letter of a draining key; newer messages still become letters."""
+        """Read the first letter of a draining key; meanwhile newer messages become letters.
+
+        Called with the lock held.
+        """
+        if key not in self._preparing:
+            self._preparing.add(key)
+            self._submit(None, lambda: self._prepared(key))
+
+    def _prepared(self, key: str) -> None:
         first = self.letters.first(key)
         with self._run.changed:
-            # Another thread may have been faster; what is first stays first until the replay.
-            if first is not None and self.letters.is_first(key, first.position):
+            self._preparing.discard(key)
+            if first is not None:
                 self._first[key] = first
-                self._begin(key)
-                self._run.wake()
+                self._go_on(key)
+            elif not self._is_busy(key):
+                # All letters were lost, and that is accepted.
+                self.letters.released(key)
+            self._run.wake()
 
-    def _begin(self, key: str) -> None:
+    def _go_on(self, key: str) -> None:
         """Replay a draining key, if nothing of it runs; called with the lock held."""
-        queue = self._run.lanes.queue(key)
-        if self._closed or (queue is not None and queue.running):
+        if self.letters.parking.state(key) is not State.DRAINING or self._is_busy(key):
             return
-        first = self._first.pop(key)
+        first = self._first.pop(key, None)
+        if first is None or not self.letters.is_first(key, first.position):
+            self._prepare(key)
+            return
         self._replays[key] = self.letters.replay(key, first)
         self._run.lanes.insert(first)
+
+    def _is_busy(self, key: str) -> bool:
+        """Whether something of a key runs, or goes before its letters."""
+        queue = self._run.lanes.queue(key)
+        if self._closed or queue is None:
+            return self._closed
+        head = queue.work[0].message
+        where = TopicPartition(head.topic, head.partition)
+        with self.letters.lock:
+            course = self.letters.parking.course(key, where, head.message_id)
+        return queue.running or bool(queue.attempts) or course is Course.HANDLE
 
     def _submit(self, work: Work | None, action: Callable[[], None]) -> None:
         """Do something in a thread; called with the lock held, or by one of the threads."""
@@ -239,10 +280,3 @@ class ParkedLanes:
                 self._run.lanes.again(work, time.monotonic(), str(error))
             if not self._closed:
                 self._run.fail(error)
-
-    def _was_replayed(self, key: str, work: Work) -> bool:
-        parked, message = self.letters.parking.parked, work.message
-        if not parked.released:
-            return False
-        where = TopicPartition(message.topic, message.partition)
-        return parked.is_replayed(key, where, message.message_id)

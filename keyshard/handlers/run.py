@@ -61,8 +61,6 @@ STOP_S = 10.0
 COMMIT_SHARE_MAX = 0.25
 """Most of a processor's time that commits may take: a costly one makes the next come later. Waiting
 for the disk does not count: what is not committed yet comes again after a crash."""
-PARKED_SHARE = 4
-"""What part of a checkpoint's size the parked keys may take: one in so many."""
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +125,7 @@ class HandlerRun:
             stopping=lambda: self._stopping,
             rescaler=lambda: self.rescaler,
             turned_s=lambda: self._turned_s,
-            parked=lambda: {} if self._parked is None else self._parked.resting(),
+            parked=lambda: self._parked,
             unpark=self.unpark,
         )  # fmt: skip
 
@@ -226,10 +224,7 @@ class HandlerRun:
         now = time.monotonic()
         self.tally.attempt(now - work.started_s, failed=setback is not None)
         if setback is None:
-            if work.resting is None:
-                self.lanes.completed(work)
-            else:
-                self._letters.handled(work)
+            self._letters.handled(work)
             return
         failure, delay_s = setback.failure, setback.decision.delay_s
         if failure.verdict is Verdict.UNFIT:
@@ -285,11 +280,9 @@ class HandlerRun:
             self._dead_letter_topic,
             self._config,
             None if checkpoint is None else checkpoint.parked,
+            checkpointed=self._store is not None,
         )
-        parked_chars_max = self._config.checkpoint_bytes_max // PARKED_SHARE
-        self._committer = Committer(
-            self._coordinator, self._store, lambda: letters.checkpoint(parked_chars_max)
-        )
+        self._committer = Committer(self._coordinator, self._store, letters)
         self._parked = ParkedLanes(
             self, letters, self._handling, self._config.subscription, self._outcomes
         )

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from keyshard.config import SourceConfig
 from keyshard.core.entry import TopicPartition
@@ -28,8 +27,22 @@ from keyshard.runtime.rescale import Rescaler
 
 LIVE_S = 60.0
 """Time without a turn of its loop after which a run is taken for dead, seconds."""
-PARKED_MAX = 1_000
-"""Parked keys that a status names; of more it only tells how many there are."""
+PARKED_MAX = 100
+"""Parked keys that a status names, those parked longest; how many there are it always tells."""
+
+
+class ParkedKeys(Protocol):
+    """The parked keys, as far as others may see and change them."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def some(self, count_max: int) -> list[tuple[str, int]]:
+        """Those that have been parked longest, and how many letters of each rest."""
+
+    def is_parked(self, key: str) -> bool:
+        """Whether a key is parked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +65,8 @@ class Subject:
     """``None`` while it starts."""
     turned_s: Callable[[], float] = time.monotonic
     """When the loop of the run went round last."""
-    parked: Callable[[], Mapping[str, int]] = dict
-    """Letters that rest of each parked key."""
+    parked: Callable[[], ParkedKeys | None] = lambda: None
+    """``None`` where nothing is parked, and while it starts."""
     unpark: Callable[[str], bool] | None = None
     """Lets a parked key out; ``None`` where nothing is parked."""
 
@@ -132,10 +145,10 @@ class StatusView:
             "partitions": [
                 self._partition(where, missing) for where, missing in sorted(seats.gaps.items())
             ],
-            "parkedKeys": len(parked),
+            "parkedKeys": 0 if parked is None else parked.count,
             "parked": [
                 {"key": key, "letters": letters}
-                for key, letters in islice(parked.items(), PARKED_MAX)
+                for key, letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
             "counters": counters,
             "handlerSeconds": timings,
@@ -170,7 +183,7 @@ class StatusView:
         if not self._subject.coordinator.started:
             raise NotRunningError("The source is still starting. Ask again in a moment.")
         slot = key_slot(key)
-        lanes = self._subject.lanes
+        lanes, parked = self._subject.lanes, self._subject.parked()
         with self._subject.changed:
             index = lanes.owner_of(slot)
             queue = lanes.queue(key)
@@ -185,7 +198,7 @@ class StatusView:
             "owner": self._owner,
             "lane": lane,
             "waiting": waiting,
-            "parked": key in self._subject.parked(),
+            "parked": parked is not None and parked.is_parked(key),
         }
 
     def _seats(self) -> _Seats:

@@ -137,7 +137,7 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
     replay = second.replay("k", resting)
     for _ in range(2):
         assert resting is not None
-        second.done("k", resting.position)
+        second.done("k", resting)
         resting = replay.next()
     second.close()
 
@@ -148,7 +148,7 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
     replay, found = third.replay("k", resting), []
     while resting is not None:
         found.append(int(resting.letter.message.value))
-        third.done("k", resting.position)
+        third.done("k", resting)
         resting = replay.next()
     assert found == [2, 3, 4, 5, 6]
     assert third.parking.state("k") is None

@@ -335,8 +335,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/handlers/dead_letters.py",
-                "retry_until(lambda: fold(broker, where, state, consumer, config), replay_s)",
-                "[]",
+                "return state, fold(broker, where, state, consumer, config)",
+                "return state, []",
             ),
         ),
         killers=(
@@ -378,8 +378,27 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/core/parking.py",
-                "            return False\n        parked.ids",
-                "            pass\n        parked.ids",
+                "            return False\n        parked.add",
+                "            pass\n        parked.add",
+            ),
+        ),
+        killers=(killer("unit/test_parking"), killer("property/test_parking")),
+    ),
+    Mutant(
+        name="let what was handled run again behind the first letter of its key",
+        promise="Order: what is older than the first dead letter of a key passes before it.",
+        edits=(
+            Edit(
+                "keyshard/core/parking.py",
+                "first is not None and message_id < first else",
+                "False else",
+            ),
+            Edit(
+                "keyshard/core/parking.py",
+                "        return [self._letters[where].positions[next(sorted_ids[where])] for",
+                "        if sorted_ids:\n"
+                "            return [position for position, _ in written]\n"
+                "        return [self._letters[where].positions[next(sorted_ids[where])] for",
             ),
         ),
         killers=(killer("unit/test_parking"), killer("property/test_parking")),

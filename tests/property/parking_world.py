@@ -1,22 +1,26 @@
 """A model of a source that parks keys: its topic, its dead-letter topic, and steps of its lanes.
 
 Every step is atomic, and a crash may lie between any two. The topic delivers again what is not
-acknowledged; the dead-letter topic keeps what was stored, from wherever it was trimmed to.
+acknowledged; the dead-letter topic keeps what was stored, from wherever it was trimmed to. Some
+messages of a key are bad and fail until they are healed, the others succeed. Messages of a key lie
+in two topic partitions, and only within one do they have an order.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from helpers import P0
-from keyshard.core.entry import EntryId
+from helpers import P0, P1
+from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.message import MessageId
-from keyshard.core.parking import Parked, Parking, State
+from keyshard.core.parking import Course, Parked, Parking, State
 
 LEDGER = 3
 """Entries of the dead-letter topic in one ledger."""
+WHERE = (P0, P1)
 
 
 @dataclass
@@ -24,10 +28,12 @@ class Stored:
     """One entry of the dead-letter topic."""
 
     key: str
-    seq: int | None
-    """Of a letter."""
-    up_to: EntryId | None = None
-    """Of a marker."""
+    seq: int
+    """Of the message whose letter it is, or which it calls done."""
+    marks: bool = False
+    """Whether it is a marker."""
+    claims: EntryId | None = None
+    """A letter that rested when it was written."""
     finished: bool = False
     """Whether it is acknowledged."""
 
@@ -43,10 +49,19 @@ class Lane:
 
 
 class World:
-    """Messages of some keys; the n-th of a key has sequence number n."""
+    """Messages of some keys; the n-th of a key has sequence number n.
 
-    def __init__(self, keys: str, messages: int) -> None:
+    Args:
+        keys: The keys.
+        messages: How many each has.
+        bad: (key, sequence number) of messages that fail.
+    """
+
+    def __init__(
+        self, keys: str, messages: int, bad: Collection[tuple[str, int]] = frozenset()
+    ) -> None:
         self.messages = messages
+        self.bad = set(bad)
         self.acked: dict[str, set[int]] = {key: set() for key in keys}
         self.acked_durably: dict[str, set[int]] = {key: set() for key in keys}
         self.completed: dict[str, set[int]] = {key: set() for key in keys}
@@ -61,26 +76,24 @@ class World:
     def position(index: int) -> EntryId:
         return EntryId(7 + index // LEDGER, index % LEDGER)
 
+    @staticmethod
+    def index(position: EntryId) -> int:
+        return (position.ledger - 7) * LEDGER + position.entry
+
     def stored(self, position: EntryId) -> Stored:
-        return self.letters[(position.ledger - 7) * LEDGER + position.entry]
+        return self.letters[self.index(position)]
 
     @staticmethod
-    def message_id(key: str, seq: int) -> MessageId:
-        # Keys lie in one topic partition; every third message of a key is in a producer batch.
-        return MessageId(ord(key), seq // 3, seq % 3)
+    def original(key: str, seq: int) -> tuple[TopicPartition, MessageId]:
+        # Every third message of a key is in a producer batch with its neighbours.
+        return WHERE[seq % 2], MessageId(ord(key), seq // 6, seq // 2 % 3)
 
     # -- the process ------------------------------------------------------------------------------
 
     def start(self, checkpoint: dict[str, Any] | None) -> None:
         """Fold what is stored, and receive what is not acknowledged."""
         parked = Parked() if checkpoint is None else Parked.from_dict(checkpoint)
-        if checkpoint is not None:
-            end = len(self.letters)
-            parked.trimmed(self.position(self.first) if self.first < end else None)
-        folded = parked.folded
-        for index in range(self.first, len(self.letters)):
-            if folded is None or self.position(index) > folded:
-                self.fold(parked, self.position(index))
+        self.fold_all(parked)
         self.parking = Parking(parked)
         self.completed = {key: set() for key in self.acked}
         self.lanes = {
@@ -88,16 +101,26 @@ class World:
             for key, acked in self.acked.items()
         }
 
+    def fold_all(self, parked: Parked) -> None:
+        begin, claimed = parked.begin, parked.claimed
+        found = [
+            position
+            for position in map(self.position, range(self.first, len(self.letters)))
+            if begin is None or position >= begin
+        ]
+        for position in found:
+            self.fold(parked, position)
+            claimed = self.stored(position).claims
+        lost = claimed is not None and (not found or found[0] > claimed)
+        assert not lost, "what was done seems to be lost"
+
     def fold(self, parked: Parked, position: EntryId) -> None:
         one = self.stored(position)
-        if one.seq is not None:
-            parked.letter(position, one.key, P0, self.message_id(one.key, one.seq))
-        else:
-            assert one.up_to is not None
-            parked.replayed(position, one.key, one.up_to)
+        what = parked.replayed if one.marks else parked.letter
+        what(position, one.key, *self.original(one.key, one.seq))
 
     def crash(self, *, forget: bool, checkpoint: dict[str, Any] | None = None) -> None:
-        """Kill the process, and start it again.
+        """Kill the process, or stop it in an orderly way, and start it again.
 
         Args:
             forget: Whether the broker dies too, with the acknowledgements that it did not write.
@@ -110,57 +133,66 @@ class World:
             self.write()
         self.start(checkpoint)
 
+    def stop(self) -> None:
+        """Finish what is under way and acknowledge everything that is completed."""
+        for key, lane in self.lanes.items():
+            if lane.sending is not None:
+                self.confirm(key)
+        self.acknowledge()
+
     # -- steps of a lane --------------------------------------------------------------------------
 
     def idle(self, key: str) -> bool:
         lane = self.lanes[key]
         return not (lane.waiting or lane.replaying or lane.sending)
 
-    def step(self, key: str, *, succeeds: bool, twice: bool = False) -> None:
+    def step(self, key: str, *, twice: bool = False) -> None:
         """The next thing that happens in the lane of a key.
 
         Args:
-            succeeds: How a handler ends that runs in this step.
+            key: The key.
             twice: Whether something that is sent is stored twice.
         """
         lane, parking = self.lanes[key], self.parking
         state = parking.state(key)
+        head = lane.waiting[0] if lane.waiting else None
+        course = None if head is None else parking.course(key, *self.original(key, head))
         if lane.sending is not None:
             self.confirm(key)
-        elif state is State.DRAINING:
-            lane.replaying.extend(parking.drained(key))
         elif state is State.REPLAYING:
-            self.replay(key, succeeds=succeeds, twice=twice)
-        elif lane.waiting:
-            seq = lane.waiting[0]
-            message_id = self.message_id(key, seq)
-            parked = parking.parked.keys.get(key)
-            known = parked is not None and parked.knows(P0, message_id)
-            if known or parking.parked.is_replayed(key, P0, message_id):
-                self.complete(key)
-            elif state is State.PARKED:
-                self.send(key, Stored(key, seq), twice=twice)
-            elif succeeds:
-                self.handled[key].append(seq)
-                self.complete(key)
-            else:
-                parking.park(key)
+            self.replay(key, twice=twice)
+        elif state is State.DRAINING and course is not Course.HANDLE:
+            lane.replaying.extend(parking.drained(key))
+        elif course is Course.DONE:
+            self.complete(key)
+        elif course is Course.LETTER:
+            assert head is not None
+            self.send(key, Stored(key, head), twice=twice)
+        elif head is not None and (key, head) not in self.bad:
+            parking.parked.runs(key)
+            self.handled[key].append(head)
+            self.complete(key)
+        elif head is not None:
+            parking.parked.runs(key)
+            parking.park(key)
+            self.send(key, Stored(key, head), twice=twice)
 
-    def replay(self, key: str, *, succeeds: bool, twice: bool) -> None:
+    def replay(self, key: str, *, twice: bool) -> None:
         lane, parking = self.lanes[key], self.parking
-        letter = lane.replaying[0]
-        seq = self.stored(letter).seq
-        assert seq is not None
-        if succeeds:
-            self.handled[key].append(seq)
-            marker = Stored(key, None, parking.up_to(key, letter))
-            self.send(key, marker, twice=twice)
-        else:
+        seq = self.stored(lane.replaying[0]).seq
+        if (key, seq) in self.bad:
             parking.failed_again(key)
             lane.replaying.clear()
+            return
+        letter = lane.replaying[0]
+        if parking.parked.claims([letter]):
+            return
+        self.handled[key].append(seq)
+        parking.parked.marking([letter])
+        self.send(key, Stored(key, seq, marks=True), twice=twice)
 
     def send(self, key: str, one: Stored, *, twice: bool) -> None:
-        self.parking.parked.sending(key)
+        one.claims = self.parking.parked.sending(key)
         for _ in range(1 + twice):
             self.letters.append(one)
         self.lanes[key].sending = self.position(len(self.letters) - 1)
@@ -170,19 +202,16 @@ class World:
         position, lane.sending = lane.sending, None
         assert position is not None
         one = self.stored(position)
-        if one.seq is not None:
+        if one.marks:
+            parking.replayed(position, key, *self.original(key, one.seq))
+            one.finished = True
+            parking.parked.sent(key, [lane.replaying.popleft()])
+            for stored in self.letters[: self.index(position)]:
+                stored.finished |= (stored.key, stored.seq) == (key, one.seq)
+        else:
             self.fold(parking.parked, position)
             self.complete(key)
-        else:
-            assert one.up_to is not None
-            parking.replayed(position, key, one.up_to)
-            lane.replaying.popleft()
-            one.finished = True
-            for stored in self.letters:
-                if stored.key == key and stored.seq is not None:
-                    at = self.position(self.letters.index(stored))
-                    stored.finished |= at <= one.up_to
-        parking.parked.sent(key)
+            parking.parked.sent(key)
 
     def complete(self, key: str) -> None:
         self.completed[key].add(self.lanes[key].waiting.popleft())
@@ -197,6 +226,10 @@ class World:
         """The broker writes its cursors."""
         self.acked_durably = {key: set(acked) for key, acked in self.acked.items()}
 
+    def save(self) -> None:
+        """A checkpoint is stored; markers before it are acknowledged only then."""
+        self.saved.append(self.parking.parked.to_dict())
+
     def trim(self) -> None:
         """Whole ledgers go when everything up to their end is acknowledged."""
         done = 0
@@ -206,25 +239,35 @@ class World:
 
     # -- what must hold ---------------------------------------------------------------------------
 
-    def resting(self, parked: Parked) -> dict[str, list[int | None]]:
+    def resting(self, parked: Parked) -> dict[str, set[int]]:
         return {
-            key: [self.stored(one).seq for one in found.resting]
+            key: {self.stored(position).seq for _, _, position in found.letters()}
             for key, found in parked.keys.items()
         }
 
     def validate(self) -> None:
         self.parking.validate()
+        resting = self.resting(self.parking.parked)
         for key, acked in self.acked.items():
-            parked = self.parking.parked.keys.get(key)
-            rest = {self.stored(one).seq for one in parked.resting} if parked else set()
-            lost = acked - set(self.handled[key]) - rest
+            lost = acked - set(self.handled[key]) - resting.get(key, set())
             assert not lost, f"{lost} of {key} are acknowledged and neither handled nor resting"
-            firsts = list(dict.fromkeys(self.handled[key]))
-            assert firsts == sorted(firsts), f"order of {key} is broken: {self.handled[key]}"
-            if not self.crashes:
-                assert firsts == self.handled[key], "a message was handled twice without a crash"
+            for which in range(len(WHERE)):
+                handled = [seq for seq in self.handled[key] if seq % 2 == which]
+                firsts = list(dict.fromkeys(handled))
+                assert firsts == sorted(firsts), f"order of {key} is broken: {handled}"
+                # A message that runs again may be followed by nothing that it overtook: whatever
+                # was older ran again before it, and whatever is newer comes behind it.
+                if not self.crashes:
+                    assert firsts == handled, "a message was handled twice without a crash"
         if not any(lane.sending for lane in self.lanes.values()):
             again = Parked()
-            for index in range(self.first, len(self.letters)):
-                self.fold(again, self.position(index))
-            assert self.resting(again) == self.resting(self.parking.parked)
+            self.fold_all(again)
+            assert self.resting(again) == resting
+
+    def validate_end(self) -> None:
+        """Everything is handled, and the newest message of each topic partition last."""
+        for key, handled in self.handled.items():
+            assert set(handled) == set(range(self.messages)), f"{key} lacks something: {handled}"
+            for which in range(len(WHERE)):
+                own = [seq for seq in handled if seq % 2 == which]
+                assert own[-1] == max(own), f"an older message of {key} is the last: {handled}"

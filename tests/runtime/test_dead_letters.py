@@ -14,7 +14,7 @@ from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Producer, Reader
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.letters import Kind, Letter, Resting, position_of_text
 from keyshard.core.message import Message, MessageId
 from keyshard.core.parking import State
 from keyshard.errors import (
@@ -37,10 +37,18 @@ class World:
         self.where = TopicPartition(self.cluster.create_topic("letters"))
         self.clients: list[FaultyBroker] = []
 
-    def open(self, parked: Mapping[str, Any] | None = None, **changes: Any) -> DeadLetters:
+    def open(
+        self,
+        parked: Mapping[str, Any] | None = None,
+        *,
+        checkpointed: bool = False,
+        **changes: Any,
+    ) -> DeadLetters:
         self.clients.append(FaultyBroker(self.cluster))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
-        return open_dead_letters(self.clients[-1], self.where.topic, source, parked)
+        return open_dead_letters(
+            self.clients[-1], self.where.topic, source, parked, checkpointed=checkpointed
+        )
 
     def die(self) -> None:
         """SIGKILL the newest client."""
@@ -131,7 +139,7 @@ def replay(letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]
     done: list[int] = []
     resting: Resting | None = first
     while resting is not None and len(done) < most:
-        letters.done(key, resting.position)
+        letters.done(key, resting)
         done.append(int(resting.letter.message.value))
         resting = rest.next()
     return done
@@ -189,25 +197,28 @@ def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) 
         letters.send(letter(1))
     world.clients[-1].fails = 0
     letters.send(letter(2, "other"))
-    saved = letters.checkpoint(10_000)
-    assert saved["folded"] == "1:0", "one before what may be stored"
+    saved = letters.checkpoint()
+    assert saved == {"from": "1:0", "oldest": "1:0"}
     world.die()
     again = world.open(saved)
     assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
     assert replay(again, "other") == [0, 2]
 
 
-def test_a_restart_with_a_checkpoint_reads_only_what_came_later(world: World) -> None:
+def test_a_restart_with_a_checkpoint_reads_from_the_first_letter_that_rests(world: World) -> None:
     letters = world.open()
-    for number in range(7):
+    letters.send(letter(0, "out"))
+    assert replay(letters, "out") == [0]
+    letters.send(letter(0))
+    first = letters.checkpoint()["oldest"]
+    for number in range(1, 7):
         letters.send(letter(number))
-    saved = letters.checkpoint(10_000)
+    saved = letters.checkpoint()
     letters.send(letter(7))
     letters.send(letter(0, "later"))
     world.die()
     again = world.open(saved)
-    folded = EntryId(*map(int, saved["folded"].split(":")))
-    assert world.clients[-1].starts == [EntryId(0, 0), EntryId(folded.ledger, folded.entry + 1)]
+    assert world.clients[-1].starts == [position_of_text(first)], "from the first letter that rests"
     assert again.parking.states() == {"k": State.PARKED, "later": State.PARKED}
     assert replay(again) == list(range(8))
 
@@ -215,15 +226,83 @@ def test_a_restart_with_a_checkpoint_reads_only_what_came_later(world: World) ->
 def test_a_checkpoint_older_than_what_is_stored_parks_no_key_that_was_let_out(
     world: World,
 ) -> None:
-    letters = world.open()
+    letters = world.open(checkpointed=True)
     for number in range(2):
         letters.send(letter(number))
-    saved = letters.checkpoint(10_000)
+    saved = letters.checkpoint()
     assert replay(letters) == [0, 1]
     letters.send(letter(5, "other"))
-    world.cluster.trim(world.where, EntryId(2, 0))
+    assert world.kept == 3, "markers prove that what the checkpoint names is done"
     world.die()
     assert world.open(saved).parking.states() == {"other": State.PARKED}
+
+
+def test_markers_are_finished_with_when_a_checkpoint_is_stored_behind_them(world: World) -> None:
+    letters = world.open(checkpointed=True)
+    for number in range(3):
+        letters.send(letter(number))
+    assert replay(letters, most=2) == [0, 1]
+    letters.checkpoint()
+    assert letters.unpark("k") is False
+    assert world.kept == 3
+    letters.saved()
+    assert world.kept == 1
+
+
+def expired(world: World, before: EntryId) -> None:
+    """Retention removes what rests."""
+    world.die()
+    world.cluster.trim(world.where, before)
+
+
+def test_letters_that_expired_are_data_loss_at_the_next_start(world: World) -> None:
+    letters = world.open()
+    for number in range(5):
+        letters.send(letter(number))
+    expired(world, EntryId(2, 0))
+    with pytest.raises(DataLossTrimmedError, match="the oldest lay at 1:0, and it begins at 2:0"):
+        world.open()
+    again = world.open(fail_on_data_loss=False)
+    assert replay(again) == [3, 4]
+    world.die()
+    assert world.open().parking.states() == {}, "what was accepted is not told again"
+
+
+def test_a_loss_that_was_accepted_is_told_once(world: World) -> None:
+    letters = world.open()
+    for number in range(5):
+        letters.send(letter(number))
+    expired(world, EntryId(2, 0))
+    world.open(fail_on_data_loss=False)
+    world.die()
+    assert world.open().parking.states() == {"k": State.PARKED}
+
+
+@pytest.mark.parametrize("before", [EntryId(2, 0), EntryId(9, 0)])
+def test_letters_that_a_checkpoint_knows_are_missed_when_they_expired(
+    world: World, before: EntryId
+) -> None:
+    letters = world.open(checkpointed=True)
+    for number in range(3):
+        letters.send(letter(number))
+    saved = letters.checkpoint()
+    letters.saved()
+    expired(world, before)
+    with pytest.raises(DataLossTrimmedError, match="it is empty"):
+        world.open(saved, checkpointed=True)
+    again = world.open(saved, checkpointed=True, fail_on_data_loss=False)
+    assert again.parking.states() == {}
+
+
+def test_a_loss_is_told_by_what_else_is_stored(world: World) -> None:
+    letters = world.open()
+    letters.send(letter(0))
+    for number in range(1, 3):
+        letters.send(letter(number, "other", Kind.REJECTED))
+    letters.send(letter(4, "other", Kind.REJECTED))
+    expired(world, EntryId(2, 0))
+    with pytest.raises(DataLossTrimmedError, match="the oldest lay at 1:0"):
+        world.open()
 
 
 def test_rejected_letters_stay_and_park_nothing(world: World) -> None:
@@ -278,7 +357,7 @@ def test_letters_that_are_gone_may_be_accepted(
     rest = None if resting is None else letters.replay("k", resting)
     while rest is not None and resting is not None:
         found.append(int(resting.letter.message.value))
-        letters.done("k", resting.position)
+        letters.done("k", resting)
         resting = rest.next()
     assert found == left
     # Without any left it drains until its next message comes, which is replayed at once.
@@ -326,7 +405,7 @@ def test_keys_that_come_out_together_share_what_is_read() -> None:
         done, resting = [], first
         while resting is not None:
             done.append(int(resting.letter.message.value))
-            letters.done(key, resting.position)
+            letters.done(key, resting)
             resting = rest.next()
         assert done == list(range(20))
     assert len(world.clients[-1].starts) <= opened + 2

@@ -229,14 +229,90 @@ def test_messages_that_come_again_behind_their_letters_are_dropped(place: Place)
     assert len(place.letters()) <= 6
 
 
+def test_what_was_handled_before_the_first_letter_does_not_run_behind_it(place: Place) -> None:
+    place.publish("b")
+    bad = {3, 5}
+
+    def handle(message: Message) -> None:
+        if int(message.value) in bad:
+            raise ValueError("cannot handle it")
+        place.handle(message)
+
+    with place.run(handle):
+        wait_until(lambda: place.handled["b"] == [0] and place.backlog() == 0)
+        # The broker has just written its cursor; what is acknowledged now it will forget.
+        place.publish(*"b" * 6)
+        wait_until(lambda: len(place.letters()) == 4 and place.backlog() == 0)
+    place.cluster.crash()
+    assert place.backlog() == 6
+    with place.run(handle) as run:
+        wait_until(lambda: place.backlog() == 0)
+        bad.clear()
+        assert run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) >= 9)
+        wait_until(lambda: place.resting() == 0)
+    assert place.handled["b"] == [0, 1, 2, 1, 2, 3, 4, 5, 6]
+    assert numbers(place.letters()) == [3, 4, 5, 6]
+
+
+def test_a_message_that_fails_when_it_comes_again_is_replayed_before_newer_letters(
+    place: Place,
+) -> None:
+    place.publish("b")
+    bad = {3}
+
+    def handle(message: Message) -> None:
+        if int(message.value) in bad:
+            raise ValueError("cannot handle it")
+        place.handle(message)
+
+    with place.run(handle):
+        wait_until(lambda: place.handled["b"] == [0] and place.backlog() == 0)
+        place.publish(*"b" * 5)
+        wait_until(lambda: len(place.letters()) == 3 and place.backlog() == 0)
+    place.cluster.crash()
+    bad.add(2)
+    with place.run(handle) as run:
+        wait_until(lambda: len(place.letters()) == 4 and place.backlog() == 0)
+        assert numbers(place.letters()) == [3, 4, 5, 2]
+        bad.clear()
+        assert run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) >= 8)
+        wait_until(lambda: place.resting() == 0)
+    assert place.handled["b"] == [0, 1, 2, 1, 2, 3, 4, 5]
+
+
+def test_a_restart_that_lets_a_key_out_at_once_ends_with_its_newest_message(place: Place) -> None:
+    place.publish("b")
+    bad = {3}
+
+    def handle(message: Message) -> None:
+        if int(message.value) in bad:
+            raise ValueError("cannot handle it")
+        place.handle(message)
+
+    with place.run(handle):
+        wait_until(lambda: place.handled["b"] == [0] and place.backlog() == 0)
+        place.publish(*"b" * 3)
+        wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
+    for _ in range(2):
+        # Whether the letter runs before or after those that come again, it is the last.
+        place.cluster.crash()
+        bad.clear()
+        with place.run(handle) as run:
+            run.source.unpark("b")
+            wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
+        assert place.handled["b"][-1] == 3
+        assert list(dict.fromkeys(place.handled["b"])) == [0, 1, 2, 3]
+
+
 def test_a_checkpoint_holds_the_parked_keys(place: Place, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.json"
     place.broken = {"b"}
     place.publish(*"ab" * 5)
     with place.run(checkpoint=f"file://{path}"):
         wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
-    parked = json.loads(path.read_text())["parked"]
-    assert list(parked["keys"]) == ["b"]
+    assert json.loads(path.read_text())["parked"]["oldest"]
     place.broken.clear()
     with place.run(checkpoint=f"file://{path}") as run:
         place.publish(*"ab" * 5)
@@ -247,7 +323,7 @@ def test_a_checkpoint_holds_the_parked_keys(place: Place, tmp_path: Path) -> Non
     with place.run(checkpoint=f"file://{path}"):
         place.publish("a")
         wait_until(lambda: len(place.handled["a"]) == 11 and place.backlog() == 0)
-    assert json.loads(path.read_text())["parked"]["keys"] == {}
+    assert json.loads(path.read_text())["parked"]["oldest"] is None
 
 
 @pytest.mark.parametrize("on_failure", ["park", "dead_letter", "stop"])

@@ -8,7 +8,7 @@ import pytest
 
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.key_slot import key_slot
-from keyshard.core.letters import ERROR_CHARS_MAX, Kind, Letter, Marker, parse
+from keyshard.core.letters import ERROR_CHARS_MAX, Kind, Letter, Marker, Sweep, parse
 from keyshard.core.message import Message, MessageId
 
 WHERE = TopicPartition("persistent://public/default/orders", 3)
@@ -24,7 +24,7 @@ def message(key: str | None = "k", ordering_key: str | None = None) -> Message:
     )  # fmt: skip
 
 
-def read_back(letter: Letter, **changes: str) -> Letter | Marker | None:
+def read_back(letter: Letter, **changes: str) -> Letter | Marker | Sweep | None:
     """As it is found in the dead-letter topic."""
     sent = letter.message
     properties = letter.properties() | changes
@@ -85,21 +85,36 @@ def test_a_letter_of_a_letter_tells_of_the_newer_one() -> None:
     back = read_back(newer)
     assert isinstance(back, Letter)
     assert (back.error, back.message.topic, dict(back.message.properties)) == (
-        "newer", DEAD, {"a": "1"},
+        "newer", DEAD, older.properties(),
     )  # fmt: skip
+    again = Letter(back.message, "third", Kind.REJECTED, 1, "newest")
+    third = read_back(again)
+    assert isinstance(third, Letter)
+    assert third.message.properties == back.message.properties
 
 
-def marker_message(**changes: str) -> Message:
-    marker = Marker("k", "billing", EntryId(50, 3))
+def test_the_users_own_properties_are_kept_whatever_their_names() -> None:
+    own = {"keyshard.kind": "mine", "keyshard.own.x": "1", "keyshard.": "2", "keyshard": "3"}
+    letter = Letter(message()._replace(properties=own), "billing", Kind.PARKED, 5, "no")
+    assert read_back(letter) == letter
+
+
+def marker_message(marker: Marker | Sweep, **changes: str) -> Message:
     return message()._replace(properties=marker.properties() | changes)
 
 
-def test_a_marker_is_read_back_as_it_was() -> None:
-    assert parse(marker_message()) == Marker("k", "billing", EntryId(50, 3))
+MARKER = Marker("k", "billing", WHERE, MessageId(7, 8, 9))
+SWEEP = Sweep("k", "billing", EntryId(50, 3))
+
+
+@pytest.mark.parametrize("marker", [MARKER, SWEEP])
+def test_a_marker_is_read_back_as_it_was(marker: Marker | Sweep) -> None:
+    assert parse(marker_message(marker)) == marker
 
 
 def test_other_messages_are_neither() -> None:
     assert parse(message()) is None
+    assert parse(message()._replace(properties={"keyshard.kind": "noted"})) is None
 
 
 @pytest.mark.parametrize("name", ["kind", "messageId", "attempts", "partition", "publishTime"])
@@ -111,10 +126,11 @@ def test_a_damaged_letter_is_refused(name: str) -> None:
 
 def test_a_damaged_marker_is_refused() -> None:
     with pytest.raises(ValueError, match="no position"):
-        parse(marker_message(**{"keyshard.upTo": "1:2:3"}))
+        parse(marker_message(SWEEP, **{"keyshard.upTo": "1:2:3"}))
     with pytest.raises(ValueError, match="without key"):
-        parse(marker_message()._replace(key=None))
-    damaged = marker_message()
-    properties = {k: v for k, v in damaged.properties.items() if k != "keyshard.upTo"}
-    with pytest.raises(ValueError, match=r"keyshard\.upTo is missing"):
-        parse(damaged._replace(properties=properties))
+        parse(marker_message(MARKER)._replace(key=None))
+    for marker, name in ((MARKER, "keyshard.messageId"), (SWEEP, "keyshard.subscription")):
+        damaged = marker_message(marker)
+        properties = {k: v for k, v in damaged.properties.items() if k != name}
+        with pytest.raises(ValueError, match=name.replace(".", r"\.") + " is missing"):
+            parse(damaged._replace(properties=properties))

@@ -10,10 +10,8 @@ from helpers import P0, P1
 from keyshard.core import parking
 from keyshard.core.entry import EntryId
 from keyshard.core.message import MessageId
-from keyshard.core.parking import Parked, Parking, State
+from keyshard.core.parking import Course, Parked, Parking, State
 from keyshard.errors import CheckpointError
-
-ROOM = 100_000
 
 
 def at(entry: int) -> EntryId:
@@ -33,147 +31,192 @@ def folded(*letters: tuple[int, str, int]) -> Parked:
     return parked
 
 
+def resting(parked: Parked) -> dict[str, list[EntryId]]:
+    return {key: one.in_order() for key, one in parked.keys.items()}
+
+
 def test_a_key_is_parked_while_letters_of_it_rest() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (2, "a", 3))
-    assert parked.keys["a"].resting == [at(0), at(2)]
-    parked.replayed(at(3), "a", at(0))
-    assert parked.keys["a"].resting == [at(2)]
-    assert parked.keys["a"].start == at(0)
-    parked.replayed(at(4), "a", at(2))
+    assert resting(parked) == {"a": [at(0), at(2)], "b": [at(1)]}
+    parked.replayed(at(3), "a", P0, original(1))
+    assert resting(parked)["a"] == [at(2)]
+    parked.replayed(at(4), "a", P0, original(3))
     assert parked.keys.keys() == {"b"}
-    assert parked.folded == at(4)
-    parked.replayed(at(5), "nobody", at(2))
-    assert parked.folded == at(5)
-
-
-def test_the_first_letter_of_an_original_counts() -> None:
-    parked = folded((0, "a", 1), (1, "a", 2))
-    assert not parked.letter(at(2), "a", P0, original(1))
-    assert parked.letter(at(3), "a", P1, original(1)), "another topic partition"
-    assert parked.keys["a"].resting == [at(0), at(1), at(3)]
+    parked.replayed(at(5), "nobody", P0, original(3))
+    parked.replayed(at(6), "b", P1, original(2))
+    assert resting(parked) == {"b": [at(1)]}
     parked.validate()
 
 
-def test_the_marker_of_the_last_letter_covers_repeated_ones_too() -> None:
-    key = Parking(folded((0, "a", 1), (1, "a", 2), (2, "a", 1)))
-    key.unpark("a")
-    assert key.drained("a") == [at(0), at(1)]
-    assert key.up_to("a", at(0)) == at(0)
-    key.replayed(at(3), "a", at(0))
-    assert key.up_to("a", at(1)) == at(2)
-    key.replayed(at(4), "a", at(2))
-    # A fold that begins behind the first two finds the repeated one done.
-    later = folded((2, "a", 1))
-    later.replayed(at(4), "a", at(2))
-    assert not later.keys
+def test_the_first_letter_of_an_original_counts_and_its_marker_covers_the_others() -> None:
+    parked = folded((0, "a", 1), (1, "a", 2))
+    assert not parked.letter(at(2), "a", P0, original(1))
+    assert parked.letter(at(3), "a", P1, original(1)), "another topic partition"
+    assert resting(parked) == {"a": [at(0), at(1), at(3)]}
+    parked.replayed(at(4), "a", P0, original(1))
+    assert resting(parked) == {"a": [at(1), at(3)]}
+    parked.validate()
 
 
-def test_a_replayed_message_that_comes_again_is_known() -> None:
-    parked = folded((0, "a", 1))
-    assert not parked.is_replayed("a", P0, original(1)), "it rests"
-    assert not parked.released
-    parked.replayed(at(1), "a", at(0))
-    assert parked.released
-    assert parked.is_replayed("a", P0, original(1))
-    assert not parked.is_replayed("a", P1, original(1))
-    assert not parked.is_replayed("b", P0, original(1))
+def test_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:
+    parked = folded((0, "a", 7), (3, "a", 2), (4, "a", 5))
+    parked.letter(at(1), "a", P1, original(9))
+    parked.letter(at(2), "a", P1, original(8))
+    # As they were written, but for what is newer in its own topic partition.
+    assert resting(parked) == {"a": [at(3), at(2), at(1), at(4), at(0)]}
+    assert parked.keys["a"].first_in_order() == at(3)
+    assert parked.keys["a"].first(P0) == original(2)
+    parked.replayed(at(5), "a", P0, original(2))
+    assert parked.keys["a"].first(P0) == original(5)
+    parked.validate()
 
 
-def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "RELEASED_IDS_MAX", 2)
-    parked = folded((0, "a", 1), (1, "b", 2), (2, "b", 3), (3, "c", 4))
-    for position, key in enumerate("abc", 4):
-        parked.replayed(at(position), key, at(3))
-    known = [
-        parked.is_replayed(key, P0, original(n))
-        for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
-    ]
-    assert known == [False, False, False, True]
-    parked.letter(at(7), "c", P0, original(5))
-    parked.replayed(at(8), "c", at(7))
-    assert parked.is_replayed("c", P0, original(5))
+def test_a_sweep_calls_all_letters_of_a_key_done_up_to_its_position() -> None:
+    parked = folded((0, "a", 1), (1, "b", 2), (2, "a", 3), (4, "a", 5))
+    parked.swept(at(5), "a", at(2))
+    parked.settle()
+    assert resting(parked) == {"a": [at(4)], "b": [at(1)]}
+    parked.swept(at(6), "a", at(4))
+    assert parked.keys.keys() == {"b"}
+    parked.swept(at(7), "nobody", at(4))
+    parked.validate()
 
 
-def test_what_was_trimmed_was_finished_with() -> None:
-    parked = folded((0, "a", 1), (1, "b", 2), (2, "b", 3))
-    parked.trimmed(at(2))
-    assert {key: one.resting for key, one in parked.keys.items()} == {"b": [at(2)]}
-    parked.trimmed(None)
+def test_what_was_not_looked_at_yet_of_a_sweep_is_seen_by_a_marker() -> None:
+    parked = folded((0, "a", 1), (1, "a", 2), (2, "a", 3))
+    parked.swept(at(3), "a", at(0))
+    parked.swept(at(4), "a", at(1))
+    parked.replayed(at(5), "a", P0, original(3))
     assert not parked.keys
 
 
-def test_a_checkpoint_keeps_all_that_is_needed() -> None:
+def test_a_replayed_message_that_comes_again_is_known_until_another_runs() -> None:
+    parked = folded((0, "a", 1), (1, "a", 2))
+    assert not parked.was_replayed("a", P0, original(1)), "it rests"
+    assert not parked.remembers
+    parked.replayed(at(2), "a", P0, original(1))
+    assert parked.remembers
+    assert parked.was_replayed("a", P0, original(1))
+    assert not parked.was_replayed("a", P1, original(1))
+    assert not parked.was_replayed("b", P0, original(1))
+    parked.runs("b")
+    assert parked.was_replayed("a", P0, original(1))
+    parked.runs("a")
+    assert not parked.was_replayed("a", P0, original(1)), "it has to run after the other one"
+    parked.validate()
+
+
+def test_a_replayed_message_may_become_a_letter_again() -> None:
+    parked = folded((0, "a", 1), (1, "a", 2))
+    parked.replayed(at(2), "a", P0, original(1))
+    assert parked.letter(at(3), "a", P0, original(1))
+    assert not parked.was_replayed("a", P0, original(1))
+    assert resting(parked) == {"a": [at(3), at(1)]}
+    parked.validate()
+
+
+def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "DONE_IDS_MAX", 2)
+    parked = folded((0, "a", 1), (1, "b", 2), (2, "b", 3), (3, "c", 4))
+    for position, (key, number) in enumerate([("a", 1), ("b", 2), ("b", 3), ("c", 4)], 4):
+        parked.replayed(at(position), key, P0, original(number))
+        parked.validate()
+    known = [
+        parked.was_replayed(key, P0, original(n))
+        for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
+    ]
+    assert known == [False, False, False, True]
+
+
+def test_a_checkpoint_says_from_where_to_fold() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (4, "a", 3))
-    parked.letter(at(5), "a", P1, MessageId(1, 7, 3))
-    parked.replayed(at(6), "a", at(0))
-    data = parked.to_dict(ROOM)
-    assert data == {
-        "folded": "5:6",
-        "keys": {
-            "a": {
-                "ids": {P0.name: {"0": "1:1,3"}, P1.name: {"3": "1:7"}},
-                "last": "5:5",
-                "resting": "5:4-5",
-                "start": "5:0",
-            },
-            "b": {
-                "ids": {P0.name: {"0": "1:2"}},
-                "last": "5:1",
-                "resting": "5:1",
-                "start": "5:1",
-            },
-        },
-    }
-    again = Parked.from_dict(json.loads(json.dumps(data)))
-    assert again.to_dict(ROOM) == data
-    assert not again.letter(at(7), "a", P0, original(1)), "replayed, and its key still parked"
+    assert parked.to_dict() == {"from": "5:0", "oldest": "5:0"}
+    parked.replayed(at(6), "a", P0, original(1))
+    assert parked.to_dict() == {"from": "5:1", "oldest": "5:1"}
+    again = Parked.from_dict(json.loads(json.dumps(parked.to_dict())))
+    assert (again.begin, again.claimed) == (at(1), at(1))
+    parked.replayed(at(7), "a", P0, original(3))
+    parked.replayed(at(8), "b", P0, original(2))
+    assert parked.to_dict() == {"from": "5:9", "oldest": None}
+    assert Parked().to_dict() == {"from": None, "oldest": None}
+    assert Parked.from_dict({"from": None, "oldest": None}).begin is None
 
 
-def test_without_room_it_says_to_fold_from_the_first_letter_of_a_parked_key() -> None:
-    parked = folded((1, "a", 1), (2, "a", 2), (3, "b", 3))
-    parked.replayed(at(4), "a", at(1))
-    assert parked.to_dict(10) == {"folded": "5:0", "keys": {}}
-    parked.replayed(at(5), "a", at(2))
-    assert parked.to_dict(10) == {"folded": "5:2", "keys": {}}
-    assert folded((0, "a", 1)).to_dict(10) == {"folded": None, "keys": {}}
+def test_a_checkpoint_that_held_all_parked_keys_is_read() -> None:
+    key = {"ids": {}, "last": "5:5", "resting": "5:4-5", "start": "5:2"}
+    old = {"folded": "5:6", "keys": {"a": key, "b": {**key, "start": "5:1"}}}
+    assert Parked.from_dict(old).begin == at(1)
+    assert Parked.from_dict({"folded": "5:6", "keys": {}}).begin == at(7)
+    assert Parked.from_dict({"folded": None, "keys": {}}).begin is None
 
 
 def test_what_is_on_its_way_holds_the_position_back() -> None:
     parked = Parked()
-    assert parked.folded is None
+    assert parked.begin is None
     parked.sending("first")
     parked.passed(at(3))
-    assert parked.folded is None
+    assert parked.begin is None
     parked.sent("first")
-    assert parked.folded == at(3)
+    assert parked.begin == at(4)
     parked.sending("slow")
     parked.sending("quick")
     parked.letter(at(5), "a", P0, original(1))
     parked.sent("quick")
-    assert parked.folded == at(3), "it may lie at 4"
-    assert parked.to_dict(10) == {"folded": "5:3", "keys": {}}, "and the letter at 5 comes later"
+    assert parked.begin == at(4), "it may lie there"
+    assert parked.to_dict() == {"from": "5:4", "oldest": "5:5"}
     parked.letter(at(4), "b", P0, original(2))
     parked.sent("slow")
-    assert parked.folded == at(5)
+    parked.replayed(at(6), "b", P0, original(2))
+    assert parked.begin == at(5)
+
+
+def test_what_is_sent_claims_the_oldest_letter_that_has_no_marker_on_its_way() -> None:
+    parked = folded((0, "a", 1), (1, "b", 2), (2, "c", 3))
+    assert parked.sending("letter") == at(0)
+    assert parked.claims({at(0)})
+    assert not parked.claims({at(1)})
+    parked.marking({at(0), at(1)})
+    assert parked.sending("marker") == at(2)
+    parked.sent("letter")
+    assert not parked.claims({at(0)})
+    parked.replayed(at(3), "a", P0, original(1))
+    parked.sent("marker", {at(0)})
+    assert parked.sending("next") == at(2), "the marker of the second is still on its way"
+    parked.sent("next", {at(1)})
+    assert parked.sending("last") == at(1)
+    parked.validate()
 
 
 @pytest.mark.parametrize(
     "data",
     [
         {},
+        {"from": "x", "oldest": None},
+        {"from": None},
+        {"from": 5, "oldest": None},
         {"folded": "x", "keys": {}},
         {"folded": None, "keys": []},
         {"folded": "5:1", "keys": {"a": {}}},
-        {"folded": "5:1", "keys": {"a": {"start": "5:1", "last": "5:1", "resting": "", "ids": {}}}},
-        {
-            "folded": "5:1",
-            "keys": {"a": {"start": "5:1", "last": "5:1", "resting": "?", "ids": {}}},
-        },
+        {"folded": "5:1", "keys": {"a": {"start": "?"}}},
     ],
 )
 def test_what_cannot_be_read_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         Parked.from_dict(data)
+
+
+def test_what_is_done_with_a_message() -> None:
+    parked = folded((0, "a", 3), (1, "a", 5))
+    parked.replayed(at(2), "a", P0, original(3))
+    keys = Parking(parked)
+    courses = [keys.course("a", P0, original(number)) for number in (3, 4, 5, 6)]
+    assert courses == [Course.DONE, Course.HANDLE, Course.DONE, Course.LETTER]
+    assert keys.course("a", P1, original(1)) is Course.LETTER, "its key is parked"
+    assert keys.course("b", P0, original(6)) is Course.HANDLE
+    keys.park("b")
+    assert keys.course("b", P0, original(6)) is Course.LETTER, "none is confirmed yet"
+    parked.runs("a")
+    assert keys.course("a", P0, original(3)) is Course.HANDLE
 
 
 def test_a_key_goes_through_its_states() -> None:
@@ -190,7 +233,7 @@ def test_a_key_goes_through_its_states() -> None:
     assert keys.state("a") is State.PARKED
     keys.unpark("a")
     keys.drained("a")
-    keys.replayed(at(1), "a", at(0))
+    keys.replayed(at(1), "a", P0, original(1))
     keys.validate()
     assert keys.states() == {}
 
@@ -199,6 +242,16 @@ def test_a_key_without_a_letter_is_let_out_at_once() -> None:
     keys = Parking(Parked())
     keys.park("a")
     assert keys.state("a") is State.PARKED
+    assert keys.some(5) == [("a", 0)]
     assert keys.unpark("a")
     assert keys.drained("a") == []
     assert keys.state("a") is None
+
+
+def test_a_key_whose_letters_were_given_up_is_out_when_none_is_on_its_way() -> None:
+    keys = Parking(folded((0, "a", 1), (1, "b", 2)))
+    keys.emptied("a")
+    assert keys.state("a") is State.PARKED
+    keys.parked.swept(at(2), "a", at(0))
+    keys.emptied("a")
+    assert keys.states() == {"b": State.PARKED}
