@@ -359,7 +359,7 @@ class DeadLetters:
 
     @property
     def _timeout_s(self) -> float:
-        """As patient as acknowledging: a broker that is away for a while must not end the source."""
+        """As patient as acknowledging: a broker that is away a while must not end the source."""
         return self._config.acknowledge_timeout_ms / 1000
 
     def _finished(self, entries: Sequence[EntryId]) -> None:

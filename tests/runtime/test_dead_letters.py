@@ -198,7 +198,7 @@ def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) 
     world.clients[-1].fails = 0
     letters.send(letter(2, "other"))
     saved = letters.checkpoint()
-    assert saved == {"from": "1:0", "oldest": "1:0"}
+    assert saved == {"from": "1:0", "oldest": "1:0"}, "before what may be stored"
     world.die()
     again = world.open(saved)
     assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
