@@ -168,13 +168,12 @@ class ParkedLanes:
     # -- life cycle -------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Wait for letters that are under way, at most ``timeout_s`` seconds, and free all."""
+        """Begin nothing; wait for letters that are under way, at most ``timeout_s`` seconds."""
         with self._run.changed:
             self._closed = True
             waiting = list(self._under_way)
         wait(waiting, timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self.letters.close()
 
     # -- in the threads ---------------------------------------------------------------------------
 

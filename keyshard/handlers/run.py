@@ -368,6 +368,8 @@ class HandlerRun:
                 self._commit()
         except RuntimeStoppedError:
             pass
+        finally:
+            self._letters.letters.close()
         counters = self.tally.counters()
         _log.info(
             "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
