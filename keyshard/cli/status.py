@@ -60,7 +60,7 @@ def _view(told: Mapping[str, Any], rates: watching.Rates | None = None) -> Rende
     # What is short stands first: a terminal may be too low for all ranges.
     parts: list[RenderableType] = [Text(_head(told)), Text(_counts(told))]
     if rates is not None:
-        parts.append(Text(_paces(rates)))
+        parts.append(Text(_paces(told, rates)))
     named = [each["key"] for each in told["parked"][:_PARKED_MAX]]
     if named:
         names = ", ".join(map(repr, named))
@@ -84,6 +84,12 @@ def _head(told: Mapping[str, Any]) -> str:
 
 def _counts(told: Mapping[str, Any]) -> str:
     counters, window = told["counters"], told["window"] or {}
+    if told["executor"] == "batches":
+        return (
+            f"received {window.get('rowsReceived', 0):,} rows, acknowledged "
+            f"{window.get('entriesAcknowledged', 0):,} entries, redeliveries dropped "
+            f"{window.get('duplicatesDropped', 0):,}"
+        )
     return (
         f"completed {counters['completed']:,}, failed attempts {counters['failedAttempts']:,}, "
         f"rejected {counters['rejected']:,}, parked {counters['parked']:,}, dead letters "
@@ -92,8 +98,10 @@ def _counts(told: Mapping[str, Any]) -> str:
     )
 
 
-def _paces(rates: watching.Rates) -> str:
+def _paces(told: Mapping[str, Any], rates: watching.Rates) -> str:
     received = rates.of(lambda told: (told["window"] or {}).get("rowsReceived"))
+    if told["executor"] == "batches":
+        return f"per second: received {_pace(received)}"
     completed = rates.of(lambda told: told["counters"]["completed"])
     failed = rates.of(lambda told: told["counters"]["failedAttempts"])
     return (

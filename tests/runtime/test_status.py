@@ -353,12 +353,15 @@ def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[s
         running_source("jobs").ask("rescale")
 
 
-def test_batches_are_shown_too(job: Job) -> None:
+def test_batches_are_shown_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     batches = job.source.batches(max_rows=10, max_wait_s=0.01)
     job.publish(*((key, b"fine") for key in KEYS))
     batch = next(batches)
     status = running_source("jobs").ask("status")
     assert (status["executor"], len(status["ranges"])) == ("batches", RANGES)
+    with pytest.raises(SystemExit):
+        main(["status", "jobs"])
+    assert f"received {RANGES} rows, acknowledged 0 entries" in capsys.readouterr().out
     assert status["window"]["windowRows"] == RANGES
     assert all(each["covered"] for each in status["partitions"])
     assert running_source("jobs").ask("rescale", ranges=2)["epoch"] == 1
