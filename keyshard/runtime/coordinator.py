@@ -24,7 +24,7 @@ from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
 from keyshard.core.assignment import Assignment, slot_owners
 from keyshard.core.audit import acked_elsewhere
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.pauses import Pauses
@@ -42,7 +42,7 @@ from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
 from keyshard.runtime.replay import replay
 from keyshard.runtime.rescale import Rescaler, Work
-from keyshard.runtime.settler import Settler
+from keyshard.runtime.settler import HolesView, Settler
 from keyshard.runtime.subscribe import Admin, reopen_range_consumer
 from keyshard.runtime.topics import Catalog, look
 from keyshard.runtime.watch import Watch
@@ -516,10 +516,15 @@ class Coordinator:
 
     # -- called by the settler's thread ------------------------------------------------------------
 
-    def holes_views(self) -> dict[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
+    def holes_views(self) -> dict[TopicPartition, HolesView]:
         with self._lock:
-            views = {tp: self._window.holes_view(tp) for tp in self._window.partitions}
-            return {tp: view for tp, view in views.items() if view is not None}
+            window = self._window
+            views = {tp: window.holes_view(tp) for tp in window.partitions}
+            return {
+                tp: HolesView(*view, tight=tp in window.tight)
+                for tp, view in views.items()
+                if view is not None
+            }
 
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         with self._lock:

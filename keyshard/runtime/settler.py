@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from keyshard.broker.port import Broker
 from keyshard.config import SourceConfig
@@ -27,18 +27,28 @@ READ_SHARE = 0.25
 READ_S = 1.0
 """Longest time of reading over holes of one topic partition in one round, seconds."""
 HOLE_AGE_MS = 5_000
-"""Age from which a hole is read over; younger ones are mostly entries on their way."""
+"""Age from which a hole is read over; younger ones are mostly entries on their way. Where the admin
+interface tells what is acknowledged, that alone is read over while the checkpoint has room."""
 EXISTING_MAX = 20_000
 """Entries in holes that are remembered as existing, for each topic partition."""
 
 _log = logging.getLogger(__name__)
 
 
+class HolesView(NamedTuple):
+    """What the settler needs to know of a topic partition with holes or several ledgers."""
+
+    state: PartitionCheckpoint
+    held: set[EntryId]
+    tight: bool
+    """Whether its checkpoint has no room: then it matters which ranges owe entries of holes."""
+
+
 class SettlerHost(Protocol):
     """What the settler works for; implemented by the coordinator."""
 
-    def holes_views(self) -> Mapping[TopicPartition, tuple[PartitionCheckpoint, set[EntryId]]]:
-        """State and held ids of each topic partition with holes or several ledgers."""
+    def holes_views(self) -> Mapping[TopicPartition, HolesView]:
+        """Each topic partition with holes or several ledgers."""
 
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         """Take evidence, and the slots of entries that lie in holes and are still to come."""
@@ -102,11 +112,11 @@ class Settler:
         while not self._stopping.wait(wait_s):
             began = time.monotonic()
             error = ""
-            for topic_partition, (state, held) in self._host.holes_views().items():
+            for topic_partition, view in self._host.holes_views().items():
                 if self._stopping.is_set():
                     return
                 try:
-                    self._look_at(topic_partition, state, EntrySet.of(held))
+                    self._look_at(topic_partition, view)
                 except KeyShardError as exc:
                     error = str(exc)
                     _log.info("settling in %s is tried again: %s", topic_partition, exc)
@@ -116,10 +126,8 @@ class Settler:
             self.error = error
             wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
 
-    def _look_at(
-        self, topic_partition: TopicPartition, state: PartitionCheckpoint, held: EntrySet
-    ) -> None:
-        config = self._config
+    def _look_at(self, topic_partition: TopicPartition, view: HolesView) -> None:
+        config, state = self._config, view.state
         watched = self._watched.setdefault(
             topic_partition, _Watched(self._hole_age_ms, config.settle_after_ms)
         )
@@ -127,6 +135,7 @@ class Settler:
         broker_state: BrokerState | None = None
         if self._admin is not None:
             broker_state = self._admin.broker_state(topic_partition, config.subscription)
+        held = EntrySet.of(view.held)
         holes = holes_of(state, broker_state) - held
         proofs, doubted, borders = Proofs(), EntrySet(), EntrySet()
         if broker_state is not None:
@@ -138,6 +147,9 @@ class Settler:
             _leave_out(lasting, doubted - watched.absent - watched.lost)
             lasting.settled &= holes
             proofs.merge(lasting)
+            if not view.tight:
+                # The rest is on its way: the broker itself acknowledges what it gives to nobody.
+                holes &= broker_state.acknowledged()
         else:
             borders = borders_of(state)
             holes |= borders

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, Memor
 from keyshard.broker.memory_admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.broker_state import BrokerState
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock
-from keyshard.errors import AvailableNowTimeoutError
+from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError
 from keyshard.runtime.coordinator import Coordinator
 
 KEYS = keys_of(4)
@@ -238,6 +240,49 @@ def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
         # The host never says that the batch is committed.
         with pytest.raises(AvailableNowTimeoutError, match="a planned batch is not committed"):
             coordinator.cut_available()
+
+
+class DeafBroker(MemoryBroker):
+    """Its consumers get nothing, and no Reader of it can be opened."""
+
+    def reader(self, *_: object) -> Any:
+        raise BrokerUnavailableError("away")
+
+
+class DeafAdmin(MemoryAdmin):
+    """Knows no cursor any more."""
+
+    away = False
+
+    def broker_state(self, *asked: Any) -> BrokerState | None:
+        if self.away:
+            raise BrokerUnavailableError("away")
+        return super().broker_state(*asked)
+
+
+@pytest.mark.parametrize("what", ["reader", "admin"])
+def test_what_cannot_be_asked_is_not_the_end_of_a_run(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Nothing arrives. 2. The broker cannot be asked what is missing. 3. It stays quiet.
+
+    The run ended as if everything had been acknowledged before it.
+    """
+    bench = Bench()
+    bench.publish(10)
+    monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
+    monkeypatch.setattr("keyshard.runtime.available_now.READER_TIMEOUT_S", 0.1)
+    source = bench.source(available_now_timeout_ms=2_000)
+    made = DeafBroker if what == "reader" else MemoryBroker
+    admin = DeafAdmin(bench.cluster) if what == "admin" else None
+    coordinator = Coordinator(source, lambda: made(bench.cluster), admin)
+    coordinator.start(None, available_now=True)
+    monkeypatch.setattr(DeafAdmin, "away", True)
+    try:
+        with pytest.raises(AvailableNowTimeoutError, match="away"):
+            coordinator.cut_available()
+    finally:
+        coordinator.stop()
 
 
 def test_an_entry_that_nobody_delivers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

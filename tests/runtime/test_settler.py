@@ -139,6 +139,38 @@ def test_late_entries_are_delivered_however_long_they_were_holes(place: Place) -
         wait_until(lambda: place.backlog() == 0)
 
 
+def test_entries_on_their_way_are_not_read_where_the_broker_says_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow range's entries are holes for long; a Reader over them would read everything twice."""
+
+    class Counting(MemoryAdmin):
+        rounds = 0
+
+        def broker_state(self, *args: Any) -> BrokerState | None:
+            self.rounds += 1
+            return super().broker_state(*args)
+
+    monkeypatch.setattr("keyshard.runtime.settler.HOLE_AGE_MS", 20)
+    monkeypatch.setattr("keyshard.runtime.settler.ROUND_S", 0.02)
+    admin, gate = Counting(place.cluster), Gate()
+    source = place.source(settle_after_ms=300_000)
+    entries = [entry for _ in range(50) for entry in place.publish(FAST_KEY, SLOW_KEY)]
+    coordinator = Coordinator(source, lambda: GatedBroker(place.cluster, gate), admin)
+    coordinator.start()
+    try:
+        received(coordinator, 50)
+        commit(coordinator)
+        assert coordinator.status()["ackHoles"] >= 49
+        rounds = admin.rounds
+        wait_until(lambda: admin.rounds >= rounds + 10)
+        assert gate.readers == 0
+        place.acknowledge(entries[1:9:2])
+        wait_until(lambda: gate.readers)
+    finally:
+        coordinator.stop()
+
+
 class Gate:
     """Holds back what consumers of one range receive, and counts readers."""
 
