@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from random import Random
 from typing import Any
 
@@ -249,6 +250,12 @@ class Threading:
     def Thread(self, **arguments: Any) -> Thread:  # noqa: N802
         return Thread(self._scheduler, **arguments)
 
+    def current_thread(self) -> Task | None:
+        return self._scheduler.current
+
+    def main_thread(self) -> None:
+        """No simulated thread is the one that gets signals."""
+
 
 class Time:
     """Stands where the module ``time`` stood."""
@@ -258,6 +265,10 @@ class Time:
 
     def monotonic(self) -> float:
         return MONOTONIC_S + self._scheduler.now_s
+
+    def thread_time(self) -> float:
+        """Computing takes no time."""
+        return 0.0
 
     def monotonic_ns(self) -> int:
         return int(self.monotonic() * 1e9)
@@ -279,6 +290,7 @@ class Future:
         self._done = Event(scheduler)
         self._result: Any = None
         self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Future], object]] = []
 
     def run(self, action: Callable[[], Any]) -> None:
         """Make the outcome; the death of the process is none."""
@@ -286,6 +298,26 @@ class Future:
             self._result = action()
         except Exception as exc:  # noqa: BLE001 - it belongs to whoever asks for the result
             self._error = exc
+        self._end()
+
+    def cancel(self) -> None:
+        """It never began, and never will."""
+        self._error = CancelledError()
+        self._end()
+
+    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
+        if self._done.is_set():
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the end; whether it came."""
+        return self._done.wait(timeout)
+
+    def _end(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
         self._done.set()
 
     def exception(self) -> BaseException | None:
@@ -308,8 +340,11 @@ class Pool:
         self._name = thread_name_prefix
         self._queue: deque[tuple[Future, Callable[[], Any]]] = deque()
         self._threads: list[Thread] = []
+        self._closed = False
 
     def submit(self, action: Callable[..., Any], *args: Any) -> Future:
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         future = Future(self._scheduler)
         self._queue.append((future, lambda: action(*args)))
         if len(self._threads) < self._threads_max:
@@ -326,6 +361,13 @@ class Pool:
         futures = [self.submit(action, *args) for args in zip(*iterables, strict=False)]
         return (future.result() for future in futures)
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._closed = True
+        while cancel_futures and self._queue:
+            self._queue.popleft()[0].cancel()
+        for thread in list(self._threads) if wait else ():
+            thread.join()
+
     def __enter__(self) -> Pool:
         return self
 
@@ -341,15 +383,19 @@ class Pool:
             future.run(action)
 
 
-def wait(futures: Iterable[Future]) -> None:
-    """Stands where ``concurrent.futures.wait`` stood."""
+def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
+    """Stands where ``concurrent.futures.wait`` stood; each future may take the whole time-out."""
     for future in futures:
-        future.exception()
+        future.wait(timeout)
 
 
 class RandomModule:
     """Stands where the module ``random`` stood."""
 
     def __init__(self, random: Random) -> None:
+        self._random = random
         self.uniform = random.uniform
         self.random = random.random
+
+    def Random(self, seed: int | None = None) -> Random:  # noqa: N802
+        return Random(self._random.random() if seed is None else seed)

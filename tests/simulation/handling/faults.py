@@ -1,0 +1,136 @@
+"""What goes wrong for a program with handlers, and when: planned from the seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+
+class Step(str, Enum):
+    """Moments in the life of a program, in any of its threads."""
+
+    STARTING = "starting"
+    """A new process begins."""
+    HANDLING = "handling"
+    """The handler, or the program of a batch, begins with a message."""
+    FAILING = "failing"
+    """The handler is about to raise."""
+    LETTER = "letter"
+    """A dead letter is about to be sent."""
+    STORED = "stored"
+    """It is stored, and not confirmed yet."""
+    READING = "reading"
+    """A Reader of the dead-letter topic reads."""
+    REPLAYING = "replaying"
+    """The handler begins with a dead letter."""
+    MARKER = "marker"
+    """The marker of a replayed letter is about to be sent."""
+    RELEASED = "released"
+    """It is stored, and not confirmed yet."""
+    SAVING = "saving"
+    """A checkpoint is about to be stored."""
+    SAVED = "saved"
+    """It is stored; nothing of it is acknowledged yet."""
+    MOVING = "moving"
+    """Ranges are about to move."""
+    STOPPING = "stopping"
+    """The run was told to end."""
+
+
+class Kind(str, Enum):
+    """Kinds of faults, and of what an operator does at a bad moment."""
+
+    KILL = "kill"
+    """The process dies."""
+    STOP = "stop"
+    """The run is told to end, from whatever thread, and is started again."""
+    FORGETFUL_STOP = "stop, forget"
+    """The same, and the broker is killed before the next start: it forgets acknowledgements."""
+    BROKER = "broker crash"
+    """The broker is killed, forgets acknowledgements, and is back after a while."""
+    CONSUMERS = "consumers cut"
+    """Some consumers lose their connection."""
+    PRODUCER = "producer cut"
+    """Producers of the dead-letter topic lose their connection."""
+    READER = "reader cut"
+    """Readers of the dead-letter topic lose their connection."""
+    UNCONFIRMED = "unconfirmed"
+    """What is sent is stored, and the confirmation is lost."""
+    ACKS = "lost acks"
+    """Acknowledgements that the client holds are lost with its connections."""
+    TWICE = "duplicates"
+    """The broker delivers again what it delivered and nobody acknowledged."""
+    UNLOAD = "unload"
+    """A topic partition moves to another broker."""
+    UNPARK = "unpark"
+    """Somebody lets all parked keys out."""
+    RESCALE = "rescale"
+    """Ranges move to another number of owners."""
+    BALANCE = "balance"
+    """Ranges move to equal loads."""
+    UNSAVED = "unsaved"
+    """The checkpoint cannot be stored."""
+
+
+_ONLY_AT = {
+    Kind.UNCONFIRMED: {Step.STORED, Step.RELEASED},
+    Kind.READER: {Step.READING},
+    Kind.UNSAVED: {Step.SAVING},
+}
+_NOT_AT_START = {
+    Kind.STOP, Kind.CONSUMERS, Kind.ACKS, Kind.TWICE, Kind.UNLOAD, Kind.PRODUCER,
+    Kind.UNPARK, Kind.RESCALE, Kind.BALANCE, Kind.FORGETFUL_STOP,
+}  # fmt: skip
+
+
+def _possible(kind: Kind, step: Step) -> bool:
+    if step is Step.STARTING and kind in _NOT_AT_START:
+        return False
+    return step in _ONLY_AT.get(kind, {step})
+
+
+CELLS = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
+"""Every fault with every step in which it can happen; seed after seed has another first fault."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault of a run."""
+
+    kind: Kind
+    step: Step
+    visit: int
+    """It happens when the step begins for at least this time."""
+    begun: bool = False
+
+
+def plan(seed: int, random: Random) -> list[Fault]:
+    """Faults of a run: the first one by the seed's number, so that none is left to chance."""
+    cells = [CELLS[seed % len(CELLS)], *(random.choice(CELLS) for _ in range(random.randrange(4)))]
+    return [
+        Fault(kind, step, 1 if step is Step.STARTING else random.randint(1, 4))
+        for kind, step in cells
+    ]
+
+
+Reached = Counter[tuple[Kind, Step]]
+"""How often each fault hit each step."""
+
+
+def table(reached: Reached) -> str:
+    """The counts, as a table for people; ``-`` where a fault cannot happen."""
+    width = max(len(kind.value) for kind in Kind)
+    lines = [" " * width + "".join(f" {step.value:>9}" for step in Step)]
+    for kind in Kind:
+        cells = (
+            f"{reached[kind, step]:>9}" if _possible(kind, step) else f"{'-':>9}" for step in Step
+        )
+        lines.append(f"{kind.value:{width}} " + " ".join(cells))
+    return "\n".join(lines)
+
+
+def missing(reached: Reached) -> list[str]:
+    """Faults and steps that never met."""
+    return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]

@@ -1,0 +1,221 @@
+"""The connection of a program with handlers: what it sends to its dead-letter topic is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from random import Random
+from typing import Protocol
+
+from keyshard.broker.memory import MemoryCluster, MemoryProducer
+from keyshard.broker.port import Producer, Reader
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.letters import REPLAYED, Letter, Marker, parse
+from keyshard.errors import BrokerUnavailableError
+from keyshard.schema.messages import messages_of
+from tests.simulation.handling.faults import Step
+from tests.simulation.handling.promises import Promises
+from tests.simulation.network import Client, Consumer, Network
+from tests.simulation.record import Record, Seat, parse_value
+from tests.simulation.scheduler import Process, Scheduler
+
+READER_AWAY_S = 0.4
+"""Longest time that a Reader is without connection, seconds."""
+
+
+def is_dead_letters(where: TopicPartition) -> bool:
+    """Whether a topic partition is a dead-letter topic, by its name."""
+    return where.topic.endswith("-DLQ")
+
+
+class HandlerRecord(Record):
+    """The history of a program: what passes at its dead-letter topic is none of it."""
+
+    def delivered(self, seat: Seat, blocks: Iterable[EntryBlock]) -> None:
+        if not is_dead_letters(seat.topic_partition):
+            super().delivered(seat, blocks)
+
+    def acked(self, seat: Seat, entries: Iterable[EntryId]) -> None:
+        if not is_dead_letters(seat.topic_partition):
+            super().acked(seat, entries)
+
+    def gained(self, seat: Seat) -> None:
+        if not is_dead_letters(seat.topic_partition):
+            super().gained(seat)
+
+    def lost(self, seat: Seat) -> None:
+        if not is_dead_letters(seat.topic_partition):
+            super().lost(seat)
+
+
+class HandlerNetwork(Network):
+    """A network that tells when something was lost on it.
+
+    Args:
+        scheduler: Whose time passes.
+        random: Source of delays.
+        cluster: The broker's side.
+        record: Where events go.
+        disturbed: Told when consumers lose their connection, and when they have it again: what
+            they acknowledge before that may be lost.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, random: Random, cluster: MemoryCluster, record: Record,
+        disturbed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        super().__init__(scheduler, random, cluster, record)
+        self._disturbed = disturbed
+
+    def lose(self, consumers: Collection[Consumer], back_s: float | None = None) -> bool:
+        self._disturbed()
+        return super().lose(consumers, back_s)
+
+    def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
+        super()._reconnect(lost, back_s)
+        self._disturbed()
+
+
+class Host(Protocol):
+    """Whose connection it is."""
+
+    network: HandlerNetwork
+    promises: Promises
+
+    def at(self, step: Step) -> None:
+        """A step begins; may end the process."""
+
+    def stored(self, found: Letter | Marker, seq: int) -> None:
+        """Something is stored in the dead-letter topic."""
+
+
+class HandlerClient(Client):
+    """One connection of one process of a program.
+
+    Args:
+        host: The program.
+        process: Which one.
+    """
+
+    def __init__(self, host: Host, process: Process) -> None:
+        super().__init__(host.network, process)
+        self.host = host
+        self.letter_writers: list[LetterWriter] = []
+        self.letter_readers: list[LetterReader] = []
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        inner = super().reader(topic_partition, start)
+        if not is_dead_letters(topic_partition):
+            return inner
+        self.letter_readers.append(LetterReader(self, inner))
+        return self.letter_readers[-1]
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        inner = self.network.request(
+            lambda: self._inner.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        )
+        self.letter_writers.append(LetterWriter(self, inner))
+        return self.letter_writers[-1]
+
+
+class LetterWriter:
+    """Implements the ``Producer`` port."""
+
+    def __init__(self, client: HandlerClient, inner: MemoryProducer) -> None:
+        self._client = client
+        self._network = client.network
+        self._inner = inner
+        self.unconfirmed = False
+        """Whether the confirmation of what is sent now is lost."""
+
+    def send(
+        self,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        host, network = self._client.host, self._network
+        is_marker = REPLAYED in (properties or {}).values()
+        host.at(Step.MARKER if is_marker else Step.LETTER)
+
+        def action() -> EntryId:
+            position = self._inner.send(
+                value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
+            )
+            self._stored(network.cluster, position)
+            return position
+
+        position = network.request(action)
+        host.at(Step.RELEASED if is_marker else Step.STORED)
+        if self.unconfirmed:
+            self.unconfirmed = False
+            raise BrokerUnavailableError("The simulated confirmation is lost.")
+        return position
+
+    def cut(self, back_s: float) -> None:
+        """Lose the connection for a while."""
+        scheduler = self._network.scheduler
+        self._inner.drop()
+
+        def back() -> None:
+            scheduler.sleep(back_s)
+            self._inner.reconnect()
+
+        scheduler.spawn(self._client.process, "client", back)
+
+    def close(self) -> None:
+        self._network.scheduler.point()
+        self._inner.close()
+
+    def _stored(self, cluster: MemoryCluster, position: EntryId) -> None:
+        where = self._inner.topic_partition
+        log = cluster.log(where)
+        ordinal = log.ordinal(position)
+        assert ordinal is not None
+        entry = log.get(ordinal)
+        assert entry is not None
+        (message,) = messages_of(where, entry.block())
+        found = parse(message)
+        assert found is not None, "what is sent there is a letter or a marker"
+        host = self._client.host
+        seq = parse_value(message.value)[1] if message.value else -1
+        host.promises.stored(position, found, seq)
+        host.stored(found, seq)
+
+
+class LetterReader:
+    """Implements the ``Reader`` port; it may lose its connection."""
+
+    def __init__(self, client: HandlerClient, inner: Reader) -> None:
+        self._client = client
+        self._network = client.network
+        self._inner = inner
+        self._away_until_s = 0.0
+
+    def cut(self, away_s: float) -> None:
+        """Lose the connection for a while."""
+        self._away_until_s = self._network.scheduler.now_s + away_s
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        self._client.host.at(Step.READING)
+        if self._is_away:
+            self._network.scheduler.sleep(timeout_ms / 1000)
+            return []
+        return self._inner.read(timeout_ms)
+
+    def at_end(self) -> bool:
+        if self._is_away:
+            self._network.scheduler.point()
+            raise BrokerUnavailableError("The simulated Reader has no connection.")
+        return self._inner.at_end()
+
+    def close(self) -> None:
+        self._inner.close()
+        if self in self._client.letter_readers:
+            self._client.letter_readers.remove(self)
+
+    @property
+    def _is_away(self) -> bool:
+        return self._network.scheduler.now_s < self._away_until_s

@@ -1,0 +1,379 @@
+"""A program with handlers, through all its lives: it is started again however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from keyshard import KeyShardSource, Message
+from keyshard.broker.memory import MemoryCluster
+from keyshard.core.letters import Letter, Marker
+from keyshard.core.message import MessageId
+from keyshard.errors import (
+    BrokerError,
+    CheckpointError,
+    DrainTimeoutError,
+    HandlerFailedError,
+    KeyShardError,
+    NotRunningError,
+    RescaleError,
+    RuntimeStoppedError,
+)
+from keyshard.handlers.batches import Batch
+from keyshard.runtime.coordinator import Coordinator
+from tests.simulation.handling.faults import Step
+from tests.simulation.handling.messages import Fates
+from tests.simulation.handling.network import HandlerClient, HandlerNetwork, HandlerRecord
+from tests.simulation.handling.promises import Name, Promises
+from tests.simulation.handling.storage import PROTOCOL
+from tests.simulation.network import Admin
+from tests.simulation.record import parse_value
+from tests.simulation.scheduler import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.handling.world import HandlerWorld
+
+DRAIN_TIMEOUT_S = 20.0
+"""Longest wait of a stop for handlers; none of the world takes that long."""
+STOP_S = DRAIN_TIMEOUT_S + 20.0
+"""Time in which a run must end that was told to, seconds."""
+
+
+class Program:
+    """One source and its user code.
+
+    Args:
+        world: Where it runs.
+        name: Its subscription.
+        trace_max: Lines of its trace that are kept.
+    """
+
+    def __init__(self, world: HandlerWorld, name: str, trace_max: int | None) -> None:
+        self.world = world
+        self.name = name
+        self.record = HandlerRecord(world.scheduler, trace_max)
+        self.promises = Promises()
+        self.fates = Fates(f"{world.seed}:{name}", world.shape)
+        self.files: dict[str, bytes] = {}
+        self.unsaved = False
+        """Whether storing the next checkpoint fails."""
+        self.forgets = False
+        """Whether the broker is killed before the next start."""
+        self.lives = 0
+        self.process: Process | None = None
+        """The process that runs it now."""
+        self._random = Random(f"{world.seed}:{name}:program")
+        self._source: KeyShardSource | None = None
+        self._excuses = 0
+
+    def connect(self, cluster: MemoryCluster) -> None:
+        """Get a network of its own to the cluster that all share."""
+        self.network = HandlerNetwork(
+            self.world.scheduler, Random(f"{self.world.seed}:{self.name}:network"), cluster,
+            self.record, self.disturbed,
+        )  # fmt: skip
+
+    @property
+    def client(self) -> HandlerClient | None:
+        """The connection of the process that lives."""
+        for one in self.network.clients:
+            if one.process is self.process:
+                assert isinstance(one, HandlerClient)
+                return one
+        return None
+
+    def at(self, step: Step) -> None:
+        """A step begins; may end the process."""
+        self.world.scheduler.point()
+        self.world.injector.at(self, step)
+
+    def disturbed(self) -> None:
+        """Something happened that excuses repetitions."""
+        self.promises.disturbed()
+        self._excuses += 1
+
+    # -- life after life -------------------------------------------------------------------------
+
+    def supervise(self) -> None:
+        """Start it again until the world ends."""
+        scheduler = self.world.scheduler
+        while not self.world.done:
+            if self.forgets:
+                self.forgets = False
+                self.world.forget()
+            self.lives += 1
+            process = self.process = scheduler.process(f"{self.name}-{self.lives}")
+            life = scheduler.spawn(process, "run", lambda process=process: self._live(process))
+            scheduler.join(life)
+            if not process.dead:
+                self.end(process, killed=False)
+            self.process = self._source = None
+            scheduler.sleep(self._random.random() * 0.3)
+
+    def end(self, process: Process, *, killed: bool) -> None:
+        """End a process, in whatever way; its connection ends with it."""
+        for client in [one for one in self.network.clients if one.process is process]:
+            unnoticed = killed and self._random.random() < 0.3
+            self.network.lose_client(client, self._random.random() * 3.0 if unnoticed else 0.0)
+        if killed:
+            self.record.add("crashed", worker=process.name)
+            self.disturbed()
+        self.world.scheduler.kill(process)
+
+    def _live(self, process: Process) -> None:
+        excuses = self._excuses if self.network.up else -1
+        self.record.note(f"life {self.lives}")
+        self.at(Step.STARTING)
+        source = self._source = self._make_source(process)
+        self.world.scheduler.spawn(process, "operator", self._operate)
+        try:
+            if self.world.shape.batches:
+                self._consume_batches(source)
+            else:
+                self._run(source)
+        except KeyShardError as exc:
+            self.record.note(f"the run ends: {exc!r}")
+            if not isinstance(exc, (CheckpointError, HandlerFailedError)):
+                if excuses == self._excuses:
+                    raise
+            elif isinstance(exc, CheckpointError) and "[Errno 28]" not in str(exc):
+                raise
+            # Nothing more was finished: it counts as a crash.
+            self.record.add("crashed", worker=process.name)
+            self.disturbed()
+        else:
+            self.record.note("the run has ended in order")
+
+    def _run(self, source: KeyShardSource) -> None:
+        shape = self.world.shape
+        source.run(
+            self._handle, observers=[self], lanes=shape.lanes, workers=shape.workers,
+            retry=shape.retry, on_failure=shape.on_failure, null_keys=shape.null_keys,
+            checkpoint=self._checkpoint, drain_timeout_s=DRAIN_TIMEOUT_S,
+        )  # fmt: skip
+
+    @property
+    def _checkpoint(self) -> str | None:
+        return f"{PROTOCOL}://{self.name}/checkpoint.json" if self.world.shape.checkpoint else None
+
+    def _make_source(self, process: Process) -> KeyShardSource:
+        world, program = self.world, self
+
+        class Source(KeyShardSource):
+            """A source whose runtime connects to the simulated broker."""
+
+            def coordinator(self) -> Coordinator:
+                admin = Admin(program.network) if world.shape.admin else None
+                return Coordinator(self, lambda: HandlerClient(program, process), admin)
+
+        url = f"memory://{self.name}"
+        what: dict[str, Any] = {"topics": world.topics}
+        if world.shape.neighbour:
+            what = {"topics_pattern": "persistent://public/default/.*", "admin_url": url}
+        return Source(
+            **what, subscription=self.name, service_url=url, parallelism=world.shape.ranges,
+            starting_position="earliest", **world.shape.options,
+        )  # fmt: skip
+
+    # -- user code -------------------------------------------------------------------------------
+
+    def _handle(self, message: Message) -> None:
+        key, seq = parse_value(message.value)
+        fate = self.fates.of(message.topic, message.partition, key, seq)
+        self.at(Step.REPLAYING if self.promises.rests(_name(message), key) else Step.HANDLING)
+        if fate.seconds:
+            self.world.scheduler.sleep(fate.seconds)
+        if fate.rejected or fate.fails:
+            self.at(Step.FAILING)
+            fate.fails = max(0, fate.fails - 1)
+            raise fate.error()
+
+    def _consume_batches(self, source: KeyShardSource) -> None:
+        scheduler, random = self.world.scheduler, self._random
+        batches = source.batches(
+            random.choice((1, 5, 50)), random.choice((0.0, 0.3)), checkpoint=self._checkpoint
+        )
+        process = self.process
+        assert process is not None
+        try:
+            for batch in batches:
+                rows = [_row(row) for row in batch.records.to_pylist()]
+                for row in rows:
+                    self._note("started", *row)
+                self.at(Step.HANDLING)
+                action = self._acknowledging(batch, rows, random.choice((0.0, 0.0, 0.2, 0.5)))
+                for _ in range(random.choice((1, 1, 2))):
+                    scheduler.spawn(process, "acknowledge", action)
+                if random.random() < 0.5:
+                    action()
+        finally:
+            batches.close()
+
+    def _acknowledging(self, batch: Batch, rows: list[Any], wait_s: float) -> Callable[[], None]:
+        def action() -> None:
+            self.world.scheduler.sleep(wait_s * self._random.random())
+            for row in rows:
+                if row[0] not in self.promises.finished:
+                    self._note("completed", *row)
+            while True:
+                try:
+                    batch.ack()
+                    return
+                except CheckpointError as exc:
+                    self.record.note(f"ack again: {exc}")
+                    self.world.scheduler.sleep(0.05)
+                except (RuntimeStoppedError, BrokerError) as exc:
+                    self.record.note(f"no ack: {exc}")
+                    self.disturbed()
+                    return
+
+        return action
+
+    # -- an observer, a disk, and what is told about letters -------------------------------------
+
+    def started(self, message: Message) -> None:
+        """An attempt begins."""
+        self._note("started", _name(message), *parse_value(message.value))
+
+    def completed(self, message: Message, _seconds: float) -> None:
+        """The handler returned."""
+        self._note("completed", _name(message), *parse_value(message.value))
+
+    def failed(self, message: Message, _seconds: float, _error: BaseException) -> None:
+        """The handler raised."""
+        self._note("failed", _name(message), *parse_value(message.value))
+
+    def _note(self, kind: str, name: Name, key: str | None, seq: int) -> None:
+        task = self.world.scheduler.current
+        assert task is not None
+        if task.process.dead:
+            return
+        if kind == "started":
+            self.promises.started(name, key, seq)
+        elif kind == "completed":
+            self.promises.completed(name)
+        self._write(kind, name, key, seq)
+
+    def _write(self, kind: str, name: Name, key: str | None, seq: int) -> None:
+        ledger, entry, index = name.id
+        worker = None if self.process is None else self.process.name
+        self.record.note(f"{kind} {key}:{seq} at {name.partition}/{ledger}:{entry}:{index}")
+        self.record.add(
+            kind, topic=name.topic, partition=name.partition, ledger=ledger, entry=entry,
+            index=index, key=key, seq=seq, worker=worker,
+        )  # fmt: skip
+
+    def stored(self, found: Letter | Marker, seq: int) -> None:
+        """Something is stored in the dead-letter topic."""
+        if isinstance(found, Marker):
+            self.record.note(f"marker of {found.key} up to {found.up_to}")
+            return
+        self.record.note(f"letter, {found.kind.value}")
+        self._write("completed", _name(found.message), found.key, seq)
+
+    def save(self, path: str, data: bytes) -> None:
+        """Store a checkpoint."""
+        self.at(Step.SAVING)
+        if self.unsaved:
+            self.unsaved = False
+            raise OSError(28, "No space left on the simulated disk")
+        self.world.scheduler.sleep(self._random.random() * 0.01)
+        self.files[path] = data
+        self.promises.saved(data.decode())
+        self.at(Step.SAVED)
+
+    # -- whoever operates it, in another thread of the process -----------------------------------
+
+    def stop(self) -> bool:
+        """Tell it to end; whether it runs."""
+        world, source, process = self.world, self._source, self.process
+        if source is None or process is None or process.dead:
+            return False
+        try:
+            source.stop()
+        except NotRunningError:
+            return False
+        self.record.note("stop")
+
+        def wait() -> None:
+            end = world.scheduler.now_s + STOP_S
+            while not process.dead and world.scheduler.now_s < end:
+                world.scheduler.sleep(0.1)
+            if not process.dead:
+                self.promises.broken = f"{process.name} did not end {STOP_S:.0f} s after its stop"
+
+        world.scheduler.spawn(world.process, "patience", wait)
+        self.at(Step.STOPPING)
+        return True
+
+    def parked(self) -> list[str]:
+        """Keys that are parked."""
+        run = self._running()
+        return [] if run is None or run._parked is None else list(run._parked.resting())
+
+    def unpark(self, *keys: str) -> None:
+        """Let keys out, as far as it runs."""
+        for key in keys:
+            try:
+                if self._source is not None:
+                    self._source.unpark(key)
+                    self.record.note(f"unpark {key}")
+            except NotRunningError:
+                return
+
+    def rescale(self, ranges: int | None) -> None:
+        """Move ranges; ``None``: to equal loads."""
+        self.at(Step.MOVING)
+        excuses, source = self._excuses, self._source
+        if source is None:
+            return
+        try:
+            report = source.rescale(ranges, balance=ranges is None)
+            self.record.note(f"{report.ranges_before} ranges -> {report.ranges_after}")
+        except (NotRunningError, RuntimeStoppedError, DrainTimeoutError) as exc:
+            self.record.note(f"no rescale: {exc}")
+        except RescaleError as exc:
+            self.record.note(f"no rescale: {exc}")
+            if excuses == self._excuses and self.process not in self.world.injector.stopping:
+                raise
+        except KeyShardError as exc:
+            self.record.note(f"no rescale: {exc!r}")
+            if excuses == self._excuses:
+                raise
+
+    def _operate(self) -> None:
+        """Look at it, and do this or that, until it ends."""
+        scheduler, random, world = self.world.scheduler, self._random, self.world
+        while True:
+            scheduler.sleep(random.random() * 0.6)
+            self._validate()
+            if not world.shape.operated or not world.injector.enabled:
+                continue
+            roll = random.random()
+            if roll < 0.3 and not world.shape.batches:
+                self.unpark(*random.sample(keys, 1) if (keys := self.parked()) else ["k0"])
+            elif roll < 0.4:
+                self.rescale(random.choice((None, 1, 2, 3, 6)))
+
+    def _running(self) -> Any:
+        return None if self._source is None else self._source.__dict__.get("_running")
+
+    def _validate(self) -> None:
+        run = self._running()
+        if run is None or self.world.shape.batches:
+            return
+        with run.changed:
+            run.lanes.validate()
+        if run._parked is not None:
+            with run._parked.letters.lock:
+                run._parked.letters.parking.validate()
+
+
+def _name(message: Message) -> Name:
+    return Name(message.topic, message.partition, message.message_id)
+
+
+def _row(row: dict[str, Any]) -> tuple[Name, str | None, int]:
+    position = MessageId(*map(int, row["__messageId"].split(":")))
+    return (Name(row["__topic"], row["__partition"], position), *parse_value(row["value"]))

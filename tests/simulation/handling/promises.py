@@ -1,0 +1,121 @@
+"""The promises that the checkers of histories cannot know of: checkpoints, letters, and stops.
+
+Each is judged when it happens, against what is durable at that moment.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.letters import Kind, Letter, Marker
+from keyshard.core.message import MessageId
+
+
+class Name(NamedTuple):
+    """A message as the broker stored it."""
+
+    topic: str
+    partition: int
+    id: MessageId
+
+
+class Place(NamedTuple):
+    """Where order is promised."""
+
+    topic: str
+    partition: int
+    key: str | None
+
+
+class Rest(NamedTuple):
+    """A parked letter that no marker calls replayed."""
+
+    position: EntryId
+    seq: int
+
+
+class Promises:
+    """Of one program, through all its lives; :attr:`broken` says the first that did not hold."""
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self.finished: set[Name] = set()
+        """Messages that a handler got done, or that rest for good as a letter."""
+        self.kept: dict[EntryId, Name] = {}
+        """Letters that stay in the dead-letter topic until somebody acknowledges them."""
+        self._disturbances = 0
+        self._handled: dict[Name, int] = {}
+        self._resting: dict[str, dict[Name, tuple[Place, Rest]]] = {}
+        self._saved: Checkpoint | None = None
+
+    def disturbed(self) -> None:
+        """Something happened after which what was done may come again."""
+        self._disturbances += 1
+
+    def rests(self, name: Name, key: str | None) -> bool:
+        """Whether a letter of a message waits to be replayed."""
+        return key is not None and name in self._resting.get(key, {})
+
+    def started(self, name: Name, key: str | None, seq: int) -> None:
+        """User code gets a message."""
+        place, text = Place(name.topic, name.partition, key), f"{name.topic} {key}:{seq}"
+        if name.topic.endswith("-DLQ"):
+            self._break(f"{text} lies in a dead-letter topic and was handed out")
+        resting = self._resting.get(key or "", {})
+        for other, rest in resting.values():
+            if other == place and rest.seq < seq:
+                self._break(f"{text} was started while {rest.seq} before it rests as a letter")
+        if self._handled.get(name) == self._disturbances:
+            self._break(f"{text} came again, though nothing was forgotten")
+        if name not in resting and self._is_saved(name):
+            self._break(f"{text} is done in the checkpoint, and came again")
+
+    def completed(self, name: Name) -> None:
+        """User code is done with a message."""
+        self.finished.add(name)
+        self._handled[name] = self._disturbances
+
+    def stored(self, position: EntryId, found: Letter | Marker, seq: int) -> None:
+        """Something is stored in the dead-letter topic."""
+        if isinstance(found, Marker):
+            self._released(found)
+            return
+        message = found.message
+        name = Name(message.topic, message.partition, message.message_id)
+        if found.kind is not Kind.PARKED:
+            self.kept[position] = name
+            self.completed(name)
+            return
+        key = found.key
+        assert key is not None
+        resting = self._resting.setdefault(key, {})
+        resting.setdefault(name, (Place(message.topic, message.partition, key),
+                                  Rest(position, seq)))  # fmt: skip
+        self.finished.discard(name)
+
+    def saved(self, text: str) -> None:
+        """A checkpoint is stored."""
+        self._saved = Checkpoint.from_json(text)
+
+    def unfinished(self) -> list[str]:
+        """What rests yet; keys."""
+        return sorted(key for key, resting in self._resting.items() if resting)
+
+    def _released(self, marker: Marker) -> None:
+        resting = self._resting.get(marker.key, {})
+        for name, (_, rest) in list(resting.items()):
+            if rest.position <= marker.up_to:
+                del resting[name]
+                if name not in self.finished:
+                    self._break(f"{marker.key}:{rest.seq} is called replayed, and was not handled")
+
+    def _is_saved(self, name: Name) -> bool:
+        if self._saved is None:
+            return False
+        of = self._saved.partitions.get(TopicPartition(name.topic, name.partition))
+        return of is not None and of.settled(EntryId(name.id.ledger, name.id.entry))
+
+    def _break(self, text: str) -> None:
+        self.broken = self.broken or text

@@ -1,0 +1,123 @@
+"""What a run with handlers is like: sizes and options, drawn from its seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import tenacity
+
+from keyshard import RetryPolicy
+from keyshard.broker.memory import Batching, LookAhead, UnackedLimits
+from tests.simulation.handling.faults import Step
+
+PARKING = {
+    Step.LETTER, Step.STORED, Step.READING, Step.REPLAYING, Step.MARKER, Step.RELEASED,
+}  # fmt: skip
+"""Steps that only programs have whose keys park."""
+
+UNMENDED: frozenset[str] = frozenset({"hostile", "neighbour"})
+"""Shapes under which promises are known to break; they are not drawn."""
+
+
+def _raises(_state: tenacity.RetryCallState) -> float:
+    raise ValueError("no wait")
+
+
+_HOSTILE_WAITS: tuple[Callable[[tenacity.RetryCallState], Any], ...] = (
+    _raises,
+    lambda _state: math.nan,
+    lambda _state: -1.0,
+    lambda _state: None,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and options of one run; small, so that limits are met and boundaries are many."""
+
+    topics: tuple[int, ...]
+    """Topic partitions of each topic."""
+    batches: bool
+    """Whether the program iterates over ``batches()`` instead of giving a handler."""
+    neighbour: bool
+    """Whether a second source consumes by a pattern beside it."""
+    checkpoint: bool
+    ranges: int
+    lanes: int
+    workers: int | None
+    on_failure: str
+    null_keys: str
+    attempts: int
+    """Attempts until a message is given up."""
+    wait: Any
+    """Wait strategy between attempts."""
+    failing: float
+    """Share of the messages that fail at first."""
+    rejected: float
+    """Share of the messages that are rejected."""
+    hostile: bool
+    """Whether errors are such as to break whoever looks at them."""
+    keys: int
+    keyless: float
+    messages_min: int
+    batching: Batching
+    entries_per_ledger: int
+    look_ahead: LookAhead
+    unacked_limits: UnackedLimits
+    cursor_write_ms: int
+    admin: bool
+    """Whether the source may ask the admin interface."""
+    operated: bool
+    """Whether somebody unparks and rescales now and then."""
+    options: dict[str, Any]
+    """Options of the source."""
+
+    @classmethod
+    def of(cls, random: Random, steps: Set[Step]) -> Shape:
+        """Draw one in which faults can meet their steps."""
+        parking = not PARKING.isdisjoint(steps)
+        batches = not parking and Step.FAILING not in steps and random.random() < 0.15
+        neighbour = not batches and random.random() < 0.05 and "neighbour" not in UNMENDED
+        hostile = random.random() < 0.2 and "hostile" not in UNMENDED
+        waits = [tenacity.wait_none(), tenacity.wait_fixed(0.2), tenacity.wait_random(0.0, 0.5)]
+        return cls(
+            topics=tuple(random.randint(1, 3) for _ in range(random.choice((1, 1, 2)))),
+            batches=batches,
+            neighbour=neighbour,
+            checkpoint=not steps.isdisjoint({Step.SAVING, Step.SAVED}) or random.random() < 0.5,
+            ranges=random.choice((1, 2, 3, 5)),
+            lanes=random.choice((1, 2, 4)),
+            workers=random.choice((None, None, 1, 3)),
+            on_failure="park" if parking else random.choice(("park", "park", "dead_letter", "stop")),
+            null_keys=random.choice(("spread", "serialise", "reject")),
+            attempts=random.choice((1, 2, 3)),
+            wait=random.choice(_HOSTILE_WAITS if hostile and random.random() < 0.3 else waits),
+            failing=0.15 if parking else random.choice((0.02, 0.15)),
+            rejected=random.choice((0.0, 0.04)),
+            hostile=hostile,
+            keys=random.choice((2, 5, 12)),
+            keyless=random.choice((0.0, 0.0, 0.1)),
+            messages_min=random.choice((40, 100)),
+            batching=random.choice((Batching.NONE, Batching.BY_KEY)),
+            entries_per_ledger=random.choice((7, 30, 1_000)),
+            look_ahead=random.choice((LookAhead(), LookAhead(), LookAhead(10, 40))),
+            unacked_limits=random.choice((UnackedLimits(), UnackedLimits(40, 60))),
+            cursor_write_ms=random.choice((0, 1_000, 60_000)),
+            admin=neighbour or random.random() < 0.5,
+            operated=random.random() < 0.7,
+            options={
+                "window_rows_max": random.choice((8, 60, 400)),
+                "receive_threads": random.choice((1, 2)),
+                "receiver_queue_size": random.choice((1, 3, 20)),
+                "discovery_interval_ms": random.choice((200, 1_000)),
+                "settle_after_ms": random.choice((2_000, 20_000, 300_000)),
+            },
+        )
+
+    @property
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(wait=self.wait, stop=tenacity.stop_after_attempt(self.attempts))

@@ -1,0 +1,290 @@
+"""One run: a cluster, a producer, one program or two with handlers, and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.core.entry import TopicPartition
+from keyshard.core.message import MessageId
+from keyshard.handlers import batches, monitor, run
+from keyshard.verify.checkers import check
+from tests.simulation.handling.injector import Injector
+from tests.simulation.handling.network import is_dead_letters
+from tests.simulation.handling.program import Program
+from tests.simulation.handling.promises import Name
+from tests.simulation.handling.shape import Shape
+from tests.simulation.handling.storage import simulated_files
+from tests.simulation.install import installed
+from tests.simulation.network import ACK_GROUP_S, Admin
+from tests.simulation.primitives import EPOCH_S
+from tests.simulation.record import parse_value, value_of
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.world import BATCH_MESSAGES_MAX, TRACE_MAX, BrokenPromiseError, Outcome
+
+SIMULATED = (run, batches)
+"""What only this world runs; named so that it is imported, and so simulated."""
+FAULTS_S = 8.0
+"""Time after which no fault begins any more, seconds."""
+HEALING_S = 2.5
+"""Time that a fault lasts at most, seconds."""
+SETTLE_S = 60.0
+"""Time after the faults in which everything must be done and acknowledged, seconds."""
+
+
+class HandlerWorld:
+    """Everything of one run.
+
+    Args:
+        seed: Decides everything.
+        trace_max: Lines of the trace that are kept; ``None``: all.
+    """
+
+    def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
+        self.seed = seed
+        self.scheduler = Scheduler(Random(f"{seed}:order"))
+        self.process = self.scheduler.process("world")
+        self.injector = Injector(self, Random(f"{seed}:faults"))
+        self._random = Random(f"{seed}:world")
+        self.shape = Shape.of(self._random, {fault.step for fault in self.injector.faults})
+        names = ("billing", "audit") if self.shape.neighbour else ("billing",)
+        self.programs = [Program(self, name, trace_max) for name in names]
+        self.done = False
+        """Whether no life begins any more."""
+        self._sent: set[Name] = set()
+        self._next_seq: dict[tuple[str, str], int] = {}
+
+    def run(self) -> Outcome:
+        """Run it to its end, or to the first broken promise."""
+        error = details = ""
+        disks: dict[str, Any] = {program.name: program for program in self.programs}
+        with (
+            _without_outside(self._admin),
+            installed(self.scheduler, Random(f"{self.seed}:waits")),
+            simulated_files(disks),
+        ):
+            try:
+                self.scheduler.run(self.process, self._main)
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
+                where = f" in {self.scheduler.failed_in}" if self.scheduler.failed_in else ""
+                what = str(exc) if isinstance(exc, BrokenPromiseError) else repr(exc)
+                error = f"{what}{where} at {self.scheduler.now_s:.3f} s"
+                details = "".join(traceback.format_tb(exc.__traceback__))
+        return Outcome(
+            self.seed, self.shape, self.injector.faults, self.injector.reached, self._trace(),
+            self.scheduler.now_s, sum(program.lives for program in self.programs),
+            len(self._sent), error, details,
+        )  # fmt: skip
+
+    def course(self) -> str:
+        """Names the whole course of events: equal runs have the same."""
+        digest = hashlib.sha256(str(self.scheduler.points).encode())
+        for program in self.programs:
+            digest.update(program.record.history().encode())
+        digest.update("\n".join(self._trace()).encode())
+        return digest.hexdigest()[:16]
+
+    def topic_partitions(self) -> list[TopicPartition]:
+        """Those that are consumed."""
+        return [where for topic in self.topics for where in self.cluster.partitions(topic)]
+
+    def crash_broker(self, away_s: float) -> bool:
+        """Kill the broker for a while; whether it was there."""
+        networks = [program.network for program in self.programs]
+        if not all(network.up for network in networks):
+            return False
+        for program in self.programs:
+            program.record.add("crashed", worker="broker")
+            program.network.up = False
+            clients = program.network.clients
+            program.network.lose([one for client in clients for one in client.consumers])
+        self.cluster.crash()
+
+        def back() -> None:
+            self.scheduler.sleep(away_s)
+            for program in self.programs:
+                program.disturbed()
+                program.network.up = True
+
+        self.scheduler.spawn(self.process, "fault", back)
+        return True
+
+    def forget(self) -> None:
+        """Kill the broker, which is back at once; acknowledgements are forgotten."""
+        for program in self.programs:
+            program.record.note("the broker forgets acknowledgements")
+            program.record.add("crashed", worker="broker")
+            program.disturbed()
+        self.cluster.crash()
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        scheduler, shape = self.scheduler, self.shape
+        self.cluster = MemoryCluster(
+            entries_per_ledger=shape.entries_per_ledger,
+            look_ahead=shape.look_ahead,
+            unacked_limits=shape.unacked_limits,
+            cursor_write_ms=shape.cursor_write_ms,
+            ack_group_ms=int(ACK_GROUP_S * 1000),
+            now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
+        )
+        self.topics = [
+            self.cluster.create_topic(f"orders-{number}", partitions=partitions)
+            for number, partitions in enumerate(shape.topics)
+        ]
+        for program in self.programs:
+            program.connect(self.cluster)
+        scheduler.spawn(self.process, "producer", self._produce)
+        for program in self.programs:
+            scheduler.spawn(self.process, "supervisor", program.supervise)
+        while scheduler.now_s < FAULTS_S and not self._all_happened():
+            self._look()
+        self.injector.enabled = False
+        end = scheduler.now_s + HEALING_S
+        while scheduler.now_s < end or not self.programs[0].network.up:
+            self._look()
+        for program in self.programs:
+            program.fates.heal()
+            program.record.add("faults_stopped")
+        self._settle()
+        self.done = True
+        for program in self.programs:
+            program.stop()
+        while any(program.process is not None for program in self.programs):
+            self._look()
+        self.cluster.validate()
+        self._judge()
+
+    def _look(self) -> None:
+        self.scheduler.sleep(0.1)
+        for program in self.programs:
+            if program.promises.broken:
+                raise BrokenPromiseError(f"{program.name}: {program.promises.broken}")
+
+    def _all_happened(self) -> bool:
+        return len(self._sent) >= self.shape.messages_min and self.injector.all_begun
+
+    def _settle(self) -> None:
+        end = self.scheduler.now_s + SETTLE_S
+        while unsettled := [text for one in self.programs if (text := self._unsettled(one))]:
+            if self.scheduler.now_s > end:
+                self._judge()
+                raise BrokenPromiseError(f"{unsettled[0]}, {SETTLE_S:.0f} s after the last fault")
+            for program in self.programs:
+                if keys := program.parked():
+                    program.unpark(*keys)
+            self._look()
+
+    def _unsettled(self, program: Program) -> str:
+        left = self._sent - program.promises.finished
+        if left:
+            return f"{program.name}: {len(left)} messages are not done, first {min(left)}"
+        if resting := program.promises.unfinished():
+            return f"{program.name}: letters of {resting} rest"
+        backlog = sum(
+            self.cluster.backlog(where, program.name)
+            for where in self.topic_partitions()
+            if program.name in self.cluster.subscriptions(where)
+        )
+        return f"{program.name}: the backlog is {backlog}" if backlog else ""
+
+    def _judge(self) -> None:
+        for program in self.programs:
+            for verdict in check(program.record.events, liveness_s=SETTLE_S):
+                # Who iterates over batches works on several of a key before it acknowledges.
+                if verdict.holds or (self.shape.batches and verdict.name == "one handler per key"):
+                    continue
+                offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
+                raise BrokenPromiseError(
+                    f"{program.name}: {verdict.name}: {verdict.message}{offending}\n "
+                )
+            self._judge_letters(program)
+
+    def _judge_letters(self, program: Program) -> None:
+        """Letters that nobody replays rest until somebody else acknowledges them."""
+        subscription = f"{program.name}-parked"
+        resting = sum(
+            self.cluster.backlog(where, subscription)
+            for topic, parts in self.cluster.topics().items()
+            for where in parts
+            if is_dead_letters(where) and subscription in self.cluster.subscriptions(where)
+        )
+        if resting < len(program.promises.kept):
+            raise BrokenPromiseError(
+                f"{program.name}: {resting} letters rest of {len(program.promises.kept)}"
+            )
+
+    def _produce(self) -> None:
+        random = Random(f"{self.seed}:producer")
+        keys = [f"k{i}" for i in range(self.shape.keys)]
+        while self.injector.enabled:
+            if self.programs[0].network.up:
+                for _ in range(random.randint(1, 2)):
+                    topic = random.choice(self.topics)
+                    self._publish(
+                        topic,
+                        [
+                            "" if random.random() < self.shape.keyless else random.choice(keys)
+                            for _ in range(random.randint(1, 5))
+                        ],
+                    )
+            self.scheduler.sleep(random.expovariate(5))
+
+    def _publish(self, topic: str, keys: list[str]) -> None:
+        messages = []
+        for key in keys:
+            seq = self._next_seq.get((topic, key), 0)
+            self._next_seq[topic, key] = seq + 1
+            messages.append(Message(value_of(key, seq), key=key or None))
+        published = self.cluster.publish(
+            topic, *messages, batching=self.shape.batching, batch_messages_max=BATCH_MESSAGES_MAX
+        )
+        for where, entry_id in published:
+            log = self.cluster.log(where)
+            ordinal = log.ordinal(entry_id)
+            assert ordinal is not None
+            entry = log.get(ordinal)
+            assert entry is not None
+            for index in range(len(entry.messages)):
+                position = MessageId(entry_id.ledger, entry_id.entry, index)
+                self._sent.add(Name(where.topic, where.partition, position))
+            for program in self.programs:
+                program.record.sent(where, entry_id, entry.messages)
+
+    def _trace(self) -> list[str]:
+        lines = [line for program in self.programs for line in program.record.trace]
+        return sorted(lines, key=lambda line: float(line.split(maxsplit=1)[0]))
+
+    def _admin(self, url: str) -> Admin:
+        (network,) = [one.network for one in self.programs if url == f"memory://{one.name}"]
+        return Admin(network)
+
+
+class _Control:
+    """Stands where the control socket stood."""
+
+    def __init__(self, *_: object) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextmanager
+def _without_outside(connect_admin: Callable[[str], Admin]) -> Iterator[None]:
+    """Handler runs without control socket, and with a simulated admin interface."""
+    stand_ins = {"ControlServer": _Control, "connect_admin": connect_admin}
+    before = {name: getattr(monitor, name) for name in stand_ins}
+    for name, value in stand_ins.items():
+        setattr(monitor, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(monitor, name, value)
