@@ -24,8 +24,8 @@ test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 20 min
 unit: $(INSTALLED) ## unit and property tests only (half a minute)
 	@$(BIN)/python -m pytest tests/unit tests/property -m "not broker and not spark"
 
-simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, VERBOSE=1 for their traces
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(VERBOSE),--verbose)
+simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=handlers or spark, VERBOSE=1
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
 
 chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats the faults
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json

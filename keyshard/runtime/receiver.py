@@ -57,7 +57,7 @@ class RangeConsumer:
     """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
     ringing: Consumer | None = None
     """The consumer that was asked to ring and has not yet: it must not be received from."""
-    subscribed_s: float = field(default_factory=lambda: time.monotonic())
+    subscribed_s: float = field(default_factory=time.monotonic)
     """When its first consumer was there, on the monotonic clock."""
 
 
@@ -84,7 +84,7 @@ class Drop:
     seats: Collection[Seat]
     closed: set[Seat] = field(default_factory=set)
     """Those of them that the receiver had, and has closed, whatever the broker said."""
-    done: threading.Event = field(default_factory=lambda: threading.Event())
+    done: threading.Event = field(default_factory=threading.Event)
     """Set when nothing more is to be closed."""
 
 

@@ -7,25 +7,27 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tests.simulation.handling.world import HandlerWorld
 from tests.simulation.world import Outcome, World
 
+WORLDS: dict[str, type[World] | type[HandlerWorld]] = {"spark": World, "handlers": HandlerWorld}
 CHUNK = 8
 """Seeds that a worker process takes at once."""
 
 
-def run_seed(seed: int) -> Outcome:
-    """Run one seed."""
+def run_seed(seed: int, world: str = "spark") -> Outcome:
+    """Run one seed in a world."""
     with silent():
-        return World(seed).run()
+        return WORLDS[world](seed).run()
 
 
-def run_verbosely(seed: int) -> Outcome:
+def run_verbosely(seed: int, world: str = "spark") -> Outcome:
     """Run one seed and print what happened, line by line, and a name of its course of events."""
     with silent():
-        world = World(seed, trace_max=None)
-        outcome = world.run()
+        made = WORLDS[world](seed, trace_max=None)
+        outcome = made.run()
     print("\n".join(outcome.trace))
-    print(f"seed {seed}: {outcome.rows} rows committed, course {world.course()}")
+    print(f"seed {seed} of {world}: {outcome.rows} rows, course {made.course()}")
     return outcome
 
 
@@ -51,7 +53,7 @@ def run_seeds(
         yield from pool.imap(run, seeds, CHUNK)
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: Outcome, world: str = "spark") -> str:
     """All that is needed to look into a run that failed."""
     faults = "\n".join(f"    {fault}" for fault in outcome.faults)
     trace = "\n".join(outcome.trace)
@@ -60,5 +62,5 @@ def describe(outcome: Outcome) -> str:
         f"{outcome.details}\n"
         f"  {outcome.shape}\n  faults:\n{faults}\n  the end of its trace:\n{trace}\n\n"
         f"seed {outcome.seed} breaks a promise. To run it again, with its whole trace:\n"
-        f"    make simulate SEEDS=1 SEED_START={outcome.seed} VERBOSE=1\n"
+        f"    make simulate WORLD={world} SEEDS=1 SEED_START={outcome.seed} VERBOSE=1\n"
     )

@@ -131,6 +131,11 @@ def table(reached: Reached) -> str:
     return "\n".join(lines)
 
 
+def events(reached: Reached) -> int:
+    """Number of faults."""
+    return sum(reached.values())
+
+
 def missing(reached: Reached) -> list[str]:
     """Faults and steps that never met."""
     return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]

@@ -111,7 +111,7 @@ class Injector:
         client = program.client
         readers = [] if client is None else client.letter_readers
         for reader in readers:
-            reader.cut(self._random.uniform(*AWAY_S))
+            reader.lose()
         return bool(readers)
 
     def _unconfirmed(self, program: Program) -> bool:
@@ -140,10 +140,13 @@ class Injector:
         cluster = self._world.cluster
         again = 0
         for where in self._world.topic_partitions():
-            if program.name in cluster.subscriptions(where):
+            subscription = cluster.subscriptions(where).get(program.name)
+            if subscription is not None:
                 log = cluster.log(where)
                 newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
-                again += cluster.deliver_again(where, program.name, *map(log.id, newest))
+                # What is acknowledged comes again only when a broker forgets that.
+                unacked = [one for one in newest if not subscription.cursor.is_acked(one)]
+                again += cluster.deliver_again(where, program.name, *map(log.id, unacked))
         return again > 0
 
     def _unload(self, program: Program) -> bool:

@@ -26,7 +26,7 @@ class NoText(Exception):  # noqa: N818
     """An error whose text is none."""
 
     def __str__(self) -> str:
-        return None  # type: ignore[return-value]
+        return None  # type: ignore[return-value]  # noqa: PLE0307 - so it is
 
 
 class Stubborn(BaseException):
@@ -38,7 +38,7 @@ _ORDINARY: tuple[Callable[[], BaseException], ...] = (
     lambda: OSError(5, "the database is away"),
     lambda: RetryLater(0.05),
     lambda: RetryLater(0.3, "not yet"),
-    lambda: AssertionError(),
+    AssertionError,
 )
 _HOSTILE: tuple[Callable[[], BaseException], ...] = (
     Unprintable,

@@ -15,11 +15,9 @@ from keyshard.schema.messages import messages_of
 from tests.simulation.handling.faults import Step
 from tests.simulation.handling.promises import Promises
 from tests.simulation.network import Client, Consumer, Network
+from tests.simulation.network import _Reader as CutReader
 from tests.simulation.record import Record, Seat, parse_value
 from tests.simulation.scheduler import Process, Scheduler
-
-READER_AWAY_S = 0.4
-"""Longest time that a Reader is without connection, seconds."""
 
 
 def is_dead_letters(where: TopicPartition) -> bool:
@@ -51,8 +49,8 @@ class HandlerNetwork(Network):
     """A network that tells when something was lost on it.
 
     Args:
+        seed: Source of delays and of cuts.
         scheduler: Whose time passes.
-        random: Source of delays.
         cluster: The broker's side.
         record: Where events go.
         disturbed: Told when consumers lose their connection, and when they have it again: what
@@ -60,10 +58,11 @@ class HandlerNetwork(Network):
     """
 
     def __init__(
-        self, scheduler: Scheduler, random: Random, cluster: MemoryCluster, record: Record,
+        self, seed: str, scheduler: Scheduler, cluster: MemoryCluster, record: Record,
         disturbed: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(scheduler, random, cluster, record)
+        network, readers = Random(f"{seed}:network"), Random(f"{seed}:readers")
+        super().__init__(scheduler, network, readers, cluster, record)
         self._disturbed = disturbed
 
     def lose(self, consumers: Collection[Consumer], back_s: float | None = None) -> bool:
@@ -106,6 +105,7 @@ class HandlerClient(Client):
         inner = super().reader(topic_partition, start)
         if not is_dead_letters(topic_partition):
             return inner
+        assert isinstance(inner, CutReader)
         self.letter_readers.append(LetterReader(self, inner))
         return self.letter_readers[-1]
 
@@ -186,36 +186,20 @@ class LetterWriter:
 
 
 class LetterReader:
-    """Implements the ``Reader`` port; it may lose its connection."""
+    """Implements the ``Reader`` port: one whose reading is a step."""
 
-    def __init__(self, client: HandlerClient, inner: Reader) -> None:
+    def __init__(self, client: HandlerClient, inner: CutReader) -> None:
         self._client = client
-        self._network = client.network
         self._inner = inner
-        self._away_until_s = 0.0
-
-    def cut(self, away_s: float) -> None:
-        """Lose the connection for a while."""
-        self._away_until_s = self._network.scheduler.now_s + away_s
+        self.lose = inner.lose
+        self.at_end = inner.at_end
+        self.stayed_connected = inner.stayed_connected
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         self._client.host.at(Step.READING)
-        if self._is_away:
-            self._network.scheduler.sleep(timeout_ms / 1000)
-            return []
         return self._inner.read(timeout_ms)
-
-    def at_end(self) -> bool:
-        if self._is_away:
-            self._network.scheduler.point()
-            raise BrokerUnavailableError("The simulated Reader has no connection.")
-        return self._inner.at_end()
 
     def close(self) -> None:
         self._inner.close()
         if self in self._client.letter_readers:
             self._client.letter_readers.remove(self)
-
-    @property
-    def _is_away(self) -> bool:
-        return self._network.scheduler.now_s < self._away_until_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from tests.simulation.handling.faults import Step
 from tests.simulation.handling.messages import Fates
 from tests.simulation.handling.network import HandlerClient, HandlerNetwork, HandlerRecord
 from tests.simulation.handling.promises import Name, Promises
+from tests.simulation.handling.shape import UNMENDED
 from tests.simulation.handling.storage import PROTOCOL
 from tests.simulation.network import Admin
 from tests.simulation.record import parse_value
@@ -70,8 +72,8 @@ class Program:
     def connect(self, cluster: MemoryCluster) -> None:
         """Get a network of its own to the cluster that all share."""
         self.network = HandlerNetwork(
-            self.world.scheduler, Random(f"{self.world.seed}:{self.name}:network"), cluster,
-            self.record, self.disturbed,
+            f"{self.world.seed}:{self.name}", self.world.scheduler, cluster, self.record,
+            self.disturbed,
         )  # fmt: skip
 
     @property
@@ -144,6 +146,9 @@ class Program:
             self.disturbed()
         else:
             self.record.note("the run has ended in order")
+            if "stopping" in UNMENDED:
+                self.record.add("crashed", worker=process.name)
+                self.disturbed()
 
     def _run(self, source: KeyShardSource) -> None:
         shape = self.world.shape
@@ -216,19 +221,22 @@ class Program:
             for row in rows:
                 if row[0] not in self.promises.finished:
                     self._note("completed", *row)
-            while True:
-                try:
-                    batch.ack()
-                    return
-                except CheckpointError as exc:
-                    self.record.note(f"ack again: {exc}")
-                    self.world.scheduler.sleep(0.05)
-                except (RuntimeStoppedError, BrokerError) as exc:
-                    self.record.note(f"no ack: {exc}")
-                    self.disturbed()
-                    return
+            while not self._acknowledged(batch):
+                self.world.scheduler.sleep(0.05)
 
         return action
+
+    def _acknowledged(self, batch: Batch) -> bool:
+        """Acknowledge a batch; whether nothing is left to try."""
+        try:
+            batch.ack()
+        except CheckpointError as exc:
+            self.record.note(f"ack again: {exc}")
+            return False
+        except (RuntimeStoppedError, BrokerError) as exc:
+            self.record.note(f"no ack: {exc}")
+            self.disturbed()
+        return True
 
     # -- an observer, a disk, and what is told about letters -------------------------------------
 
@@ -314,13 +322,10 @@ class Program:
 
     def unpark(self, *keys: str) -> None:
         """Let keys out, as far as it runs."""
-        for key in keys:
-            try:
-                if self._source is not None:
-                    self._source.unpark(key)
-                    self.record.note(f"unpark {key}")
-            except NotRunningError:
-                return
+        with suppress(NotRunningError):
+            for key in keys if self._source is not None else ():
+                self._source.unpark(key)
+                self.record.note(f"unpark {key}")
 
     def rescale(self, ranges: int | None) -> None:
         """Move ranges; ``None``: to equal loads."""

@@ -23,7 +23,7 @@ from tests.simulation.handling.storage import simulated_files
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
-from tests.simulation.record import parse_value, value_of
+from tests.simulation.record import value_of
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.world import BATCH_MESSAGES_MAX, TRACE_MAX, BrokenPromiseError, Outcome
 
@@ -103,6 +103,7 @@ class HandlerWorld:
             program.network.up = False
             clients = program.network.clients
             program.network.lose([one for client in clients for one in client.consumers])
+            program.network.lose_readers()
         self.cluster.crash()
 
         def back() -> None:
