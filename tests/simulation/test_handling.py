@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from tests.simulation.handling.faults import CELLS, Reached, table
+from tests.simulation.handling.faults import Reached, table
 from tests.simulation.runner import describe, run_seed, run_seeds
 
-SEEDS = len(CELLS)
+SEEDS = 100
 
 
 def test_the_promises_of_handlers_hold() -> None:

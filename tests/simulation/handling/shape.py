@@ -19,7 +19,7 @@ PARKING = {
 }  # fmt: skip
 """Steps that only programs have whose keys park."""
 
-UNMENDED = frozenset({"batches", "hostile", "neighbour", "parking", "stopping"})
+UNMENDED = frozenset({"batches", "neighbour", "parking"})
 """Shapes under which promises are known to break: they are not drawn, and a stop counts as a crash.
 Each leaves this list with its mending."""
 
@@ -28,12 +28,21 @@ def _raises(_state: tenacity.RetryCallState) -> float:
     raise ValueError("no wait")
 
 
+def _nan(_state: tenacity.RetryCallState) -> float:
+    return math.nan
+
+
+def _negative(_state: tenacity.RetryCallState) -> float:
+    return -1.0
+
+
+def _none(_state: tenacity.RetryCallState) -> None:
+    """No time at all."""
+
+
 _HOSTILE_WAITS: tuple[Callable[[tenacity.RetryCallState], Any], ...] = (
-    _raises,
-    lambda _state: math.nan,
-    lambda _state: -1.0,
-    lambda _state: None,
-)
+    _raises, _nan, _negative, _none,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

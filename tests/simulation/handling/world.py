@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any
 
@@ -279,13 +279,17 @@ class _Control:
 
 @contextmanager
 def _without_outside(connect_admin: Callable[[str], Admin]) -> Iterator[None]:
-    """Handler runs without control socket, and with a simulated admin interface."""
-    stand_ins = {"ControlServer": _Control, "connect_admin": connect_admin}
-    before = {name: getattr(monitor, name) for name in stand_ins}
-    for name, value in stand_ins.items():
-        setattr(monitor, name, value)
+    """Handler runs without control socket and signals, and with a simulated admin interface."""
+    stand_ins = [
+        (monitor, "ControlServer", _Control),
+        (monitor, "connect_admin", connect_admin),
+        (run, "stopping_with_program", lambda *_: nullcontext()),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
+    for module, name, value in stand_ins:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(monitor, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)
