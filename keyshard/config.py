@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from keyshard.core.entry import full_topic_name
 from keyshard.core.hash_range import RING_SIZE
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
-from keyshard.core.topic_pattern import TopicPattern
+from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
 from keyshard.errors import ConfigError
 from keyshard.redaction import REPR_MAX, shown
 
@@ -135,14 +135,14 @@ class SourceConfig:
             raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
 
     @property
-    def default_dead_letter_topic(self) -> str:
-        """Where letters go unless another topic is named; never consumed by this source."""
+    def default_dead_letter_topics(self) -> tuple[str, ...]:
+        """Where letters go unless another topic is named: to the first, or where some rest."""
         # A subscription may have a name that a topic may not.
         own = re.sub(r"[^\w.=-]", "-", self.subscription)
         if self.topics_pattern is None:
-            return f"{self.topics[0]}-{own}-DLQ"
+            return tuple(f"{topic}-{own}{DEAD_LETTERS}" for topic in self.topics)
         pattern = TopicPattern.parse(self.topics_pattern)
-        return f"persistent://{pattern.tenant}/{pattern.namespace}/{own}-DLQ"
+        return (f"persistent://{pattern.tenant}/{pattern.namespace}/{own}{DEAD_LETTERS}",)
 
     @property
     def in_memory(self) -> bool:

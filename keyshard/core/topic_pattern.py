@@ -9,6 +9,8 @@ from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
+DEAD_LETTERS = "-DLQ"
+"""End of the name of a dead-letter topic, unless its user named it."""
 _PARTITION = re.compile(r"-partition-\d+$")
 
 
@@ -16,8 +18,9 @@ _PARTITION = re.compile(r"-partition-\d+$")
 class TopicPattern:
     """Topics of one namespace whose name matches as a whole.
 
-    The name is that of the topic, never of one of its partitions. System topics (``__...``) and
-    non-persistent ones never match.
+    The name is that of the topic, never of one of its partitions. System topics (``__...``),
+    non-persistent ones and dead-letter topics (``...-DLQ``, of any source) never match: sources
+    that consume each other's dead letters would never end.
     """
 
     tenant: str
@@ -79,6 +82,7 @@ class TopicPattern:
         return (
             name != topic
             and not name.startswith("__")
+            and not name.endswith(DEAD_LETTERS)
             and not _PARTITION.search(name)
             and self._compiled.fullmatch(name) is not None
         )

@@ -47,6 +47,7 @@ from keyshard.handlers.letter_reading import fold
 from keyshard.handlers.letter_replay import Replay
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
+from keyshard.runtime.topics import PARKED
 
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
@@ -247,7 +248,7 @@ class DeadLetters:
         with self.lock:
             self._saving += self._finished_with
             self._finished_with = []
-            return self.parking.parked.to_dict()
+            return {"topic": self.topic_partition.topic, **self.parking.parked.to_dict()}
 
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable: markers before it have nothing more to prove."""
@@ -491,7 +492,7 @@ def _hold(broker: Broker, where: TopicPartition, config: SourceConfig) -> Consum
     def attempt() -> Consumer:
         return broker.subscribe(
             where,
-            f"{config.subscription}-parked",
+            f"{config.subscription}{PARKED}",
             split_ring(1)[0],
             start=StartPosition.EARLIEST,
             consumer_name=f"keyshard-{socket.gethostname()}-parked",
@@ -502,7 +503,7 @@ def _hold(broker: Broker, where: TopicPartition, config: SourceConfig) -> Consum
         return retry_until(attempt, config.subscribe_timeout_ms / 1000)
     except RangeConflictError as exc:
         raise SubscriptionInUseError(
-            f"Subscription '{config.subscription}-parked' of {where} is in use: another source "
+            f"Subscription '{config.subscription}{PARKED}' of {where} is in use: another source "
             "parks there as the same subscription. Stop it, or name another dead_letter_topic.",
             holders=[],
         ) from exc

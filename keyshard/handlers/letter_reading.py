@@ -84,6 +84,16 @@ def fold(
     return [position for position in found if position not in stays]
 
 
+def has_parked(broker: Broker, where: TopicPartition, config: SourceConfig) -> bool:
+    """Whether letters of parked keys of a source rest in a topic; raises as :func:`fold`."""
+    state = Parked()
+    with Scan(broker, where, FIRST, None) as scan:
+        for message in read(scan, where, config.replay_timeout_ms / 1000):
+            _take(state, message, config.subscription)
+    state.settle()
+    return bool(state.keys)
+
+
 def lost_letters(
     where: TopicPartition, claimed: EntryId, first: EntryId | None, config: SourceConfig
 ) -> None:

@@ -25,7 +25,6 @@ from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
 from keyshard.core.retrying import Setback
 from keyshard.core.tally import Tally
-from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import (
     ConfigError,
     HandlerFailedError,
@@ -38,6 +37,7 @@ from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.config import WORKERS_MAX, HandlerConfig
+from keyshard.handlers.dead_letter_topic import check_dead_letter_topic, find_dead_letter_topic
 from keyshard.handlers.dead_letters import open_dead_letters
 from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_moves import LaneMoves
@@ -112,7 +112,7 @@ class HandlerRun:
         self._commit_at_s = 0.0
         self._turned_s = time.monotonic()
         self._policy_failed = False
-        self._dead_letter_topic = _dead_letter_topic(config, handling)
+        check_dead_letter_topic(config, handling.dead_letter_topic)
         self._parked: ParkedLanes | None = None
         self._made: Workers | None = None
         self.rescaler: Rescaler | None = None
@@ -275,11 +275,16 @@ class HandlerRun:
         checkpoint = None if self._store is None else self._store.load()
         self._made = self._make_workers()
         self._coordinator.start(checkpoint)
+        coordinator, known = self._coordinator, None if checkpoint is None else checkpoint.parked
+        topic, known = find_dead_letter_topic(
+            coordinator.broker, coordinator.admin, self._config,
+            self._handling.dead_letter_topic, known,
+        )  # fmt: skip
         letters = open_dead_letters(
-            self._coordinator.broker,
-            self._dead_letter_topic,
+            coordinator.broker,
+            topic,
             self._config,
-            None if checkpoint is None else checkpoint.parked,
+            known,
             checkpointed=self._store is not None,
         )
         self._committer = Committer(self._coordinator, self._store, letters)
@@ -415,15 +420,3 @@ def _mode(executor: str, handle: Handle) -> str:
             "executor out, or give a handler that fits it."
         )
     return executor
-
-
-def _dead_letter_topic(config: SourceConfig, handling: HandlerConfig) -> str:
-    default = config.default_dead_letter_topic
-    topic = handling.dead_letter_topic or default
-    pattern = None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
-    if topic in config.topics or (topic != default and pattern and pattern.matches(topic)):
-        raise ConfigError(
-            f"dead_letter_topic is {topic}, which this source consumes: its letters would become "
-            "letters again. Name another topic."
-        )
-    return topic

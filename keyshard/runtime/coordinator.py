@@ -190,6 +190,11 @@ class Coordinator:
         """The connection of the started source; :meth:`stop` closes it."""
         return self._broker
 
+    @property
+    def admin(self) -> Admin | None:
+        """The admin interface, where there is one."""
+        return self._admin
+
     # -- what hosts call ----------------------------------------------------------------------
 
     @property

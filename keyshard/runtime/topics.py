@@ -17,6 +17,8 @@ from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 
+PARKED = "-parked"
+"""End of the name of a subscription that keeps dead letters."""
 THREADS_MAX = 8
 """Questions asked at the same time."""
 
@@ -35,7 +37,7 @@ class Catalog:
         self._broker = broker
         self._admin = admin
         self._topics = tuple(config.topics)
-        self._dead_letters = config.default_dead_letter_topic
+        self._letters: dict[str, bool] = {}
         self._pattern = (
             None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
         )
@@ -51,8 +53,21 @@ class Catalog:
             return self._topics
         assert self._admin is not None, "a pattern needs admin_url"
         found = self._admin.topics(self._pattern.tenant, self._pattern.namespace)
-        found = found - {self._dead_letters}
-        return tuple(sorted(topic for topic in found if self._pattern.matches(topic)))
+        matching = sorted(topic for topic in found if self._pattern.matches(topic))
+        return tuple(topic for topic in matching if not self._has_letters(topic))
+
+    def _has_letters(self, topic: str) -> bool:
+        """Whether a topic is where a source parks; asked once, when it is seen first."""
+        assert self._admin is not None
+        known = self._letters.get(topic)
+        if known is None:
+            known = self._admin.partition_count(topic) == 0 and any(
+                name.endswith(PARKED) for name in self._admin.subscriptions(TopicPartition(topic))
+            )
+            self._letters[topic] = known
+            if known:
+                _log.warning("topic %s matches, but holds dead letters: it is left out", topic)
+        return known
 
     def partitions(self, topic: str, *, was_partitioned: bool) -> tuple[TopicPartition, ...]:
         """Topic partitions that a topic has now; ``()`` when it does not exist.

@@ -471,7 +471,7 @@ def test_a_pattern_does_not_match_the_dead_letters_of_its_own_source(place: Plac
     assert len(place.cluster.log(letters)) == 3
     assert list(place.cluster.subscriptions(letters)) == ["keyshard-parked"]
     with pytest.raises(ConfigError, match="which this source consumes"):
-        place.run(**pattern).source.run(place.handle, dead_letter_topic="other-DLQ")
+        place.run(**pattern).source.run(place.handle, dead_letter_topic="other-dead")
 
 
 def test_ranges_move_while_keys_park_and_come_out(place: Place) -> None:
@@ -502,3 +502,84 @@ def test_ranges_move_while_keys_park_and_come_out(place: Place) -> None:
         wait_until(lambda: place.resting() == 0)
     assert place.handled == {key: list(range(13)) for key in keys}
     record.check(place)
+
+
+def test_two_pattern_sources_do_not_feed_each_other(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 3)
+    first = {"topics_pattern": "persistent://public/default/.*", "admin_url": place.url}
+    second = first | {"subscription": "audit"}
+    options = {"discovery_interval_ms": 20, "on_failure": "dead_letter"}
+    with place.run(**first, **options), place.run(**second, **options):
+        wait_until(lambda: place.backlog() == 0 and place.backlog("audit") == 0)
+        later = place.cluster.create_topic("later")
+        place.cluster.publish(later, Stored(b"0", key="later"))
+        wait_until(lambda: place.handled["later"] == [0, 0])
+    for subscription in ("keyshard", "audit"):
+        letters = TopicPartition(f"persistent://public/default/{subscription}-DLQ")
+        assert len(place.cluster.log(letters)) == 3
+        assert list(place.cluster.subscriptions(letters)) == [f"{subscription}-parked"]
+
+
+def test_a_pattern_leaves_out_where_another_source_parks_whatever_its_name(place: Place) -> None:
+    place.broken = {"b"}
+    place.publish(*"ab" * 3)
+    pattern = {"topics_pattern": "persistent://public/default/.*", "admin_url": place.url}
+    with place.run(dead_letter_topic="dead"):
+        wait_until(lambda: place.backlog() == 0)
+        with place.run(**pattern, subscription="audit", discovery_interval_ms=20):
+            wait_until(lambda: place.backlog("audit") == 0)
+    dead = TopicPartition("persistent://public/default/dead")
+    assert list(place.cluster.subscriptions(dead)) == ["keyshard-parked"]
+
+
+@pytest.mark.parametrize("admin", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_topic_added_in_front_forgets_no_parked_key(
+    place: Place, tmp_path: Path, *, admin: bool, checkpoint: bool
+) -> None:
+    options: dict[str, object] = {"admin_url": place.url} if admin else {}
+    if checkpoint:
+        options["checkpoint"] = f"file://{tmp_path / 'checkpoint.json'}"
+    place.broken = {"b"}
+    place.publish(*"b" * 2)
+    with place.run(**options):
+        wait_until(lambda: len(place.letters()) == 2 and place.backlog() == 0)
+    front = place.cluster.create_topic("front")
+    place.broken.clear()
+    place.publish("b")
+    with place.run(topics=[front, place.topic], **options) as run:
+        wait_until(lambda: len(place.letters()) == 3)
+        assert place.handled["b"] == []
+        run.source.unpark("b")
+        wait_until(lambda: place.handled["b"] == [0, 1, 2])
+
+
+def test_letters_in_two_topics_are_not_forgotten(place: Place) -> None:
+    other = place.cluster.create_topic("other")
+    place.broken = {"b"}
+    place.publish("b")
+    place.cluster.publish(other, Stored(b"0", key="b"))
+    for topic in (place.topic, other):
+        dead = TopicPartition(f"{topic}-keyshard-DLQ")
+        with place.run(topics=topic):
+            wait_until(lambda dead=dead: place.cluster.backlog(dead, "keyshard-parked") == 1)
+    with place.run(topics=[other, place.topic]) as run:
+        run.thread.join(20)
+    assert isinstance(run.error, ConfigError)
+    assert "orders-keyshard-DLQ" in str(run.error)
+    assert "other-keyshard-DLQ" in str(run.error)
+
+
+def test_another_dead_letter_topic_is_refused_while_letters_rest(
+    place: Place, tmp_path: Path
+) -> None:
+    options = {"checkpoint": f"file://{tmp_path / 'checkpoint.json'}"}
+    place.broken = {"b"}
+    place.publish("b")
+    with place.run(**options):
+        wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
+    with place.run(dead_letter_topic="elsewhere", **options) as run:
+        run.thread.join(20)
+    assert isinstance(run.error, ConfigError)
+    assert "letters of parked keys rest in" in str(run.error)

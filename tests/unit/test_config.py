@@ -193,4 +193,4 @@ def test_an_empty_worker_host_is_refused() -> None:
     ],
 )
 def test_letters_have_a_topic_of_their_own_by_default(fields: dict[str, Any], topic: str) -> None:
-    assert SourceConfig(**({"subscription": "s"} | fields)).default_dead_letter_topic == topic
+    assert SourceConfig(**({"subscription": "s"} | fields)).default_dead_letter_topics[0] == topic
