@@ -316,9 +316,8 @@ class Program:
         return True
 
     def parked(self) -> list[str]:
-        """Keys that are parked."""
-        run = self._running()
-        return [] if run is None or run._parked is None else list(run._parked.resting())
+        """Keys of which letters rest, while it lives."""
+        return [] if self._source is None else self.promises.unfinished()
 
     def unpark(self, *keys: str) -> None:
         """Let keys out, as far as it runs."""
