@@ -14,6 +14,7 @@
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
+    ├── CheckpointInUseError           KEYSHARD_CHECKPOINT_IN_USE
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
     ├── MisroutedError                 KEYSHARD_MISROUTED
     ├── TopicRecreatedError            KEYSHARD_TOPIC_RECREATED
@@ -149,6 +150,12 @@ class CheckpointError(KeyShardError, ValueError):
     """A checkpoint text cannot be read."""
 
     code = "KEYSHARD_CHECKPOINT_INVALID"
+
+
+class CheckpointInUseError(KeyShardError):
+    """Another running source keeps its checkpoint in the same file."""
+
+    code = "KEYSHARD_CHECKPOINT_IN_USE"
 
 
 class CheckpointMismatchError(KeyShardError):

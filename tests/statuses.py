@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keyshard.core.circuit import Circuit
 from keyshard.core.timings import Timings
 
 
@@ -66,7 +67,9 @@ def status(**changes: Any) -> dict[str, Any]:
             "parked": 0,
             "rejected": 0,
             "deadLettered": 0,
+            "observerErrors": 0,
         },
+        "circuit": Circuit().status(0.0),
         "handlerSeconds": Timings().status(),
         "window": {
             "windowRows": 0,

@@ -61,6 +61,16 @@ def _view(told: Mapping[str, Any], rates: watching.Rates | None = None) -> Rende
     parts: list[RenderableType] = [Text(_head(told)), Text(_counts(told))]
     if rates is not None:
         parts.append(Text(_paces(told, rates)))
+    circuit = told["circuit"]
+    if circuit["state"] != "closed":
+        parts.append(
+            Text(
+                f"handlers pause for {circuit['forSeconds']:.0f} s, because most keys fail "
+                f"({circuit['keysFailing']} of the {circuit['keysTried']} tried last): "
+                f"{circuit['error']}",
+                style="red",
+            )
+        )
     named = [each["key"] for each in told["parked"][:_PARKED_MAX]]
     if named:
         names = ", ".join(map(repr, named))

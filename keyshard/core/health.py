@@ -3,7 +3,7 @@
 State of a range, the first that applies::
 
     stalled       for STALL_S it had something to do and nothing changed, or a handler has not
-                  returned, or a consumer has been away
+                  returned though that is not usual for it, or a consumer has been away
     disconnected  a consumer of it is not connected to the broker
     draining      it is about to move: what runs is finished, nothing new starts
     blocked       rows wait, and every key they have waits for a retry
@@ -22,6 +22,9 @@ BLOCKS_S = 1.0
 """Time after which a handler that has not returned is said to hold back its range, seconds."""
 STALL_S = 6.0
 """Time without progress after which a range is called stalled, seconds."""
+USUAL_TIMES = 2.0
+"""A handler stalls when it takes this many times as long as 99 of 100 attempts do, and at least
+``STALL_S``."""
 REMIND_S = 60.0
 """Time after which a range that is still stalled is named again, seconds."""
 
@@ -153,16 +156,27 @@ class Watchdog:
         self.stalls: dict[int, Stall] = {}
         """Ranges that stall now, by index."""
 
-    def look(self, now_s: float, ranges: Sequence[RangeFacts]) -> list[Stall]:
+    def look(
+        self, now_s: float, ranges: Sequence[RangeFacts], *, usual_s: float = 0.0, pause: str = ""
+    ) -> list[Stall]:
         """Take what is known of all ranges now; which stalls are to be named.
 
         A stall is named when it is found, and again every ``REMIND_S``.
+
+        Args:
+            now_s: Time of the clock.
+            ranges: All ranges.
+            usual_s: What 99 of 100 attempts of the handler do not exceed, seconds.
+            pause: Why no handler starts at all, if that is so.
         """
+        slow_s = max(STALL_S, USUAL_TIMES * usual_s)
         self._watched = {
             facts.index: self._watched.get(facts.index) or _Watched(facts.handled, now_s)
             for facts in ranges
         }
-        found = [self._judge(now_s, self._watched[facts.index], facts) for facts in ranges]
+        found = [
+            self._judge(now_s, self._watched[facts.index], facts, slow_s, pause) for facts in ranges
+        ]
         self.stalls = {stall.index: stall for stall in found if stall is not None}
         due: list[Stall] = []
         for index, watched in self._watched.items():
@@ -174,7 +188,9 @@ class Watchdog:
         return due
 
     @staticmethod
-    def _judge(now_s: float, watched: _Watched, facts: RangeFacts) -> Stall | None:
+    def _judge(
+        now_s: float, watched: _Watched, facts: RangeFacts, slow_s: float, pause: str
+    ) -> Stall | None:
         busy = bool(facts.waiting or facts.in_flight)
         if facts.handled != watched.handled or not busy:
             watched.handled, watched.still_since_s = facts.handled, now_s
@@ -183,21 +199,30 @@ class Watchdog:
         elif watched.away_since_s is None:
             watched.away_since_s = now_s
         key = facts.blocking
-        if key is not None and key.running_s is not None and key.running_s >= STALL_S:
-            return Stall(facts.index, now_s - key.running_s, f"{key.reason}: {key}")
+        running_s = None if key is None else key.running_s
+        if (
+            key is not None
+            and running_s is not None
+            and (running_s >= (STALL_S if key.parking else slow_s))
+        ):
+            return Stall(facts.index, now_s - running_s, f"{key.reason}: {key}")
         if watched.away_since_s is not None and now_s - watched.away_since_s >= STALL_S:
             names = ", ".join(facts.disconnected[:3])
             more = f" and {len(facts.disconnected) - 3} more" if len(facts.disconnected) > 3 else ""
             reason = f"its consumer is not connected to {names}{more}"
             return Stall(facts.index, watched.away_since_s, reason)
-        if busy and now_s - watched.still_since_s >= STALL_S:
-            return Stall(facts.index, watched.still_since_s, _stillness(facts))
+        # What runs, or waits for a worker that does, may rightly take as long as handlers do.
+        works = not pause and (facts.in_flight or facts.ready)
+        if busy and now_s - watched.still_since_s >= (slow_s if works else STALL_S):
+            return Stall(facts.index, watched.still_since_s, _stillness(facts, pause))
         return None
 
 
-def _stillness(facts: RangeFacts) -> str:
+def _stillness(facts: RangeFacts, pause: str) -> str:
     """Why a range that has rows handles none, as far as it is known."""
     text = f"{facts.waiting} messages wait, {facts.in_flight} are in flight, and none was completed"
+    if pause:
+        return f"{text}: handlers pause: {pause}"
     if facts.ready and not facts.in_flight:
         return f"{text}: no worker is free"
     if facts.blocking is not None:

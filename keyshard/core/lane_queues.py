@@ -65,6 +65,10 @@ class KeyQueue:
     """Why the newest attempt of the head failed."""
     not_before_s: float = 0.0
     """When the head may be tried again."""
+    weather: int = 0
+    """After which opening of the circuit its failed attempts were counted."""
+    behind: int = 0
+    """Number behind which it lines up, though its head is older."""
 
 
 @dataclass(slots=True, eq=False)

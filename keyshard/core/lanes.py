@@ -132,7 +132,7 @@ class Lanes:
         queue = work.queue
         self._end(queue)
         queue.work.popleft()
-        queue.attempts, queue.reason = 0, None
+        queue.attempts, queue.reason, queue.behind = 0, None, 0
         if queue.work:
             self._make_ready(queue)
         elif queue.key is not None:
@@ -150,15 +150,21 @@ class Lanes:
             self._completed.setdefault(entry.topic_partition, []).append(entry.id)
             self.completed_entries += 1
 
-    def again(self, work: Work, not_before_s: float, reason: str) -> None:
-        """An attempt failed: the message stays the head of its key, which waits until a time."""
+    def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
+        """An attempt failed: the message stays the head of its key, which waits until a time.
+
+        One that is not counted lines up behind all keys that wait, so that others are tried next.
+        """
         queue = work.queue
         self._end(queue)
         self.waiting += 1
         self._ranges[queue.owner].waiting += 1
-        if not queue.attempts:
-            queue.failing_since_s = work.started_s
-        queue.attempts += 1
+        if counted:
+            if not queue.attempts:
+                queue.failing_since_s = work.started_s
+            queue.attempts += 1
+        else:
+            queue.behind = self._received
         queue.reason = reason
         queue.not_before_s = not_before_s
         self._later_count += 1
@@ -376,7 +382,8 @@ class Lanes:
     def _make_ready(self, queue: KeyQueue) -> None:
         owner = self._ranges[queue.owner]
         self._readied += 1
-        heapq.heappush(owner.ready, (queue.work[0].number, self._readied, queue))
+        number = max(queue.work[0].number, queue.behind)
+        heapq.heappush(owner.ready, (number, self._readied, queue))
         self._list(owner)
 
     def _list(self, owner: LaneRange) -> None:

@@ -19,12 +19,22 @@ class Timings:
         self._counts = [0] * (len(BOUNDS_S) + 1)
         self.count = 0
         self.sum_s = 0.0
+        self.longest_s = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one duration."""
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.count += 1
         self.sum_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    @property
+    def p99_s(self) -> float:
+        """What 99 of 100 do not exceed, as far as the buckets tell; 0 without any. Seconds."""
+        counts = accumulate(self._counts)
+        index = next((i for i, count in enumerate(counts) if count >= 0.99 * self.count), 0)
+        bound_s = BOUNDS_S[index] if index < len(BOUNDS_S) else self.longest_s
+        return min(bound_s, self.longest_s)
 
     def status(self) -> dict[str, Any]:
         """As plain JSON values; each bucket counts everything up to its bound."""

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes
 from keyshard.core.tally import Tally
-from keyshard.errors import WindowFullError
+from keyshard.errors import KeyShardError, NotRunningError, WindowFullError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.lane_moves import LaneMoves
@@ -26,6 +26,9 @@ from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import Rescaler
 from keyshard.schema.columns import SCHEMA, record_batches
 
+BATCH_BYTES_MAX = 512 * 1024 * 1024
+"""Payload at which a batch is full, bytes, unless one entry has more. A column of a record batch
+holds at most 2 GiB."""
 WAIT_S = 0.1
 """Longest sleep between two looks at whether the run is stopped, seconds."""
 
@@ -43,7 +46,6 @@ class Batch:
         """All columns of :data:`keyshard.schema.columns.SCHEMA`."""
         self._entries = entries
         self._run = run
-        self._acked = False
 
     def ack(self) -> None:
         """Acknowledge every message of the batch, after its checkpoint is durable. Idempotent.
@@ -51,11 +53,10 @@ class Batch:
         Batches may be acknowledged in any order, from any thread.
 
         Raises:
-            KeyShardError: The source ended, or the checkpoint could not be stored.
+            KeyShardError: The source ended, or the checkpoint could not be stored. Call it again:
+                what it would have acknowledged is not.
         """
-        if not self._acked:
-            self._run.commit(self._entries)
-            self._acked = True
+        self._run.commit(self._entries)
 
 
 class BatchRun:
@@ -111,7 +112,7 @@ class BatchRun:
             WindowFullError: Nobody acknowledges.
             KeyShardError: What ended the source.
         """
-        checkpoint = None if self._store is None else self._store.load()
+        checkpoint = None if self._store is None else self._store.open()
         try:
             self._monitor = Monitor(self._subject)
             self._coordinator.start(checkpoint)
@@ -126,6 +127,8 @@ class BatchRun:
             if self._monitor is not None:
                 self._monitor.close()
             self._coordinator.stop()
+            if self._store is not None:
+                self._store.close()
 
     def status(self) -> dict[str, Any]:
         """What goes on, as plain JSON values; no lane works on anything."""
@@ -133,23 +136,40 @@ class BatchRun:
         return view.status()
 
     def commit(self, entries: dict[TopicPartition, list[EntryId]]) -> None:
-        """Commit the entries of a batch, and those that found no room before."""
+        """Commit the entries of a batch, which is emptied, and what was left of others before."""
         with self._lock:
+            completed = {where: list(ids) for where, ids in self._left.items()}
             for topic_partition, ids in entries.items():
-                self._left.setdefault(topic_partition, []).extend(ids)
-            self._left = self._committer.commit(self._left)
+                completed.setdefault(topic_partition, []).extend(ids)
+            self._left = self._committer.plan(completed)
+            entries.clear()
+            self._committer.store()
+
+    def unpark(self, key: str) -> bool:
+        """Nothing is parked here.
+
+        Raises:
+            NotRunningError: Always.
+        """
+        raise NotRunningError(
+            f"Key {key!r} cannot be unparked: batches() parks no keys. A source that runs a "
+            "handler by run() does."
+        )
 
     def _next(self) -> Batch | None:
         deadline = 0.0
         full_since_s = time.monotonic()
         rows = sum(block.rows for _, block in self._rows)
+        size = sum(block.payload_bytes for _, block in self._rows)
         while not self._stopping:
             now = time.monotonic()
-            if rows >= self._rows_max or (rows and now >= deadline > 0):
+            full = rows >= self._rows_max or size >= BATCH_BYTES_MAX
+            if full or (rows and now >= deadline > 0):
                 return self._cut()
             taken = self._coordinator.take(min(WAIT_S, deadline - now) if deadline else WAIT_S)
             self._rows.extend((topic_partition, block) for topic_partition, _, block in taken)
             rows += sum(block.rows for _, _, block in taken)
+            size += sum(block.payload_bytes for _, _, block in taken)
             if rows and not deadline:
                 deadline = now + self._wait_max_s
             if taken or not self._coordinator.full:
@@ -164,12 +184,30 @@ class BatchRun:
 
     def _cut(self) -> Batch:
         blocks: list[tuple[TopicPartition, EntryBlock]] = []
-        rows = 0
-        while self._rows and (not rows or rows + self._rows[0][1].rows <= self._rows_max):
+        rows = size = 0
+        while self._rows:
+            block = self._rows[0][1]
+            rows, size = rows + block.rows, size + block.payload_bytes
+            if blocks and (rows > self._rows_max or size > BATCH_BYTES_MAX):
+                break
             blocks.append(self._rows.popleft())
-            rows += blocks[-1][1].rows
         entries: dict[TopicPartition, list[EntryId]] = {}
         for topic_partition, block in blocks:
             entries.setdefault(topic_partition, []).append(block.id)
-        table = pa.Table.from_batches(record_batches(blocks, SCHEMA.names)).combine_chunks()
-        return Batch(table.to_batches()[0], entries, self)
+        return Batch(_whole(blocks), entries, self)
+
+
+def _whole(blocks: Sequence[tuple[TopicPartition, EntryBlock]]) -> pa.RecordBatch:
+    """All rows of some entries, in one record batch."""
+    table = pa.Table.from_batches(record_batches(blocks, SCHEMA.names))
+    parts = table.combine_chunks().to_batches()
+    rows = sum(block.rows for _, block in blocks)
+    if len(parts) != 1 or parts[0].num_rows != rows:
+        # A column of more than 2 GiB stays in several chunks.
+        where, first = blocks[0]
+        raise KeyShardError(
+            f"The {rows} rows from entry {first.id.ledger}:{first.id.entry} of {where} on do not "
+            f"fit into one record batch: {table.nbytes} bytes. Nothing of them is acknowledged. "
+            "Publish smaller producer batches, or consume this topic with a handler."
+        )
+    return parts[0]

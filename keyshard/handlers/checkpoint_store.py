@@ -10,6 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError
+from keyshard.handlers.checkpoint_lock import CheckpointLock
 from keyshard.handlers.config import checkpoint_url
 from keyshard.redaction import redacted, shown
 
@@ -38,6 +39,43 @@ class CheckpointStore:
         if not self._path.strip("/") or url.endswith("/"):
             raise ConfigError(f"checkpoint is {shown(url)}; it must name a file, not a folder.")
         self._url = redacted(url)
+        self._lock: CheckpointLock | None = None
+
+    def open(self) -> Checkpoint | None:
+        """Hold it until :meth:`close`, see that it can be written, and load it.
+
+        Files on a local disk are locked. Object stores have no locks: there only the broker keeps
+        two sources of one subscription apart.
+
+        Raises:
+            CheckpointInUseError: Another running source has it.
+            CheckpointError: It cannot be read or written.
+        """
+        if isinstance(self._files, LocalFileSystem):
+            self._lock = CheckpointLock(Path(self._path))
+        else:
+            self._try_to_write(f"{self._path}.check")
+        try:
+            return self.load()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have it. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _try_to_write(self, path: str) -> None:
+        try:
+            self._files.pipe_file(path, b"")
+            self._files.rm_file(path)
+        except Exception as exc:
+            raise CheckpointError(
+                f"The checkpoint {self._url} cannot be written: {exc}. Name a place that this "
+                "process may write to."
+            ) from exc
 
     def load(self) -> Checkpoint | None:
         """The checkpoint stored last; ``None`` when there is none.

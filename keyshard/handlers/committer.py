@@ -49,17 +49,24 @@ class Committer:
         self._coordinator = coordinator
         self._store = store
 
-    def commit(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
-        """Commit completed entries.
+    def plan(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
+        """Take completed entries into the next checkpoint; memory only.
 
         Returns:
-            Those that the checkpoint had no room for; commit them later.
+            Those that the checkpoint has no room for; give them again later. The others belong to
+            :meth:`store` from now on, also when that fails.
 
         Raises:
-            KeyShardError: The source ended, or the checkpoint could not be stored. Nothing of this
-                commit is acknowledged then.
+            KeyShardError: The source ended; nothing was taken.
         """
-        left = self._coordinator.commit(completed)
+        return self._coordinator.commit(completed)
+
+    def store(self) -> None:
+        """Make what was planned durable and acknowledge it; what a failed call left, too.
+
+        Raises:
+            KeyShardError: The checkpoint could not be stored. Nothing of it is acknowledged.
+        """
         if self._coordinator.committed:
             if self._store is not None:
                 parked = None if self._parked is None else self._parked.checkpoint()
@@ -67,4 +74,3 @@ class Committer:
                 if self._parked is not None:
                     self._parked.saved()
             self._coordinator.release_committed()
-        return left

@@ -15,10 +15,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from keyshard.config import SourceConfig
+from keyshard.core.circuit import Circuit
 from keyshard.core.failure import Failure, Verdict, text_of
 from keyshard.core.hash_range import range_index
 from keyshard.core.lane_queues import Work
@@ -113,6 +114,9 @@ class HandlerRun:
         self._turned_s = time.monotonic()
         self._policy_failed = False
         check_dead_letter_topic(config, handling.dead_letter_topic)
+        self._circuit = Circuit()
+        self._has_weather = handling.on_failure != "stop"
+        """Whether the circuit may open: where the user wants an end at the last attempt, never."""
         self._parked: ParkedLanes | None = None
         self._made: Workers | None = None
         self.rescaler: Rescaler | None = None
@@ -127,6 +131,7 @@ class HandlerRun:
             turned_s=lambda: self._turned_s,
             parked=lambda: self._parked,
             unpark=self.unpark,
+            circuit=self._circuit,
         )  # fmt: skip
 
     # -- for the user's thread ------------------------------------------------------------------
@@ -161,6 +166,8 @@ class HandlerRun:
             if self._monitor is not None:
                 self._monitor.close()
             self._coordinator.stop()
+            if self._store is not None:
+                self._store.close()
         if self._error is not None:
             raise self._error
 
@@ -203,15 +210,19 @@ class HandlerRun:
         if self._stopping:
             self.lanes.drain()
         now = time.monotonic()
-        while not self._ended and (work := self.lanes.next(now)) is not None:
+        if self._ended or not self._circuit.may_start(now):
+            return None
+        while (work := self.lanes.next(now)) is not None:
             if not self._letters.claims(work):
+                self._circuit.started(_lane(work))
                 return work
         return None
 
     def judge(self, work: Work, error: BaseException) -> Setback:
         failure, queue, now = Failure.of(error), work.queue, time.monotonic()
-        since_s = queue.failing_since_s if queue.attempts else work.started_s
-        decision = self._handling.retry.decide(queue.attempts + 1, now - since_s, failure)
+        attempts = queue.attempts if queue.weather == self._circuit.openings else 0
+        since_s = queue.failing_since_s if attempts else work.started_s
+        decision = self._handling.retry.decide(attempts + 1, now - since_s, failure)
         if decision.problem and not self._policy_failed:
             self._policy_failed = True
             _log.warning(
@@ -223,6 +234,8 @@ class HandlerRun:
     def finish(self, work: Work, setback: Setback | None) -> None:
         now = time.monotonic()
         self.tally.attempt(now - work.started_s, failed=setback is not None)
+        if self._is_weather(work, setback, now):
+            return
         if setback is None:
             self._letters.handled(work)
             return
@@ -237,6 +250,33 @@ class HandlerRun:
             self.lanes.again(work, now + delay_s, failure.reason)
         else:
             self._give_up(work, failure)
+
+    def _is_weather(self, work: Work, setback: Setback | None, now_s: float) -> bool:
+        """Tell the circuit of an attempt; whether it failed by weather, and is seen to."""
+        circuit, lane = self._circuit, _lane(work)
+        verdict = None if setback is None else setback.failure.verdict
+        if setback is None or verdict is Verdict.REJECTED:
+            if circuit.succeeded(lane, now_s):
+                _log.warning(
+                    "a message was handled again after %.1f s: handlers go on",
+                    now_s - circuit.since_s,
+                )
+                self.wake()
+            return False
+        if verdict is not Verdict.FAILED or not self._has_weather:
+            circuit.undecided(lane, now_s)
+            return False
+        if circuit.failed(lane, now_s, setback.failure.reason):
+            _log.warning("handlers pause: %s", circuit)
+        queue, openings = work.queue, circuit.openings
+        if queue.weather != openings:
+            queue.weather, queue.attempts = openings, 0
+        if circuit.closed:
+            return False
+        self.lanes.again(
+            work, now_s + (setback.decision.delay_s or 0.0), setback.failure.reason, counted=False
+        )
+        return True
 
     def _give_up(self, work: Work, failure: Failure) -> None:
         if self._letters.give_up(work, failure):
@@ -258,6 +298,8 @@ class HandlerRun:
 
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
+        if not self._circuit.may_start(time.monotonic()):
+            return
         if self._workers.resting:
             due_s = self.lanes.next_due_s()
             due = due_s is not None and due_s <= time.monotonic()
@@ -272,7 +314,7 @@ class HandlerRun:
     # -- the run's own thread ----------------------------------------------------------------------
 
     def _start(self) -> None:
-        checkpoint = None if self._store is None else self._store.load()
+        checkpoint = None if self._store is None else self._store.open()
         self._made = self._make_workers()
         self._coordinator.start(checkpoint)
         coordinator, known = self._coordinator, None if checkpoint is None else checkpoint.parked
@@ -337,10 +379,11 @@ class HandlerRun:
         began_s = time.thread_time()
         with self.changed:
             completed = self.lanes.take_completed()
-        left = self._committer.commit(completed)
+        left = self._committer.plan(completed)
         if left:
             with self.changed:
                 self.lanes.put_back(left)
+        self._committer.store()
         spent_s = time.thread_time() - began_s
         self._commit_at_s = time.monotonic() + max(COMMIT_INTERVAL_S, spent_s / COMMIT_SHARE_MAX)
 
@@ -406,6 +449,12 @@ class HandlerRun:
         if self._error is None:
             self._error = error
         self._stopping = True
+
+
+def _lane(work: Work) -> Hashable:
+    """What tells keys apart; a message without one is alone in its queue."""
+    queue = work.queue
+    return queue if queue.key is None else queue.key
 
 
 def _mode(executor: str, handle: Handle) -> str:

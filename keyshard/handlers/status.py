@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from keyshard.config import SourceConfig
+from keyshard.core.circuit import Circuit
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import HashRange, gaps
 from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
@@ -69,6 +70,8 @@ class Subject:
     """``None`` where nothing is parked, and while it starts."""
     unpark: Callable[[str], bool] | None = None
     """Lets a parked key out; ``None`` where nothing is parked."""
+    circuit: Circuit = field(default_factory=Circuit)
+    """Whether most keys fail at once, so that handlers pause; guarded, too."""
 
     @property
     def phase(self) -> str:
@@ -109,8 +112,12 @@ class StatusView:
             return []
         now_s = time.monotonic()
         facts = self._facts(now_s, self._seats())
+        subject = self._subject
+        with subject.changed:
+            usual_s = subject.tally.timings.p99_s
+            pause = "" if subject.circuit.closed else str(subject.circuit)
         with self._lock:
-            return self._watchdog.look(now_s, facts)
+            return self._watchdog.look(now_s, facts, usual_s=usual_s, pause=pause)
 
     def status(self) -> dict[str, Any]:
         """Everything; see ``docs/status.md``."""
@@ -122,6 +129,7 @@ class StatusView:
         with subject.changed:
             oldest = [subject.lanes.counts(each.index).oldest for each in facts]
             counters, timings = subject.tally.counters(), subject.tally.timings.status()
+            circuit = subject.circuit.status(now_s)
         with self._lock:
             stalls = dict(self._watchdog.stalls)
         config, parked = subject.config, subject.parked()
@@ -152,6 +160,7 @@ class StatusView:
             ],
             "counters": counters,
             "handlerSeconds": timings,
+            "circuit": circuit,
             "window": subject.coordinator.status() if started else None,
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
         }

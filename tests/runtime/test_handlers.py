@@ -20,7 +20,13 @@ from helpers import wait_until
 from keyshard import Message, RetryLater, RetryPolicy
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
-from keyshard.errors import ConfigError, HandlerFailedError, WindowFullError
+from keyshard.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    ConfigError,
+    HandlerFailedError,
+    WindowFullError,
+)
 from keyshard.runtime.range_consumers import RangeConsumers
 
 
@@ -315,6 +321,31 @@ def test_a_wrong_option_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         place.source().run(**({"handle": print} | options))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_anything_connects(
+    place: Place, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        place.source().run(print, checkpoint=f"{tmp_path}/file/orders.json")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        next(place.source().batches(checkpoint=f"{tmp_path}/file/orders.json"))
+    assert place.backlog() == -1
+
+
+def test_two_sources_do_not_share_a_checkpoint(place: Place, tmp_path: Path) -> None:
+    url = f"{tmp_path}/orders.json"
+    place.publish(keys=1, per_key=1)
+    with place.running(place.source(), place.note, checkpoint=url):
+        wait_until(lambda: place.count == 1)
+        other = place.source(subscription="other")
+        with pytest.raises(CheckpointInUseError, match="in use"):
+            other.run(print, checkpoint=url)
+    with place.running(place.source(), place.note, checkpoint=url):
+        place.publish(keys=1, per_key=1)
+        wait_until(lambda: place.count == 2)
+    assert not place.errors
 
 
 def test_a_source_runs_once_at_a_time(place: Place) -> None:

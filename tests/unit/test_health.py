@@ -61,6 +61,39 @@ def test_a_handler_that_does_not_return_is_named_though_other_keys_go_on() -> No
     assert "key 'k', message 1:2:0, attempt 3" in stall.reason
 
 
+def test_a_handler_that_usually_takes_long_is_named_only_after_twice_its_usual_time() -> None:
+    watchdog = Watchdog()
+    usual_s = 20.0
+    for now in range(0, 40, 2):
+        key = KeyFacts("k", "1:2:0", running_s=float(now))
+        facts = RangeFacts(0, waiting=3, ready=1, in_flight=1, blocking=key)
+        assert watchdog.look(float(now), [facts], usual_s=usual_s) == []
+    key = KeyFacts("k", "1:2:0", running_s=40.0)
+    facts = RangeFacts(0, waiting=3, ready=1, in_flight=1, blocking=key)
+    (stall,) = watchdog.look(40.0, [facts], usual_s=usual_s)
+    assert "has not returned for 40.0 s" in stall.reason
+
+
+def test_a_letter_that_is_not_confirmed_is_named_however_long_handlers_take() -> None:
+    key = KeyFacts("k", "1:2:0", running_s=STALL_S, parking=True)
+    assert Watchdog().look(STALL_S, [RangeFacts(0, in_flight=1, blocking=key)], usual_s=60.0)
+
+
+def test_rows_that_wait_for_a_retry_are_named_however_long_handlers_take() -> None:
+    watchdog = Watchdog()
+    facts = RangeFacts(0, waiting=4, blocking=RETRYING)
+    watchdog.look(0.0, [facts], usual_s=60.0)
+    assert watchdog.look(STALL_S, [facts], usual_s=60.0)
+
+
+def test_a_pause_of_all_handlers_is_named_as_the_reason() -> None:
+    watchdog = Watchdog()
+    facts = RangeFacts(0, waiting=4, ready=2)
+    watchdog.look(0.0, [facts], usual_s=60.0, pause="most keys fail")
+    (stall,) = watchdog.look(STALL_S, [facts], usual_s=60.0, pause="most keys fail")
+    assert stall.reason.endswith("handlers pause: most keys fail")
+
+
 def test_rows_without_progress_are_named_with_what_they_wait_for() -> None:
     watchdog = Watchdog()
     facts = RangeFacts(0, waiting=4, blocking=RETRYING)

@@ -1,0 +1,148 @@
+"""An outage of what handlers need: no key is parked by weather, and poison still is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tenacity
+
+from handler_place import Place
+from helpers import wait_until
+from keyshard import Message, Reject, RetryLater, RetryPolicy
+from keyshard.broker.memory import Message as Stored
+from keyshard.core.circuit import KEYS_MIN
+
+QUICK = RetryPolicy(wait=tenacity.wait_fixed(0.15), stop=tenacity.stop_after_attempt(3))
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.cluster.validate()
+
+
+class Database:
+    """What a handler needs; away until a time."""
+
+    def __init__(self, place: Place) -> None:
+        self.away_until_s = 0.0
+        self.attempts = 0
+        self._place = place
+
+    def away_for(self, seconds: float) -> None:
+        self.away_until_s = time.monotonic() + seconds
+
+    def handle(self, message: Message) -> None:
+        self.attempts += 1
+        if message.value == b"poison":
+            raise ValueError("poison")
+        if time.monotonic() < self.away_until_s:
+            raise ConnectionError("the database is away")
+        self._place.note(message)
+
+    async def coroutine(self, message: Message) -> None:
+        self.handle(message)
+
+
+@pytest.mark.parametrize("executor", ["threads", "async"])
+@pytest.mark.parametrize("keys", [KEYS_MIN, 50])
+def test_an_outage_parks_no_key_and_is_named(
+    place: Place, keys: int, executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(place)
+    count = place.publish(keys=keys, per_key=4)
+    database.away_for(1.5)
+    handle: Any = database.handle if executor == "threads" else database.coroutine
+    with (
+        caplog.at_level(logging.INFO, "keyshard"),
+        place.running(place.source(), handle, retry=QUICK) as run,
+    ):
+        wait_until(lambda: "_running" in run.source.__dict__)
+        wait_until(lambda: run.source.status()["circuit"]["state"] != "closed")
+        told = run.source.status()["circuit"]
+        assert told["error"] == "ConnectionError: the database is away"
+        assert told["keysFailing"] >= KEYS_MIN
+        wait_until(lambda: place.errors or place.backlog() == 0)
+        status = run.source.status()
+    assert not place.errors
+    assert status["parkedKeys"] == 0
+    assert status["counters"]["deadLettered"] == 0
+    assert status["circuit"]["state"] == "closed"
+    assert status["circuit"]["openings"] == 1
+    assert place.count == count
+    assert database.attempts < count + 60, "handlers paused"
+    logged = "\n".join(record.getMessage() for record in caplog.records)
+    assert "handlers pause" in logged
+    assert "handlers go on" in logged
+
+
+@pytest.mark.parametrize("keys", [1, 2, 40])
+def test_the_default_policy_survives_six_seconds_for_any_number_of_keys(
+    place: Place, keys: int
+) -> None:
+    database = Database(place)
+    count = place.publish(keys=keys, per_key=3)
+    database.away_for(6.0)
+    with place.running(place.source(), database.handle) as run:
+        wait_until(lambda: place.errors or place.count == count)
+        assert run.source.status()["counters"]["deadLettered"] == 0
+    assert not place.errors
+
+
+def test_poison_is_parked_while_others_go_on_and_after_an_outage(place: Place) -> None:
+    database = Database(place)
+    poison = [Stored(b"poison", key=f"bad-{n}") for n in range(2 * KEYS_MIN)]
+    place.publish(keys=50, per_key=2)
+    place.cluster.publish(place.topic, *poison)
+    database.away_for(1.0)
+    with place.running(place.source(), database.handle, retry=QUICK) as run:
+        wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == 100))
+        status = run.source.status()
+    assert status["circuit"]["state"] == "closed"
+    assert status["parkedKeys"] == len(poison)
+
+
+def test_a_bad_key_at_the_head_does_not_keep_good_ones_from_being_tried(place: Place) -> None:
+    """Many bad keys before the good ones: probes go round, so the good ones are found."""
+    database = Database(place)
+    place.cluster.publish(place.topic, *[Stored(b"poison", key=f"bad-{n}") for n in range(6)])
+    count = place.publish(keys=30, per_key=2)
+    with place.running(place.source(parallelism=1), database.handle, retry=QUICK, lanes=2) as run:
+        wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == count))
+        assert run.source.status()["parkedKeys"] == 6
+
+
+@pytest.mark.parametrize("error", [Reject("no"), RetryLater(0.01)])
+def test_what_handlers_decide_is_no_weather(place: Place, error: Exception) -> None:
+    tried: set[tuple[str | None, bytes]] = set()
+
+    def handle(message: Message) -> None:
+        at = message.key, message.value
+        if at not in tried:
+            tried.add(at)
+            raise error
+        place.note(message)
+
+    place.publish(keys=20, per_key=3)
+    with place.running(place.source(), handle) as run:
+        wait_until(lambda: place.errors or place.backlog() == 0)
+        assert run.source.status()["circuit"]["openings"] == 0
+
+
+def test_a_stop_in_an_outage_ends_at_its_deadline_and_loses_nothing(place: Place) -> None:
+    database = Database(place)
+    count = place.publish(keys=20, per_key=1)
+    database.away_for(60.0)
+    source = place.source()
+    began = time.monotonic()
+    with place.running(source, database.handle, drain_timeout_s=1.0):
+        wait_until(lambda: "_running" in source.__dict__)
+        wait_until(lambda: source.status()["circuit"]["state"] == "open")
+        source.stop()
+    assert time.monotonic() - began < 10
+    assert place.backlog() == count

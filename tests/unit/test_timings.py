@@ -1,0 +1,25 @@
+"""The histogram of handlers, and what it says is usual."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.timings import Timings
+
+
+@pytest.mark.parametrize(
+    ("seconds", "p99_s"),
+    [
+        ([], 0.0),
+        ([0.003], 0.003),
+        ([0.003] * 99 + [40.0], 0.005),
+        ([0.003] * 90 + [40.0] * 10, 40.0),
+        ([8.0] * 50, 8.0),
+        ([45.0, 60.0], 60.0),
+    ],
+)
+def test_what_99_of_100_do_not_exceed(seconds: list[float], p99_s: float) -> None:
+    timings = Timings()
+    for one in seconds:
+        timings.add(one)
+    assert timings.p99_s == p99_s
