@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import multiprocessing
+import os
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -43,5 +45,10 @@ def run_seed(seed: int) -> tuple[int, str]:
 
 def run_seeds(first: int, count: int, processes: int) -> Iterator[tuple[int, str]]:
     """Run seeds in their order."""
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    # A hostile checkpoint may be a relative path.
+    with (
+        tempfile.TemporaryDirectory(prefix="keyshard-fuzz-") as folder,
+        ProcessPoolExecutor(processes, context, os.chdir, (folder,)) as pool,
+    ):
         yield from pool.map(run_seed, range(first, first + count), chunksize=4)
