@@ -26,6 +26,7 @@ unit: $(INSTALLED) ## unit and property tests only (half a minute)
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=handlers or spark, VERBOSE=1
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
+	@$(if $(WORLD)$(VERBOSE),:,$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --seed-start $(SEED_START))
 
 chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats the faults
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json

@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from keyshard.redaction import redacted
+from keyshard.redaction import redacted, sentence
 
 
 class KeyShardError(Exception):
@@ -56,7 +56,7 @@ class KeyShardError(Exception):
 
     Args:
         message: What happened, where, and what to do, without the code. Secrets in URLs are left
-            out of it, as of facts.
+            out of it, as of facts, and so is the middle of what is too long to read.
         **facts: Values a program may want to look at, kept as :attr:`facts`.
     """
 
@@ -64,7 +64,7 @@ class KeyShardError(Exception):
     retriable: ClassVar[bool] = False
 
     def __init__(self, message: str, **facts: object) -> None:
-        self.message = redacted(message)
+        self.message = sentence(message)
         super().__init__(f"[{self.code}] {self.message}")
         self.facts = {
             name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()

@@ -11,6 +11,8 @@ SHOWN_MAX = 100
 """Most characters of a value that are shown."""
 REPR_MAX = 1_000
 """The same in the ``repr`` of a configuration."""
+SENTENCE_MAX = 1_600
+"""Most characters of an error's message."""
 _USER = re.compile(r"://\S*@")
 _USER_OF_URL = re.compile(r"://.*@", re.DOTALL)
 _PARAMETER = re.compile(
@@ -35,3 +37,11 @@ def shown(value: object, length_max: int = SHOWN_MAX) -> str:
         return f"a value of type {type(value).__name__} that cannot be shown"
     text = redacted(text)
     return text if len(text) <= length_max else f"{text[:length_max]}..."
+
+
+def sentence(text: str) -> str:
+    """A message without secrets; where a value made it too long, its middle is left out."""
+    text = redacted(text)
+    if len(text) <= SENTENCE_MAX:
+        return text
+    return f"{text[: SENTENCE_MAX // 2]} [...] {text[-SENTENCE_MAX // 2 :]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -61,8 +62,8 @@ def _plain(one: Any) -> Any:
     try:
         json.dumps(one)
     except (TypeError, ValueError, RuntimeError):
-        return INSTEAD
-    return one
+        return deepcopy(INSTEAD)
+    return deepcopy(one)
 
 
 INSTEAD = {"a": [None, -1, 1e308, "x"]}

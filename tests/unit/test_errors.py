@@ -73,3 +73,10 @@ def test_only_errors_that_may_pass_by_themselves_are_retriable() -> None:
 def test_an_option_error_is_a_value_error_too() -> None:
     with pytest.raises(ValueError, match="KEYSHARD_BAD_OPTION"):
         raise ConfigError("parallelism is 0.")
+
+
+def test_an_error_with_a_huge_value_keeps_its_beginning_and_its_advice() -> None:
+    error = KeyShardError(f"The checkpoint {'x' * 100_000} is no file. Name another one.")
+    assert len(str(error)) < 2_000
+    assert "The checkpoint xxx" in str(error)
+    assert str(error).endswith("x is no file. Name another one.")
