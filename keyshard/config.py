@@ -82,7 +82,7 @@ class SourceConfig:
     available_now_timeout_ms: int = field(default=600_000, kw_only=True)
     """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
     available_now_quiet_ms: int = field(default=5_000, kw_only=True)
-    """Silence after which, without admin.url, what a bounded run misses counts as acknowledged
+    """Silence after which, without admin_url, what a bounded run misses counts as acknowledged
     before it began, milliseconds."""
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ class SourceConfig:
         object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
-                "topics_pattern needs the admin REST interface, which lists topics. Set admin.url "
+                "topics_pattern needs the admin REST interface, which lists topics. Set admin_url "
                 "(admin_url), or name the topics."
             )
 

@@ -141,7 +141,7 @@ class ChunkedMessageError(KeyShardError):
 
 
 class MisroutedError(KeyShardError):
-    """A message came to a range that its key does not hash into; by ``onMisrouted = fail``."""
+    """A message came to a range that its key does not hash into; by ``on_misrouted = fail``."""
 
     code = "KEYSHARD_MISROUTED"
 

@@ -33,6 +33,7 @@ from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.runtime.flight import BatchServer, BatchTicket, read_batch
 from spark_adapter.lifecycle import end_with_host
+from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,6 +100,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         source = self._source
         return ReadMaxRows(source.batch_rows_max or max(1, source.window_rows_max // 2))
 
+    @told_to_spark()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Release everything up to ``start``, then cut; ``start`` itself when there are no rows.
 
@@ -117,6 +119,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What ``StreamingQueryProgress`` shows as the source's latest offset."""
         return self._runtime.coordinator.status() if self._runtime else None
 
+    @told_to_spark()
     def partitions(
         self,
         start: dict[str, Any],  # noqa: ARG002 - the end says all: it names its batch
@@ -135,8 +138,10 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Rows of a partition, in a Python worker; may run several times per batch."""
         assert isinstance(partition, KeyShardPartition)
-        return read_batch(partition.ticket)
+        with told_to_spark():
+            yield from read_batch(partition.ticket)
 
+    @told_to_spark()
     def commit(self, end: dict[str, Any]) -> None:
         """``end`` is in Spark's commit log; never raises for a transient failure."""
         if self._runtime:

@@ -15,6 +15,8 @@ from keyshard.errors import AdminError, BrokerUnavailableError
 
 TIMEOUT_S = 10.0
 """Longest time of one request, seconds."""
+CONNECT_S = 3.0
+"""Longest time to be connected, seconds."""
 _NOT_ALLOWED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
@@ -33,7 +35,9 @@ class PulsarAdmin:
         url = httpx.URL(admin_url)
         auth = httpx.BasicAuth(url.username, url.password) if url.userinfo else None
         self._url = str(url.copy_with(userinfo=b"")).rstrip("/")
-        self._client = httpx.Client(timeout=TIMEOUT_S, follow_redirects=True, auth=auth)
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S), follow_redirects=True, auth=auth
+        )
 
     def version(self) -> str:
         """Version of the broker, such as ``4.0.8``."""
@@ -128,7 +132,7 @@ class PulsarAdmin:
             return BrokerState.from_internal_stats(stats, subscription)
         except (KeyError, TypeError, ValueError) as exc:
             raise AdminError(
-                f"GET {path} at {self._url} says something unexpected: {exc!r}. Leave admin.url "
+                f"GET {path} at {self._url} says something unexpected: {exc!r}. Leave admin_url "
                 "out to do without the checks it allows."
             ) from exc
 
@@ -153,7 +157,7 @@ class PulsarAdmin:
 
     def _failed(self, path: str, exc: Exception) -> AdminError:
         return AdminError(
-            f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin.url, or "
+            f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin_url, or "
             "leave it out to do without the checks it allows."
         )
 
@@ -163,8 +167,8 @@ class PulsarAdmin:
                 return self._client.request(method, f"{self._url}/admin/v2/{path}")
         except httpx.TransportError as exc:
             raise BrokerUnavailableError(
-                f"{self._url} does not answer: {exc}. Check admin.url and that the broker is "
-                "running; without admin.url keyshard does without the checks it allows."
+                f"{self._url} does not answer: {exc}. Check admin_url and that the broker is "
+                "running; without admin_url keyshard does without the checks it allows."
             ) from exc
         except httpx.HTTPError as exc:
             raise AdminError(f"{method} {path} at {self._url} failed: {exc}.") from exc

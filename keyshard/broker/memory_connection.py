@@ -5,7 +5,7 @@ Private to :mod:`keyshard.broker.memory`, which documents the whole and re-expor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from keyshard.broker.memory_client import Connection, MemoryConsumer, MemoryReader
@@ -42,6 +42,12 @@ class MemoryBroker:
             catch_up=cluster.catch_up,
         )
         cluster.attach(self)
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        self._check_open()
+        stored = self._cluster.topics()
+        parts = {where.name for partitions in stored.values() for where in partitions}
+        return frozenset(topics) - stored.keys() - parts
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         self._check_open()

@@ -160,6 +160,17 @@ class Producer(Protocol):
 class Broker(Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
 
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        """Those of some full topic names that do not exist, where the broker can tell.
+
+        Creates nothing. Also without topics it finds out, within seconds, whether the broker is
+        there and takes connections.
+
+        Raises:
+            BrokerUnavailableError: It is not there; says why (retriable).
+            BrokerError: It refuses.
+        """
+
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         """Topic partitions of a full topic name; one with ``partition == -1`` if not partitioned.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import _pulsar
 import pulsar
 
+from keyshard.broker.first_question import missing_topics
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar_errors import answer_of, translated
 from keyshard.broker.pulsar_producer import PulsarProducer
@@ -370,6 +371,9 @@ class PulsarBroker:
                 logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
             )
         self._closed = False
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return missing_topics(self._service_url, topics)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         with translated("look up", f"{topic} at {self._service_url}"):

@@ -75,7 +75,7 @@ def translated(action: str, what: object) -> Iterator[None]:
         ) from exc
     except _UNAVAILABLE as exc:
         raise BrokerUnavailableError(
-            f"Could not {action} {what}: {exc}. Check service.url and that the broker is running."
+            f"Could not {action} {what}: {exc}. Check service_url and that the broker is running."
         ) from exc
     except pulsar.PulsarException as exc:
         raise BrokerError(f"Could not {action} {what}: {exc}.") from exc

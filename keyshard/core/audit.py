@@ -42,7 +42,7 @@ def acked_elsewhere(
         f"{len(lost)} entries of {topic_partition} are acknowledged for {subscription!r}, but no "
         f"batch up to this checkpoint holds them, first {str(lost)[:IDS_SHOWN_MAX]}. Either the "
         "checkpoint is an older copy, or somebody else acknowledged, skipped or expired them. "
-        "Restore the newest checkpoint, or set failOnDataLoss to false if the loss is accepted.",
+        "Restore the newest checkpoint, or set fail_on_data_loss to false if the loss is accepted.",
         topic_partition=topic_partition.name,
         count=len(lost),
         first=str(lost)[:IDS_SHOWN_MAX],

@@ -115,7 +115,7 @@ class Checkpoint:
     """A durable point of one subscription over all its topic partitions."""
 
     cluster: str
-    """Name of the Pulsar cluster, empty where no admin.url tells it."""
+    """Name of the Pulsar cluster, empty where no admin_url tells it."""
     subscription: str
     ranges: int
     """Number of hash ranges that the layout of this batch uses."""

@@ -310,14 +310,14 @@ class DeadLetters:
         error = DataLossTrimmedError(
             f"{len(missing)} letters of key {key!r} are no longer stored in {self.topic_partition},"
             f" first {missing[0].ledger}:{missing[0].entry}: retention, TTL or somebody else "
-            "removed them before they were replayed. Restore the topic, or set failOnDataLoss to "
-            "false if the loss is accepted.",
+            "removed them before they were replayed. Restore the topic, or set fail_on_data_loss "
+            "to false if the loss is accepted.",
             topic_partition=self.topic_partition.name,
             missing=str(EntrySet.of(missing)),
         )
         if self._config.fail_on_data_loss:
             raise error
-        _log.warning("%s Left out, because failOnDataLoss is false.", error)
+        _log.warning("%s Left out, because fail_on_data_loss is false.", error)
         with self.lock:
             parked, gone = self.parking.parked.keys.get(key), set(missing)
             letters = [one for one in parked.letters() if one[2] in gone] if parked else []

@@ -107,13 +107,13 @@ def lost_letters(
         f"Letters of parked keys are no longer stored in {where}: the oldest lay at "
         f"{position_text(claimed)}, and {begins}. Retention, TTL or somebody else removed them "
         "before they were replayed, and newer messages of their keys would overtake them. Restore "
-        "the topic, or set failOnDataLoss to false if the loss is accepted.",
+        "the topic, or set fail_on_data_loss to false if the loss is accepted.",
         topic_partition=where.name,
         missing=position_text(claimed),
     )
     if config.fail_on_data_loss:
         raise error
-    _log.warning("%s Left out, because failOnDataLoss is false.", error)
+    _log.warning("%s Left out, because fail_on_data_loss is false.", error)
 
 
 def position_of(message: Message) -> EntryId:

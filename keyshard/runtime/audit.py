@@ -94,7 +94,7 @@ def audit(
             error = acked_elsewhere(topic_partition, config.subscription, lost)
             if config.fail_on_data_loss:
                 raise error
-            _log.warning("%s Settled, because failOnDataLoss is false.", error)
+            _log.warning("%s Settled, because fail_on_data_loss is false.", error)
             result.entries_lost += len(lost)
     return result
 

@@ -4,9 +4,9 @@ Its targets are the last entries of the topic partitions at the start. Positions
 not monotonic and ranges lag, so a target is reached only when every entry up to it is delivered, or
 is certain never to come. What is missing lies in gaps of the delivered set; in this order they are
 
-    1. acknowledged at the broker      what the cursor says, with admin.url
+    1. acknowledged at the broker      what the cursor says, with admin_url
     2. empty                           a plain Reader finds no entry: markers, the ends of ledgers
-    3. still to come                   a Reader finds an entry; without admin.url only until nothing
+    3. still to come                   a Reader finds an entry; without admin_url only until nothing
                                        has arrived for ``available_now_quiet_ms``: then somebody
                                        acknowledged it before the run
 
@@ -190,7 +190,7 @@ class AvailableNow:
     def finish(self, acknowledger: Acknowledger, receivers: Sequence[Receiver]) -> None:
         """Hand over all acknowledgements and give the ranges back. Idempotent.
 
-        With admin.url it waits until the cursors show the acknowledgements, and repeats those that
+        With admin_url it waits until the cursors show the acknowledgements, and repeats those that
         a broker forgot in a crash.
 
         Raises:

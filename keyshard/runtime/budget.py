@@ -28,7 +28,7 @@ class UnacknowledgedLimits(NamedTuple):
 def unacknowledged_limits(
     admin: Admin | None, topic_partitions: Iterable[TopicPartition], timeout_s: float
 ) -> UnacknowledgedLimits:
-    """The lowest limits of some topics; the broker's defaults where no admin.url tells them.
+    """The lowest limits of some topics; the broker's defaults where no admin_url tells them.
 
     Raises:
         BrokerUnavailableError: No answer within ``timeout_s`` seconds.

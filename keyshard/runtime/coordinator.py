@@ -543,6 +543,6 @@ class Coordinator:
         if self._config.fail_on_data_loss:
             self.fail(error)
             return
-        _log.warning("%s Settled, because failOnDataLoss is false.", error)
+        _log.warning("%s Settled, because fail_on_data_loss is false.", error)
         with self._lock:
             self._window.counters.entries_lost += len(entries)

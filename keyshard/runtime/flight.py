@@ -71,7 +71,7 @@ class BatchServer:
             self._server = _Server(batches, self._token, f"grpc://{_bracketed(host)}:0")
         except (pa.ArrowException, OSError) as exc:
             raise ConfigError(
-                f"Cannot listen on {host!r}: {exc}. Set workerHost to an address of the machine "
+                f"Cannot listen on {host!r}: {exc}. Set worker_host to an address of the machine "
                 "that runs the driver, one that the executors can reach."
             ) from exc
         self._endpoint = f"grpc://{_bracketed(host)}:{self._server.port}"
@@ -127,7 +127,7 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
     except (flight.FlightUnavailableError, flight.FlightTimedOutError) as exc:
         raise WorkerUnreachableError(
             f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {_first_line(exc)}. If "
-            "this task runs on another machine than the driver, set workerHost to an address of "
+            "this task runs on another machine than the driver, set worker_host to an address of "
             "the driver that it can reach; if the driver has just ended, nothing is wrong.",
             endpoint=ticket.endpoint,
         ) from exc

@@ -13,7 +13,7 @@ from keyshard.runtime.audit import audit
 from keyshard.runtime.budget import window_budget
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
-from keyshard.runtime.topics import Found, warn_of_existing
+from keyshard.runtime.topics import FIRST_TRIES_S, Found, warn_of_existing
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,10 @@ def cluster_of(admin: Admin | None, config: SourceConfig, checkpoint: Checkpoint
     """
     cluster = ""
     if admin is not None:
-        cluster = retry_until(admin.cluster, config.operation_timeout_ms / 1000)
+        timeout_s = config.operation_timeout_ms / 1000
+        if checkpoint is None:
+            timeout_s = min(timeout_s, FIRST_TRIES_S)
+        cluster = retry_until(admin.cluster, timeout_s)
     if checkpoint is None:
         return cluster
     _check_belongs(checkpoint, config.subscription, cluster)
@@ -110,5 +113,5 @@ def _check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> N
     if cluster and checkpoint.cluster and checkpoint.cluster != cluster:
         raise CheckpointMismatchError(
             f"The checkpoint belongs to cluster {checkpoint.cluster!r}, the broker is of cluster "
-            f"{cluster!r}. Check service.url and admin.url, or start with a new checkpoint."
+            f"{cluster!r}. Check service_url and admin_url, or start with a new checkpoint."
         )

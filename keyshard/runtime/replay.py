@@ -72,7 +72,7 @@ def replay(
             loss = _trimmed(tp, missing)
             if fail_on_data_loss:
                 raise loss
-            _log.warning("%s Left out, because failOnDataLoss is false.", loss)
+            _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
     return found
 
 
@@ -100,7 +100,7 @@ def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrim
     return DataLossTrimmedError(
         f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
         f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
-        "batch was committed. Restore the topic, or set failOnDataLoss to false if the loss is "
+        "batch was committed. Restore the topic, or set fail_on_data_loss to false if the loss is "
         "accepted.",
         topic_partition=topic_partition.name,
         missing=str(missing),

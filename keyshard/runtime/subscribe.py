@@ -175,7 +175,7 @@ def _in_use(
 ) -> SubscriptionInUseError:
     holders = sorted(_holders(admin, config, topic_partitions)) if admin else []
     who = f" by {', '.join(holders[:5])}" if holders else ""
-    hint = "" if admin else " (admin.url would let this message name the other side)"
+    hint = "" if admin else " (admin_url would let this message name the other side)"
     return SubscriptionInUseError(
         f"Subscription {config.subscription!r} is in use{who}: its ranges were not free within "
         f"{config.subscribe_timeout_ms} ms{hint}. Stop the other query, wait for a crashed one to "

@@ -19,6 +19,9 @@ from keyshard.runtime.subscribe import Admin
 
 PARKED = "-parked"
 """End of the name of a subscription that keeps dead letters."""
+FIRST_TRIES_S = 1.5
+"""How long a broker that is not there is asked again at a first start, seconds; one try may take
+three more."""
 THREADS_MAX = 8
 """Questions asked at the same time."""
 
@@ -85,6 +88,14 @@ class Catalog:
             return ()
         return tuple(TopicPartition(topic, i) for i in range(count)) or plain
 
+    def missing(self) -> frozenset[str]:
+        """Topics that do not exist, as the broker says; the admin interface says it better.
+
+        Raises:
+            BrokerError: The broker cannot be reached.
+        """
+        return self._broker.missing(() if self._admin is not None else self._topics)
+
     def reach(self, topic: str) -> None:
         """Ask the client for a topic, whether or not the admin interface told all that is needed.
 
@@ -115,6 +126,11 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     """
     known = tuple(checkpoint.partitions) if checkpoint else ()
     partitioned = {tp.topic for tp in known if tp.partition >= 0}
+    if checkpoint is None:
+        # A mistake in a URL is told soon; who goes on from a checkpoint may outlast an outage.
+        timeout_s = min(timeout_s, FIRST_TRIES_S)
+        for topic in sorted(retry_until(catalog.missing, timeout_s)):
+            raise _not_found(topic)
     topics = retry_until(catalog.topics, timeout_s)
     if not topics:
         _log.warning("no topic matches the pattern yet")
@@ -128,10 +144,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
         if existing[topic]:
             continue
         if checkpoint is None and not catalog.by_pattern:
-            raise TopicNotFoundError(
-                f"Topic {topic} does not exist. Create it first, or correct its name.",
-                topic=topic,
-            )
+            raise _not_found(topic)
         _log.warning("topic %s does not exist; it is consumed once it is created", topic)
     consumed = tuple(tp for topic in topics for tp in existing[topic])
     if consumed:
@@ -142,6 +155,12 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     for topic in sorted({tp.topic for tp in kept}):
         _log.warning("topic %s is in the checkpoint, but no longer consumed", topic)
     return Found(consumed, kept, others - kept)
+
+
+def _not_found(topic: str) -> TopicNotFoundError:
+    return TopicNotFoundError(
+        f"Topic {topic} does not exist. Create it first, or correct its name.", topic=topic
+    )
 
 
 def warn_of_existing(

@@ -58,7 +58,7 @@ class Watch:
                 "full",
                 f"The window was full {filled_s:.1f} s after the batch before, and the next batch "
                 f"came after {now - self._last_cut_s:.1f} s: a trigger interval of {filled_s:.1f} "
-                "s would keep up, or a larger windowMaxRows and windowMaxBytes.",
+                "s would keep up, or a larger window_rows_max and window_bytes_max.",
             )
         self._last_cut_s = now
 
@@ -76,7 +76,7 @@ class Watch:
         )
         if self._fail_on_misrouted:
             raise MisroutedError(
-                f"{text} Or set onMisrouted to warn.", topic_partition=seat.topic_partition.name
+                f"{text} Or set on_misrouted to warn.", topic_partition=seat.topic_partition.name
             )
         self._warn("misrouted", text)
 

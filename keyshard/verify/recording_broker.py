@@ -64,6 +64,9 @@ class RecordingBroker:
         self._lock = threading.Lock()
         self._open: set[_RecordingConsumer] = set()
 
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return self._broker.missing(topics)
+
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self._broker.partitions(topic)
 

@@ -109,3 +109,14 @@ def test_statistics_name_backlog_and_consumers(harness: Harness) -> None:
     stats = admin.subscription(where, SUBSCRIPTION)
     assert stats is not None
     assert (stats["msgBacklog"], len(stats["consumers"])) == (1, 1)
+
+
+def test_what_does_not_exist_is_told_and_asking_creates_nothing(harness: Harness) -> None:
+    plain, parted = harness.create_topic(), harness.create_topic(partitions=2)
+    there = [plain, parted, f"{parted}-partition-1"]
+    typing_error = [f"{plain}-typo", f"{parted}s"]
+    broker = harness.broker()
+    before = harness.admin().topics("public", "default")
+    assert broker.missing([*there, *typing_error]) == set(typing_error)
+    assert broker.missing(()) == frozenset()
+    assert harness.admin().topics("public", "default") == before

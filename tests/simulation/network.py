@@ -169,6 +169,9 @@ class Client:
         self._groups = self._timer_set = False
         network.clients.append(self)
 
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return self._broker.missing(topics)
+
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self.network.request(lambda: self._inner.partitions(topic))
 

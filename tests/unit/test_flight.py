@@ -144,7 +144,7 @@ def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(flight, "CONNECT_TIMEOUT_S", 0.1)
     away = dataclasses.replace(ticket, endpoint="grpc://127.0.0.1:1")
-    with pytest.raises(WorkerUnreachableError, match="set workerHost") as caught:
+    with pytest.raises(WorkerUnreachableError, match="set worker_host") as caught:
         list(read_batch(away))
     assert caught.value.facts == {"endpoint": "grpc://127.0.0.1:1"}
 

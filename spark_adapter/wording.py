@@ -1,0 +1,26 @@
+"""Errors in the words of Spark's options, as the last line that Spark shows of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from keyshard.errors import KeyShardError
+from spark_adapter.options import OPTIONS
+
+_NAMES = {option.field: option.name for option in OPTIONS if "_" in option.field}
+_FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@contextmanager
+def told_to_spark() -> Iterator[None]:
+    """Errors of keyshard name options, not fields of ``KeyShardSource``, and no causes.
+
+    Spark prints the traceback of every cause before the error, whose sentence says what they said.
+    """
+    try:
+        yield
+    except KeyShardError as exc:
+        text = _FIELD.sub(lambda found: _NAMES[found[1]], exc.message)
+        raise type(exc)(text, **exc.facts) from None
