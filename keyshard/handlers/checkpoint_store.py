@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from keyshard.errors import CheckpointError, ConfigError
 from keyshard.handlers.checkpoint_lock import CheckpointLock
 from keyshard.handlers.config import checkpoint_url
 from keyshard.redaction import redacted, shown
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
@@ -70,12 +73,15 @@ class CheckpointStore:
     def _try_to_write(self, path: str) -> None:
         try:
             self._files.pipe_file(path, b"")
-            self._files.rm_file(path)
         except Exception as exc:
             raise CheckpointError(
                 f"The checkpoint {self._url} cannot be written: {exc}. Name a place that this "
                 "process may write to."
             ) from exc
+        try:
+            self._files.rm_file(path)
+        except Exception as exc:  # noqa: BLE001 - who may write there may not remove
+            _log.debug("%s stays, empty: %s", path, exc)
 
     def load(self) -> Checkpoint | None:
         """The checkpoint stored last; ``None`` when there is none.

@@ -35,7 +35,13 @@ class SimulatedFiles(AbstractFileSystem):
         return files[path][start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:  # noqa: ARG002
-        self._disk(path).save(path, value)
+        if value:
+            self._disk(path).save(path, value)
+        else:  # a start sees whether it could write
+            self._disk(path).files[path] = value
+
+    def rm_file(self, path: str) -> None:
+        del self._disk(path).files[path]
 
     def _disk(self, path: str) -> Disk:
         return self.disks[path.partition("/")[0]]
