@@ -35,6 +35,20 @@ def check_delivered(
         )
 
 
+def check_held(topic_partition: TopicPartition, published_ms: int, block: EntryBlock) -> None:
+    """Check an entry whose id is held already, as it was published then.
+
+    Raises:
+        TopicRecreatedError: It was published later: it is another one.
+    """
+    if block.publish_ms > published_ms:
+        raise _recreated(
+            topic_partition,
+            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} came again, but was "
+            f"published {block.publish_ms - published_ms} ms after the one that came first",
+        )
+
+
 def check_unknown(
     topic_partition: TopicPartition,
     state: PartitionCheckpoint,

@@ -29,8 +29,8 @@ class PartitionWindow:
     """Entries not yet cut, with the index of the range that received them."""
     taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
     """Entries handed to handlers, until a batch has them."""
-    held: set[EntryId] = field(default_factory=set)
-    """Ids of all entries received, taken or planned."""
+    held: dict[EntryId, int] = field(default_factory=dict)
+    """All entries received, taken or planned, with their publish times."""
     expected: EntrySet = field(default_factory=EntrySet)
     """Ids of a planned batch that is not read again yet."""
     rows: int = 0
@@ -139,15 +139,21 @@ class PartitionWindow:
             del self.taken[block.id]
         return blocks[:count]
 
+    def published_ms_of(self, entry_id: EntryId) -> int | None:
+        """Latest time at which an entry that is held, or going to be read again, was published."""
+        if entry_id in self.expected:
+            return self.state.published_ms
+        return self.held.get(entry_id)
+
     def hold(self, block: EntryBlock) -> None:
         """Count an entry as held."""
-        self.held.add(block.id)
+        self.held[block.id] = block.publish_ms
         self.rows += block.rows
         self.bytes += _size(block)
 
     def let_go(self, block: EntryBlock) -> None:
         """Count an entry as held no longer."""
-        self.held.discard(block.id)
+        self.held.pop(block.id, None)
         self.rows -= block.rows
         self.bytes -= _size(block)
 
@@ -228,7 +234,7 @@ class PartitionWindow:
         """Assert the invariants."""
         ids = [block.id for block, _ in self.received]
         assert len(set(ids)) == len(ids), "an entry is received twice"
-        assert self.held >= set(ids), "a received entry is not held"
+        assert self.held.keys() >= set(ids), "a received entry is not held"
         assert not any(map(self.state.settled, ids)), "a received entry is settled"
         assert self.received_rows == sum(block.rows for block, _ in self.received)
 

@@ -23,7 +23,12 @@ from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.checkpoint_size import PARTITION_BYTES
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.fingerprint import check_delivered, check_unknown, lowest_known_ledger
+from keyshard.core.fingerprint import (
+    check_delivered,
+    check_held,
+    check_unknown,
+    lowest_known_ledger,
+)
 from keyshard.core.layout import merged
 from keyshard.core.partition_window import PartitionWindow
 from keyshard.core.settling import Proofs
@@ -176,10 +181,12 @@ class Window:
         Raises:
             TopicRecreatedError: The ids were handed out a second time: it was published later than
                 everything delivered, but the checkpoint calls its id delivered, or its ledger lies
-                below all that the checkpoint knows.
+                below all that the checkpoint knows; or later than what is held under its id.
         """
         window = self._partitions[topic_partition]
-        if block.id in window.held or block.id in window.expected:
+        published_ms = window.published_ms_of(block.id)
+        if published_ms is not None:
+            check_held(topic_partition, published_ms, block)
             self.counters.duplicates_dropped += block.rows
             return Receipt.HELD
         if window.state.settled(block.id):
@@ -314,8 +321,9 @@ class Window:
             window.expected -= gone
             self.counters.entries_lost += len(gone)
             self._forget(topic_partition)
+        # A topic partition of which nothing is left may be forgotten before the batch is released.
         self.batches[checkpoint.batch_id] = Batch(
-            checkpoint, {tp: list(blocks) for tp, blocks in entries.items()}
+            checkpoint, {tp: list(blocks) for tp, blocks in entries.items() if blocks}
         )
 
     def batch(self, batch_id: str) -> Batch:
@@ -446,7 +454,7 @@ class Window:
             assert len(planned) == len(blocks), "an entry is planned twice"
             assert not any(one in window.expected for one in planned), "or read again twice"
             received = {block.id for block, _ in window.received}
-            assert window.held == planned | received | window.taken.keys()
+            assert window.held.keys() == planned | received | window.taken.keys()
             assert all(map(window.state.settled, planned | set(window.expected)))
             blocks += window.taken.values()
             assert window.rows == window.received_rows + sum(block.rows for block in blocks)

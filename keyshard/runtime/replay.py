@@ -15,6 +15,7 @@ from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.fingerprint import check_delivered
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
@@ -54,6 +55,7 @@ def replay(
 
     Raises:
         DataLossTrimmedError: The broker no longer stores some of the entries.
+        TopicRecreatedError: It stores others under their ids.
         ReplayTimeoutError: The deadline passed (retriable).
         BrokerUnavailableError: The connection was lost, and did not come back before the deadline
             (retriable).
@@ -67,6 +69,8 @@ def replay(
         }
         found = {tp: future.result() for tp, future in futures.items()}
     for tp, blocks in found.items():
+        for block in blocks:
+            check_delivered(tp, wanted[tp], block)
         missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
         if missing:
             loss = _trimmed(tp, missing)

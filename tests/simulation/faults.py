@@ -29,6 +29,8 @@ class Kind(str, Enum):
     """The broker is killed, and forgets nearly all that was ever acknowledged."""
     FOREIGN = "foreign acks"
     """Somebody else acknowledges entries, or parts of them, on the subscription."""
+    WIPED = "wiped broker"
+    """The cluster loses everything and is made anew, with the same topics and the same ids."""
     TWICE = "duplicates"
     """The broker delivers again what it delivered and nobody acknowledged."""
     UNLOAD = "unload"

@@ -157,7 +157,7 @@ class Injector:
         share = self._consumers(query.process)[self._random.randrange(threads) :: threads]
         return self._world.network.lose(share)
 
-    def _broker(self, query: Query) -> bool:  # noqa: ARG002
+    def _broker(self, query: Query, wipe: Callable[[], None] | None = None) -> bool:  # noqa: ARG002
         world = self._world
         if not world.network.up:
             return False
@@ -165,7 +165,7 @@ class Injector:
         world.network.up = False
         world.network.lose([one for client in world.network.clients for one in client.consumers])
         world.network.lose_readers()
-        world.cluster.crash()
+        world.cluster.crash() if wipe is None else wipe()
 
         outage = self._random.random() < 0.1
         world.network.outages += outage
@@ -187,6 +187,9 @@ class Injector:
                 return self._broker(query)
         return False
 
+    def _wiped(self, query: Query) -> bool:
+        return self._world.wiped is None and self._broker(query, self._world.wipe)
+
     def _foreign(self, query: Query) -> bool:
         """Half of the time of entries that came while nobody was connected: they never come."""
         world = self._world
@@ -195,7 +198,7 @@ class Injector:
             for where in world.topics.partitions()
             if SUBSCRIPTION in (subscriptions := world.cluster.subscriptions(where))
         ]
-        if not found or not world.network.up:
+        if not found or not world.network.up or world.wiped:
             return False
         where, subscription = self._random.choice(found)
         log, first = subscription.log, subscription.log.first
@@ -244,12 +247,14 @@ class Injector:
         return True
 
     def _twice(self, query: Query) -> bool:
-        cluster = self._world.cluster
+        cluster, skipped = self._world.cluster, self._world.debts.skipped
         again = 0
         for where in sorted({one.topic_partition for one in self._consumers(query.process)}):
             log = cluster.log(where)
             newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
-            again += cluster.deliver_again(where, SUBSCRIPTION, *map(log.id, newest))
+            # What somebody else acknowledged and nobody was sent does not come "again".
+            ids = [log.id(one) for one in newest if (where, log.id(one)) not in skipped]
+            again += cluster.deliver_again(where, SUBSCRIPTION, *ids)
         return again > 0
 
     def _unload(self, query: Query) -> bool:
@@ -273,7 +278,7 @@ class Injector:
 
     def _goes(self, query: Query) -> bool:  # noqa: ARG002
         world = self._world
-        if not world.topics.go():
+        if world.wiped or not world.topics.go():
             return False
 
         def come() -> None:
@@ -318,7 +323,7 @@ class Injector:
         Kind.BROKER: _broker, Kind.ACKS: _acks, Kind.TWICE: _twice, Kind.UNLOAD: _unload,
         Kind.GROWTH: _growth, Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow,
         Kind.POISON: _poison_row, Kind.COMES: _comes, Kind.GOES: _goes,
-        Kind.FORGETS: _forgets, Kind.FOREIGN: _foreign,
+        Kind.FORGETS: _forgets, Kind.FOREIGN: _foreign, Kind.WIPED: _wiped,
     }  # fmt: skip
     """Each returns whether it hit anything."""
 

@@ -104,7 +104,9 @@ class Record:
         for one in where:
             self._ends[one.topic, one.partition] = len(self.events)
 
-    def judged(self, debts: Debts, existing: Iterable[TopicPartition]) -> list[Event]:
+    def judged(
+        self, debts: Debts, existing: Iterable[TopicPartition], until: int | None = None
+    ) -> list[Event]:
         """The events that a checker may judge.
 
         Left out is what was sent and rightly lost, though it came once, also as a row of a run
@@ -115,6 +117,7 @@ class Record:
         Args:
             debts: Tells what was lost.
             existing: Topic partitions that were not deleted at the end.
+            until: How many events count; all by default.
         """
         lost = debts.lost
         names = {(one.topic, one.partition) for one in existing}
@@ -136,7 +139,7 @@ class Record:
                 return event.stored not in lost
             return event.batch is None or where not in self._ends or event.stored not in lost
 
-        return [event for at, event in enumerate(self.events) if counts(at, event)]
+        return [event for at, event in enumerate(self.events[:until]) if counts(at, event)]
 
     def _range(self, kind: str, seat: Seat) -> None:
         where = seat.topic_partition

@@ -46,6 +46,17 @@ class Topics:
         for _ in range(brief):
             self.come()
 
+    def create_again(self, cluster_partitions: dict[str, int]) -> None:
+        """Create the topics of before anew, once the cluster was wiped."""
+        for topic, partitions in cluster_partitions.items():
+            self._cluster.create_topic(topic, partitions)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of topic partitions; 0 for a topic that is not partitioned."""
+        found = {one: self._cluster.partitions(one) for one in [self.lasting, *self.brief]}
+        return {one: 0 if where[0].partition < 0 else len(where) for one, where in found.items()}
+
     def come(self) -> bool:
         """Create a short-lived topic, sometimes one that was deleted; whether there is room."""
         if len(self.brief) >= BRIEF_MAX:

@@ -28,6 +28,7 @@ from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
 from tests.simulation.topics import PATTERN, Topics
+from tests.simulation.wipe import Wiped
 
 TRACE_MAX = 60
 """Lines of the trace that are kept for people."""
@@ -37,6 +38,8 @@ HEALING_S = 8.0
 """Time that a fault lasts at most, seconds."""
 SETTLE_S = 60.0
 """Time after the faults in which everything must be committed and acknowledged, seconds."""
+WIPED_MESSAGES_MIN = 30
+"""Messages that come after a cluster was wiped, at least."""
 BATCH_MESSAGES_MAX = 3
 """Messages of one producer batch at most."""
 
@@ -90,6 +93,8 @@ class World:
         self.debts = Debts()
         self.query: Query | None = None
         """The query while it lives."""
+        self.wiped: Wiped | None = None
+        """What became of the cluster, once it was wiped."""
         self._next_seq: dict[tuple[str, str], int] = {}
         self._paid: set[int] = set()
         self._lives = 0
@@ -166,7 +171,7 @@ class World:
         self.injector.heal()
         self.record.add("faults_stopped")
         end = scheduler.now_s + SETTLE_S
-        while self._owed() or self._backlog():
+        while not self._settled():
             if scheduler.now_s > end:
                 self._judge()
                 raise BrokenPromiseError(
@@ -180,7 +185,18 @@ class World:
             scheduler.sleep(0.05)
         self.cluster.validate()
         self._judge()
-        self._check_named()
+        if self.wiped is None:
+            self._check_named()
+
+    def wipe(self) -> None:
+        """The cluster loses everything, and has the same topics again, without a message."""
+        self._owed()
+        sizes = self.topics.sizes
+        self.debts.forgive(self.topics.partitions())
+        self.wiped = Wiped(len(self.record.events), self.debts, self.storage)
+        self.debts = Debts()
+        self.cluster.wipe()
+        self.topics.create_again(sizes)
 
     def is_known(self, where: TopicPartition, entry_id: EntryId) -> bool:
         """Whether an entry lies among those that the newest checkpoint speaks of, or above."""
@@ -217,7 +233,14 @@ class World:
                 f"no error names them, first {silent[0]}"
             )
 
+    def _settled(self) -> bool:
+        if self.wiped is not None:
+            return self.wiped.settled(self._backlog())
+        return not self._owed() and not self._backlog()
+
     def _all_happened(self) -> bool:
+        if self.wiped is not None and len(self.wiped.sent) < WIPED_MESSAGES_MIN:
+            return False
         return self.messages >= self.shape.messages_min and self.injector.all_begun
 
     def _owed(self) -> bool:
@@ -235,8 +258,18 @@ class World:
         )
 
     def _judge(self) -> None:
-        self._owed()
-        events = self.record.judged(self.debts, self.topics.partitions())
+        wiped = self.wiped
+        if wiped is None:
+            self._owed()
+        elif problems := wiped.problems(self.cluster, self.topics.partitions()):
+            raise BrokenPromiseError(f"{len(problems)} problems, the first: {problems[0]}")
+        events = self.record.judged(
+            self.debts if wiped is None else wiped.debts,
+            self.topics.partitions() if wiped is None else (),
+            None if wiped is None else wiped.events,
+        )
+        if wiped is not None and all(event.batch is None for event in events):
+            return
         for verdict in check(events, liveness_s=SETTLE_S):
             if not verdict.holds:
                 offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
@@ -277,6 +310,8 @@ class World:
             assert ordinal is not None
             entry = log.get(ordinal)
             assert entry is not None
+            if self.wiped is not None:
+                self.wiped.publish(where, entry.messages)
             self.debts.sent(where, entry_id, len(entry.messages))
             self.record.sent(where, entry_id, entry.messages)
 
@@ -326,6 +361,8 @@ class World:
 
     def _rightful(self, error: KeyShardError) -> bool:
         """Whether an error names what happened; then the loss is accepted from now on."""
+        if self.wiped is not None:
+            return self.wiped.is_named_by(error)
         if self.debts.accepted:
             return False
         if isinstance(error, DataLossTrimmedError):

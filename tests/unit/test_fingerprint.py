@@ -65,3 +65,24 @@ def test_ledgers_that_are_shorter_than_the_checkpoint_knows_are_others(
 ) -> None:
     with pytest.raises(TopicRecreatedError, match="according to the checkpoint"):
         check_ledgers(P0, STATE, BrokerState(ledgers))
+
+
+def test_what_comes_again_is_the_same_entry() -> None:
+    """Found by the simulation of a wiped broker: the new entry was dropped, and acknowledged."""
+    again = window()
+    made = block(8, 3, publish_ms=NOW + 5)
+    assert again.receive(P0, 0, made) is Receipt.ACCEPTED
+    assert again.receive(P0, 0, made) is Receipt.HELD
+    with pytest.raises(TopicRecreatedError, match="published 1 ms after the one that came first"):
+        again.receive(P0, 0, block(8, 3, publish_ms=NOW + 6))
+
+
+def test_what_comes_before_its_batch_was_read_again_is_of_that_batch() -> None:
+    planned = Checkpoint(
+        "c", "s", 2, {P0: PartitionCheckpoint(None, STATE.delivered, STATE.delivered, {}, NOW)}
+    )
+    again = Window(planned, 2, Budget(100, 10**6))
+    again.expect(planned)
+    assert again.receive(P0, 0, block(8, 2, publish_ms=NOW)) is Receipt.HELD
+    with pytest.raises(TopicRecreatedError, match="came again"):
+        again.receive(P0, 0, block(8, 2, publish_ms=NOW + 1))

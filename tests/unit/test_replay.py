@@ -25,6 +25,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
     ReplayTimeoutError,
+    TopicRecreatedError,
 )
 from keyshard.runtime import replay as replay_module
 from keyshard.runtime.replay import replay
@@ -37,7 +38,7 @@ def end_of(
     return Checkpoint(
         "c", "s", 4,
         {
-            where: PartitionCheckpoint(None, batch, batch, partial or {}, 1)
+            where: PartitionCheckpoint(None, batch, batch, partial or {}, 1_000)
             for where, batch in batches.items()
         },
     )  # fmt: skip
@@ -127,6 +128,17 @@ def test_entries_that_are_gone_are_data_loss_and_named() -> None:
         "topic_partition": where.name,
         "missing": str(EntrySet.of(found[where][1:4])),
     }
+
+
+def test_other_entries_under_the_ids_of_the_batch_are_refused() -> None:
+    """Found by the simulation of a wiped broker: the batch ran again with what came after."""
+    cluster, (where,), found = published(3)
+    cluster.wipe()
+    cluster.create_topic("t", partitions=1)
+    for _ in range(3):
+        cluster.publish(where, Message(b"another", key="k"), publish_ms=1_001)
+    with pytest.raises(TopicRecreatedError, match="published 1 ms after everything delivered"):
+        replay(MemoryBroker(cluster), end_of({where: EntrySet.of(found[where])}), 10)
 
 
 def test_entries_behind_the_end_of_a_topic_are_data_loss_without_a_wait() -> None:

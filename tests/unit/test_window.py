@@ -375,6 +375,27 @@ def test_a_dropped_partition_forgets_what_it_received_and_keeps_what_is_planned(
     assert set(cut(window).partitions) == {P1}, "what is gone leaves the checkpoint"
 
 
+def test_a_deleted_partition_whose_planned_batch_is_lost_is_forgotten_before_its_release() -> None:
+    """Found by the simulation, seed 606234080.
+
+    1. a planned batch runs again, and a topic partition of it was deleted
+    2. its entries are left out, because failOnDataLoss is false
+    3. the next cut leaves it out of the checkpoint, and then the first batch is released
+    """
+    before = window_of(P0, P1)
+    give(before, 0)
+    give(before, 5, where=P1)
+    end = cut(before)
+    window = window_of(checkpoint=end)
+    window.expect(end)
+    window.drop_partition(P0, gone=True)
+    window.plan(end, {P0: [], P1: [block(1, 5)]})
+    give(window, 6, where=P1)
+    cut(window)
+    assert window.release(end) == {P1: [EntryId(1, 5)]}
+    window.validate()
+
+
 def test_a_partition_that_is_only_not_consumed_any_more_stays_in_the_checkpoint() -> None:
     window = window_of(P0, P1)
     give(window, 0)
