@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import idle, ingest, lanes, rescale, skew, wide
+from bench import growth, idle, ingest, lanes, rescale, skew, wide
 
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
-    "wide": wide.run,
+    "wide": wide.run, "growth": growth.run,
 }  # fmt: skip
 
 

@@ -92,15 +92,16 @@ def slot_owners(assignment: Assignment) -> list[int]:
 
 def moved_ranges(old: Assignment, new: Assignment) -> tuple[HashRange, ...]:
     """The parts of the ring whose owner is another one in ``new``, ascending."""
-    moved = [
-        HashRange(max(before.start, after.start), min(before.end, after.end))
-        for had_by, had in enumerate(old)
-        for before in had
-        for has_by, has in enumerate(new)
-        for after in has
-        if had_by != has_by and before.start <= after.end and after.start <= before.end
-    ]
-    return joined(moved)
+    owners = zip(slot_owners(old), slot_owners(new), strict=True)
+    moved = bytes(before != after for before, after in owners)
+    parts: list[HashRange] = []
+    start = moved.find(1)
+    while start >= 0:
+        end = moved.find(0, start)
+        end = RING_SIZE if end < 0 else end
+        parts.append(HashRange(start, end - 1))
+        start = moved.find(1, end)
+    return tuple(parts)
 
 
 def joined(ranges: Iterable[HashRange]) -> tuple[HashRange, ...]:

@@ -282,7 +282,12 @@ class Lanes:
         for queue in self.running:
             self._ranges[queue.owner].running += 1
         for queue in ready:
-            self._make_ready(queue)
+            self._readied += 1
+            item = (queue.work[0].number, self._readied, queue)
+            self._ranges[queue.owner].ready.append(item)
+        for owner in self._ranges:
+            heapq.heapify(owner.ready)
+            self._list(owner)
 
     # -- looking ----------------------------------------------------------------------------------
 

@@ -1,0 +1,254 @@
+"""How does what a source does in memory grow, from 1,000 to 1,000,000 of a thing?
+
+Each figure is processor seconds for the whole of a size, and the exponent of the size that fits
+them: 1 is linear, and n log n reads as a little more. No broker is needed.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+
+from rich.console import Console
+
+from keyshard.core.assignment import assign, moved_ranges, reassign, slot_owners
+from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.key_slot import key_slot
+from keyshard.core.lanes import Lanes
+from keyshard.core.message import Message, MessageId
+from keyshard.core.parking import Parked
+from keyshard.core.window import Budget, Window
+
+SIZES = (1_000, 10_000, 100_000, 1_000_000)
+LONGEST_S = 60.0
+"""A size that would take longer, as the sizes before it foretell, is left out, seconds."""
+RANGES, PARTITIONS, COMMITS, PER_KEY = 10, 5, 100, 10
+
+_console = Console(stderr=True)
+_WHEN = datetime(2024, 1, 1, tzinfo=timezone.utc)
+
+
+def _message(number: int, key: str) -> Message:
+    return Message(
+        b"", key, None, MessageId(1, number, 0), "t", 0, publish_time=_WHEN, event_time=None,
+        properties={}, slot=key_slot(key), redelivered=False,
+    )  # fmt: skip
+
+
+def _block(entry: int) -> EntryBlock:
+    return EntryBlock(
+        EntryId(1, entry), batch_size=1, batched=False, indices=range(1), slot=entry % RING_SIZE,
+        mixed_slots=None, publish_ms=1, payload_bytes=100, parts=(),
+    )  # fmt: skip
+
+
+def _partitions(count: int) -> list[TopicPartition]:
+    return [TopicPartition("persistent://public/default/t", i) for i in range(count)]
+
+
+def _window(partitions: list[TopicPartition]) -> Window:
+    window = Window(Checkpoint("c", "s", RANGES), RANGES, Budget(10**9, 2**50))
+    for where in partitions:
+        window.add_partition(where)
+    return window
+
+
+def _filled(entries: int) -> Window:
+    """A window with entries of a few topic partitions."""
+    where = _partitions(PARTITIONS)
+    window = _window(where)
+    for number in range(entries):
+        at, entry = number % PARTITIONS, number // PARTITIONS
+        window.receive(where[at], number % RANGES, _block(entry))
+    return window
+
+
+def _lanes(keys: int) -> Lanes:
+    owners = slot_owners(assign(RANGES))
+    lanes = Lanes(RANGES, 16, owners.__getitem__)
+    where = _partitions(1)[0]
+    for number in range(keys):
+        message = _message(number, f"k{number}")
+        lanes.add(where, 0, EntryId(1, number), [message])
+    return lanes
+
+
+Measured = Iterator[None]
+"""Prepares, then yields where time begins to count, and once more where it ends."""
+
+
+def lanes(size: int) -> Measured:
+    """So many keys go through the lanes, one message each."""
+    full = _lanes(size)
+    yield
+    while (work := full.next(0.0)) is not None:
+        full.completed(work)
+    full.take_completed()
+    yield
+
+
+def lanes_reassign(size: int) -> Measured:
+    """So many keys wait while their ranges move."""
+    full = _lanes(size)
+    owners = slot_owners(reassign(assign(RANGES), RANGES + 1))
+    yield
+    full.reassign(RANGES + 1, owners.__getitem__)
+    yield
+
+
+def window_reassign(size: int) -> Measured:
+    """So many entries wait while their ranges move."""
+    full = _filled(size)
+    owners = slot_owners(assign(RANGES + 1))
+    yield
+    full.reassign(owners, full.budget)
+    yield
+
+
+def assignment(size: int) -> Measured:
+    """So many ranges become one more, as far as the ring has slots."""
+    count = min(size, RING_SIZE - 1)
+    before = assign(count)
+    yield
+    moved_ranges(before, reassign(before, count + 1))
+    yield
+
+
+def cut(size: int) -> Measured:
+    """So many entries become batches."""
+    full = _filled(size)
+    yield
+    while (end := full.cut()) is not None:
+        full.release(end)
+    yield
+
+
+def commit(size: int) -> Measured:
+    """So many entries are committed, in a hundred commits."""
+    full = _filled(size)
+    taken = [(where, block.id) for where, _, block in full.take()]
+    yield
+    for number in range(COMMITS):
+        completed: dict[TopicPartition, list[EntryId]] = {}
+        for where, entry_id in taken[number * size // COMMITS : (number + 1) * size // COMMITS]:
+            completed.setdefault(where, []).append(entry_id)
+        assert not full.commit(completed)
+        full.release_committed()
+    yield
+
+
+def _beside(window: Window, where: TopicPartition, *, text: bool) -> None:
+    """A hundred commits of one entry of one topic partition."""
+    for entry in range(10, 10 + COMMITS):
+        window.receive(where, 0, _block(entry))
+        window.commit({where: [block.id for _, _, block in window.take()]})
+        if text:
+            window.newest.to_json()
+        window.release_committed()
+
+
+def _many(size: int) -> tuple[Window, TopicPartition]:
+    partitions = _partitions(size)
+    window = _window(partitions)
+    for where in partitions:
+        window.receive(where, 0, _block(0))
+    window.commit({where: [EntryId(1, 0)] for where, _, _ in window.take()})
+    window.release_committed()
+    window.receive(partitions[0], 0, _block(1))
+    window.commit({where: [block.id] for where, _, block in window.take()})
+    window.release_committed()
+    return window, partitions[0]
+
+
+def commit_beside_partitions(size: int) -> Measured:
+    """A hundred commits of one topic partition, of so many; without a checkpoint file."""
+    window, where = _many(size)
+    yield
+    _beside(window, where, text=False)
+    yield
+
+
+def commit_text_beside_partitions(size: int) -> Measured:
+    """The same with the text of the checkpoint, whose length is what it is."""
+    window, where = _many(size)
+    yield
+    _beside(window, where, text=True)
+    yield
+
+
+def fold(size: int) -> Measured:
+    """So many dead letters are folded and replayed, ten of each key."""
+    where = _partitions(1)[0]
+    yield
+    parked = Parked()
+    for number in range(size):
+        key = f"k{number % max(1, size // PER_KEY)}"
+        parked.letter(EntryId(9, number), key, where, MessageId(1, number, 0))
+    for number in range(size):
+        key = f"k{number % max(1, size // PER_KEY)}"
+        parked.replayed(EntryId(9, size + number), key, EntryId(9, number))
+    yield
+
+
+def fold_one_key(size: int) -> Measured:
+    """The same, of one key."""
+    where = _partitions(1)[0]
+    yield
+    parked = Parked()
+    for number in range(size):
+        parked.letter(EntryId(9, number), "k", where, MessageId(1, number, 0))
+    for number in range(size):
+        parked.replayed(EntryId(9, size + number), "k", EntryId(9, number))
+    yield
+
+
+ALL: tuple[tuple[Callable[[int], Measured], int], ...] = (
+    (lanes, 10**6), (lanes_reassign, 10**6), (window_reassign, 10**6), (assignment, 10**5),
+    (cut, 10**6), (commit, 10**6), (commit_beside_partitions, 10**5),
+    (commit_text_beside_partitions, 10**5), (fold, 10**6), (fold_one_key, 10**6),
+)  # fmt: skip
+"""What is measured, and up to which size: memory for a million topic partitions is not a given."""
+
+
+def exponent(seconds: dict[int, float]) -> float:
+    """The slope of the straight line through sizes and seconds, both as logarithms."""
+    points = [(math.log(size), math.log(max(one, 1e-6))) for size, one in seconds.items()]
+    if len(points) < 2:
+        return math.nan
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    above = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    return above / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def measure(what: Callable[[int], Measured], size: int) -> float:
+    """Processor seconds of the measured part."""
+    steps = what(size)
+    next(steps)
+    gc.collect()
+    began = time.process_time()
+    next(steps)
+    return time.process_time() - began
+
+
+def run() -> dict[str, float]:
+    """Seconds of every size, and exponents."""
+    figures: dict[str, float] = {}
+    for what, size_max in ALL:
+        name, seconds = what.__name__, {}
+        for size in SIZES:
+            if size > size_max:
+                break
+            if len(seconds) > 1 and 10 ** exponent(seconds) * max(seconds.values()) > LONGEST_S:
+                _console.print(f"{name}: {size:,} would take too long")
+                break
+            seconds[size] = measure(what, size)
+            figures[f"growth_{name}_s_{size}"] = seconds[size]
+        figures[f"growth_{name}_exponent"] = exponent(seconds)
+        shown = ", ".join(f"{size:,}: {one:.3f} s" for size, one in seconds.items())
+        _console.print(f"{name}: {shown}; exponent {exponent(seconds):.2f}")
+    return figures
