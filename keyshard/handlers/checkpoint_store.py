@@ -103,8 +103,8 @@ class CheckpointStore:
                 "another file to begin from what the broker knows."
             ) from exc
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Replace what is stored; it is durable when this returns.
+    def save(self, checkpoint: Checkpoint) -> int:
+        """Replace what is stored; it is durable when this returns. Its size, bytes.
 
         Raises:
             CheckpointError: It could not be written; the old one stands.
@@ -120,6 +120,7 @@ class CheckpointStore:
                 f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
                 "acknowledged; it comes again."
             ) from exc
+        return len(text)
 
 
 def _replace(path: Path, text: str) -> None:

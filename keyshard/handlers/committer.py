@@ -48,6 +48,8 @@ class Committer:
         self._parked = parked
         self._coordinator = coordinator
         self._store = store
+        self.stored_bytes = 0
+        """Size of the checkpoint stored last; 0 without a store."""
 
     def plan(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
         """Take completed entries into the next checkpoint; memory only.
@@ -70,7 +72,8 @@ class Committer:
         if self._coordinator.committed:
             if self._store is not None:
                 parked = None if self._parked is None else self._parked.checkpoint()
-                self._store.save(replace(self._coordinator.newest, parked=parked))
+                checkpoint = replace(self._coordinator.newest, parked=parked)
+                self.stored_bytes = self._store.save(checkpoint)
                 if self._parked is not None:
                     self._parked.saved()
             self._coordinator.release_committed()

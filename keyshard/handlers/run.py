@@ -59,6 +59,8 @@ DRAIN_LOOK_S = 0.005
 """Time between two looks whether all entries that have begun are whole, seconds."""
 STOP_S = 10.0
 """Longest time between the end of handlers and the end of a run, seconds."""
+COMMIT_BYTES_PER_S = 16 * 1024 * 1024
+"""Most bytes of checkpoints that are written in a second: a large one makes the next come later."""
 COMMIT_SHARE_MAX = 0.25
 """Most of a processor's time that commits may take: a costly one makes the next come later. Waiting
 for the disk does not count: what is not committed yet comes again after a crash."""
@@ -385,7 +387,11 @@ class HandlerRun:
                 self.lanes.put_back(left)
         self._committer.store()
         spent_s = time.thread_time() - began_s
-        self._commit_at_s = time.monotonic() + max(COMMIT_INTERVAL_S, spent_s / COMMIT_SHARE_MAX)
+        self._commit_at_s = time.monotonic() + max(
+            COMMIT_INTERVAL_S,
+            spent_s / COMMIT_SHARE_MAX,
+            self._committer.stored_bytes / COMMIT_BYTES_PER_S,
+        )
 
     def _drain(self) -> None:
         """Let handlers finish the entries that have begun, and commit what they completed."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from keyshard.broker.port import Consumer
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, KeyShardError
-from keyshard.runtime.retry import retry_until
 
 ENTRIES_PER_TURN = 1_000
 """Entries handed to the client at once."""
 ENTRIES_WAITING_MAX = 5_000_000
 """Entries that may wait; more than the broker leaves unacknowledged by default."""
+
+RETRY_S = 0.1
+"""Pause when nothing of what waits can be handed over, seconds."""
+SURE_S = 0.5
+"""Time after which a connected client has sent what it took, seconds; it groups for 0.1."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +49,9 @@ class Acknowledger:
         self._fail = fail
         self._queue: deque[tuple[TopicPartition, Sequence[EntryId]]] = deque()
         self._waiting = 0
+        self._away_since_s: dict[TopicPartition, float] = {}
+        self._unsure: deque[tuple[float, TopicPartition, Consumer, Sequence[EntryId]]] = deque()
+        """What consumers took lately, and when."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self.acknowledged = 0
@@ -88,15 +96,18 @@ class Acknowledger:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        stuck = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopping.is_set())
+                self._changed.wait_for(
+                    lambda: self._queue or self._stopping.is_set(), SURE_S if self._unsure else None
+                )
                 if self._stopping.is_set():
                     return
-                topic_partition, entries = self._queue[0]
+                topic_partition, entries = self._queue[0] if self._queue else (None, ())
             try:
-                for start in range(0, len(entries), ENTRIES_PER_TURN):
-                    self._hand_over(topic_partition, entries[start : start + ENTRIES_PER_TURN])
+                self._look_back()
+                done = 0 if topic_partition is None else self._hand_over(topic_partition, entries)
             except KeyShardError as exc:
                 self._fail(exc)
                 return
@@ -104,35 +115,66 @@ class Acknowledger:
                 _log.exception("acknowledging ended unexpectedly")
                 self._fail(KeyShardError(f"Acknowledging ended unexpectedly: {exc!r}."))
                 return
+            if topic_partition is None:
+                continue
             with self._changed:
                 self._queue.popleft()
-                self._waiting -= len(entries)
+                if done < len(entries):
+                    # The others do not wait for a topic partition that is away.
+                    self._queue.append((topic_partition, entries[done:]))
+                self._waiting -= done
                 self._changed.notify_all()
+                stuck = 0 if done else stuck + 1
+                all_stuck = stuck >= len(self._queue) > 0
+            if all_stuck:
+                stuck = 0
+                self._stopping.wait(RETRY_S)
 
-    def _hand_over(self, topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
-        def attempt() -> int:
-            consumer = self._consumer_of(topic_partition)
-            if consumer is None:
-                _log.debug("%d entries of %s: nobody to tell", len(entries), topic_partition)
-                return 0
+    def _hand_over(self, topic_partition: TopicPartition, entries: Sequence[EntryId]) -> int:
+        """Give entries to the client; how many are done with."""
+        done = 0
+        while done < len(entries):
+            turn = entries[done : done + ENTRIES_PER_TURN]
             try:
-                consumer.acknowledge(entries)
+                consumer = self._consumer_of(topic_partition)
+                if consumer is not None:
+                    consumer.acknowledge(turn)
             except BrokerError as exc:
                 # The consumer may just be re-opened: the next attempt asks for another one.
-                raise _TryAgainError(str(exc)) from exc
-            return len(entries)
+                self._check_time(topic_partition, entries, exc)
+                break
+            self._away_since_s.pop(topic_partition, None)
+            done += len(turn)
+            if consumer is None:
+                _log.debug("%d entries of %s: nobody to tell", len(turn), topic_partition)
+                continue
+            self.acknowledged += len(turn)
+            self._unsure.append((time.monotonic(), topic_partition, consumer, turn))
+        return done
 
-        try:
-            self.acknowledged += retry_until(attempt, self._timeout_s, stop=self._stopping)
-        except KeyShardError as exc:
-            if self._stopping.is_set():
-                return
-            raise AcknowledgeError(
-                f"Could not acknowledge {len(entries)} entries of {topic_partition} for "
-                f"{self._timeout_s:.0f} s: {exc}. They are delivered again and dropped.",
-                topic_partition=topic_partition.name,
-            ) from exc
+    def _check_time(
+        self, topic_partition: TopicPartition, entries: Sequence[EntryId], error: BrokerError
+    ) -> None:
+        now_s = time.monotonic()
+        if now_s - self._away_since_s.setdefault(topic_partition, now_s) < self._timeout_s:
+            return
+        raise AcknowledgeError(
+            f"Could not acknowledge {len(entries)} entries of {topic_partition} for "
+            f"{self._timeout_s:.0f} s: {error}. They are delivered again and dropped.",
+            topic_partition=topic_partition.name,
+        ) from error
 
+    def _look_back(self) -> None:
+        """Hand over again what a consumer took that is not connected now.
 
-class _TryAgainError(KeyShardError):
-    retriable = True
+        Its client sends groups of acknowledgements; what it has not sent when the connection ends
+        is sent after a reconnect, or never.
+        """
+        now_s = time.monotonic()
+        while self._unsure and now_s - self._unsure[0][0] >= SURE_S:
+            _, topic_partition, consumer, entries = self._unsure.popleft()
+            if not consumer.is_connected():
+                with self._changed:
+                    self._queue.append((topic_partition, entries))
+                    self._waiting += len(entries)
+                self.acknowledged -= len(entries)
