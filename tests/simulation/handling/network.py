@@ -9,7 +9,7 @@ from typing import Protocol
 from keyshard.broker.memory import MemoryCluster, MemoryProducer
 from keyshard.broker.port import Producer, Reader
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.letters import REPLAYED, Letter, Marker, parse
+from keyshard.core.letters import REPLAYED, Letter, Marker, Sweep, parse
 from keyshard.errors import BrokerUnavailableError
 from keyshard.schema.messages import messages_of
 from tests.simulation.handling.faults import Step
@@ -83,7 +83,7 @@ class Host(Protocol):
     def at(self, step: Step) -> None:
         """A step begins; may end the process."""
 
-    def stored(self, found: Letter | Marker, seq: int) -> None:
+    def stored(self, found: Letter | Marker | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
 
 

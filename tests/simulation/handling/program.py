@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
-from keyshard.core.letters import Letter, Marker
+from keyshard.core.letters import Letter, Marker, Sweep
 from keyshard.core.message import MessageId
 from keyshard.errors import (
     BrokerError,
@@ -272,10 +272,10 @@ class Program:
             index=index, key=key, seq=seq, worker=worker,
         )  # fmt: skip
 
-    def stored(self, found: Letter | Marker, seq: int) -> None:
+    def stored(self, found: Letter | Marker | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
-        if isinstance(found, Marker):
-            self.record.note(f"marker of {found.key} up to {found.up_to}")
+        if not isinstance(found, Letter):
+            self.record.note(f"marker of {found.key}: {found}")
             return
         self.record.note(f"letter, {found.kind.value}")
         self._write("completed", _name(found.message), found.key, seq)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Marker
+from keyshard.core.letters import Kind, Letter, Marker, Sweep
 from keyshard.core.message import MessageId
 
 
@@ -77,9 +77,9 @@ class Promises:
         self.finished.add(name)
         self._handled[name] = self._disturbances
 
-    def stored(self, position: EntryId, found: Letter | Marker, seq: int) -> None:
+    def stored(self, position: EntryId, found: Letter | Marker | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
-        if isinstance(found, Marker):
+        if not isinstance(found, Letter):
             self._released(found)
             return
         message = found.message
@@ -103,13 +103,18 @@ class Promises:
         """What rests yet; keys."""
         return sorted(key for key, resting in self._resting.items() if resting)
 
-    def _released(self, marker: Marker) -> None:
-        resting = self._resting.get(marker.key, {})
+    def _released(self, found: Marker | Sweep) -> None:
+        resting = self._resting.get(found.key, {})
         for name, (_, rest) in list(resting.items()):
-            if rest.position <= marker.up_to:
+            if isinstance(found, Sweep):
+                covered = rest.position <= found.up_to
+            else:
+                where = TopicPartition(name.topic, name.partition)
+                covered = (where, name.id) == (found.topic_partition, found.message_id)
+            if covered:
                 del resting[name]
                 if name not in self.finished:
-                    self._break(f"{marker.key}:{rest.seq} is called replayed, and was not handled")
+                    self._break(f"{found.key}:{rest.seq} is called replayed, and was not handled")
 
     def _is_saved(self, name: Name) -> bool:
         if self._saved is None:

@@ -19,7 +19,7 @@ PARKING = {
 }  # fmt: skip
 """Steps that only programs have whose keys park."""
 
-UNMENDED = frozenset({"batches", "neighbour", "parking"})
+UNMENDED: frozenset[str] = frozenset({"batches"})
 """Shapes under which promises are known to break: they are not drawn, and a stop counts as a crash.
 Each leaves this list with its mending."""
 
