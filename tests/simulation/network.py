@@ -170,7 +170,7 @@ class Client:
         network.clients.append(self)
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
-        return self._broker.missing(topics)
+        return self.network.request(lambda: self._inner.missing(topics))
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self.network.request(lambda: self._inner.partitions(topic))
