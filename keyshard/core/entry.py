@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from keyshard.core.key_slot import key_slot, routing_key
+from keyshard.core.key_slot import key_slot, possible_slots, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
@@ -138,6 +138,15 @@ class EntryBlock:
             return self.slots
         keys = map(routing_key, self.partition_keys, self.column("__orderingKey"))
         return [None if key is None else key_slot(key) for key in keys]
+
+    @property
+    def possible_slots(self) -> tuple[int, ...]:
+        """Slots that may have routed the entry: no Reader knows whether a key was set as bytes."""
+        if self.slot is None:
+            return ()
+        content, row, _ = self.parts[0]
+        key, ordering_key = (content.column(one)[row].as_py() for one in ("__key", "__orderingKey"))
+        return (self.slot,) if key is None or ordering_key is not None else possible_slots(key)
 
     @property
     def values(self) -> list[bytes]:

@@ -21,8 +21,8 @@ class Inspection:
 
     proofs: Proofs = field(default_factory=Proofs)
     """Holes without an entry, and ledger ends that were passed."""
-    existing: dict[EntryId, int | None] = field(default_factory=dict)
-    """Entries that do exist, with the slots that route them."""
+    existing: dict[EntryId, tuple[int, ...]] = field(default_factory=dict)
+    """Entries that do exist, with the slots that may route them."""
     complete: bool = True
     """Whether every hole is known to hold an entry or none."""
 
@@ -67,5 +67,5 @@ def _take(
         if block.id.ledger > position.ledger:
             found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, block.id)
         if block.id in stretch:
-            found.existing[block.id] = block.slot
+            found.existing[block.id] = block.possible_slots
         position = EntryId(block.id.ledger, block.id.entry + 1)

@@ -64,8 +64,8 @@ class _Watched:
         self.open = Lasting(hole_age_ms)
         self.acknowledged = Lasting(settle_after_ms)
         self.marked = Lasting(settle_after_ms)
-        self.existing: dict[EntryId, int | None] = {}
-        """Entries of holes that a Reader showed, with their slots."""
+        self.existing: dict[EntryId, tuple[int, ...]] = {}
+        """Entries of holes that a Reader showed, with the slots that may route them."""
         self.absent = EntrySet()
         """Holes that were proved empty and are in no checkpoint yet."""
         self.lost = EntrySet()
@@ -222,10 +222,10 @@ def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
         proofs.base = min(proofs.base, first)
 
 
-def _owed(existing: Mapping[EntryId, int | None], settled: EntrySet) -> frozenset[int]:
-    """Slots of entries that exist and are not settled."""
+def _owed(existing: Mapping[EntryId, tuple[int, ...]], settled: EntrySet) -> frozenset[int]:
+    """Slots that may have routed entries that exist and are not settled."""
     return frozenset(
-        slot for entry_id, slot in existing.items() if slot is not None and entry_id not in settled
+        slot for entry_id, slots in existing.items() if entry_id not in settled for slot in slots
     )
 
 

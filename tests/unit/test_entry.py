@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+
 import pytest
 
 from helpers import block
@@ -84,3 +86,11 @@ def test_the_first_message_routes_an_entry() -> None:
 
 def test_slots_of_mixed_keys_are_told_one_by_one() -> None:
     assert block(1, 0, "a", None, "b").slots == [key_slot("a"), None, key_slot("b")]
+
+
+def test_a_reader_knows_every_slot_that_may_have_routed_an_entry() -> None:
+    text = b64encode(b"customer").decode()
+    assert block(1, 0, "plain").possible_slots == (key_slot("plain"),)
+    assert block(1, 0, text).possible_slots == (key_slot(text), key_slot(b"customer"))
+    assert block(1, 0, text, ordering_key="o").possible_slots == (key_slot("o"),)
+    assert block(1, 0, None).possible_slots == ()
