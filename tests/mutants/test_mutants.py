@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from found_by_simulation import FOUND_BY_SIMULATION
 from table import MUTANTS, Edit, Mutant
 
+ALL = (*MUTANTS, *FOUND_BY_SIMULATION)
 ROOT = Path(__file__).parents[2]
 COPIED = ("keyshard", "spark_adapter", "tests")
 TIMEOUT_S = 120
@@ -78,7 +80,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
 @pytest.fixture(scope="module")
 def unchanged(copy: Copy) -> Outcome:
     """All killers on the code as it is."""
-    return copy.run(tuple(dict.fromkeys(test for mutant in MUTANTS for test in mutant.killers)))
+    return copy.run(tuple(dict.fromkeys(test for mutant in ALL for test in mutant.killers)))
 
 
 def changed(text: str, edit: Edit) -> str:
@@ -90,7 +92,7 @@ def changed(text: str, edit: Edit) -> str:
     return text.replace(edit.old, edit.new)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_the_suite_notices(
     mutant: Mutant, copy: Copy, unchanged: Outcome, record_property: Any
 ) -> None:

@@ -1,0 +1,95 @@
+"""Mutants that are code as it was before the simulation found what was wrong with it."""
+
+from __future__ import annotations
+
+from table import Edit, Mutant, killer
+
+FOUND_BY_SIMULATION = (
+    Mutant(
+        name="take the longest of the runs that were broken off for a whole one",
+        promise="No false alarm: tasks read parts at once, so neither run contains the other.",
+        edits=(
+            Edit(
+                "keyshard/verify/check_messages.py",
+                "        for part, rows in _parts(run).items():\n"
+                "            if len(rows) > len(whole.get(part, ())):\n"
+                "                whole[part] = rows\n",
+                "        if len(run.rows) > sum(map(len, whole.values())):\n"
+                "            whole = _parts(run)\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_checkers", "test_what_is_allowed_passes"),
+            killer(
+                "property/test_checkers",
+                "test_runs_that_were_broken_off_are_equal_though_none_contains_another",
+            ),
+        ),
+    ),
+    Mutant(
+        name="settle in silence what somebody else acknowledged",
+        promise="No loss without a word: failOnDataLoss ends a source that runs, too.",
+        edits=(
+            Edit(
+                "keyshard/runtime/settler.py",
+                "            self._report_lost("
+                "topic_partition, watched, lasting.settled & doubted)\n"
+                "            _leave_out(lasting, doubted - watched.absent - watched.lost)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_settler",
+                "test_what_somebody_else_acknowledged_while_it_runs_ends_the_source",
+            ),
+        ),
+    ),
+    Mutant(
+        name="drop a new entry as the redelivery of one under its id",
+        promise="No loss without a word: a wiped broker hands out the same ids again.",
+        edits=(
+            Edit(
+                "keyshard/core/window.py",
+                "            check_held(topic_partition, published_ms, block)\n",
+                "",
+            ),
+        ),
+        killers=(killer("unit/test_fingerprint"),),
+    ),
+    Mutant(
+        name="read a batch again with what another topic has under its ids",
+        promise="Exactly once: a batch that runs again has the rows that it had.",
+        edits=(
+            Edit(
+                "keyshard/runtime/replay.py",
+                "        for block in blocks:\n"
+                "            check_delivered(tp, wanted[tp], block)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_replay",
+                "test_other_entries_under_the_ids_of_the_batch_are_refused",
+            ),
+        ),
+    ),
+    Mutant(
+        name="release a batch of a deleted topic that was forgotten",
+        promise="A topic that is deleted ends nothing but itself.",
+        edits=(
+            Edit(
+                "keyshard/core/window.py",
+                "for tp, blocks in entries.items() if blocks}",
+                "for tp, blocks in entries.items()}",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_window",
+                "test_a_deleted_partition_whose_planned_batch_is_lost_is_forgotten_before_its_release",
+            ),
+        ),
+    ),
+)
