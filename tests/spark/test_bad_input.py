@@ -50,6 +50,9 @@ def test_a_broker_that_is_not_there(spark: SparkSession, topic: SparkTopic, wron
     message = failed(topic.start(topic.rows(spark, **options)))
     assert "[KEYSHARD_BROKER_UNAVAILABLE]" in message
     assert options[wrong] in message
+    sentence = message.split("[KEYSHARD_")[-1].split("\n")[0]
+    assert f"Check {wrong.replace('_', '.')}" in sentence, "in the words of Spark's options"
+    assert "direct cause" not in message, "the sentence ends the traceback"
 
 
 def test_a_topic_that_does_not_exist_is_not_created(spark: SparkSession, topic: SparkTopic) -> None:
