@@ -114,8 +114,8 @@ OPTIONS = (
     Option(
         "operationTimeoutMillis",
         "operation_timeout_ms",
-        "Longest time of one request to the broker, and of reaching it when a query goes on from its "
-        "checkpoint; whole seconds. A first start gives up within 5 s.",
+        "Longest time of one request to the broker, and of reaching it when a query goes on from "
+        "its checkpoint; whole seconds. A first start gives up within 5 s.",
     ),
     Option(
         "availableNowTimeoutMillis",

@@ -43,9 +43,6 @@ class SimulatedFiles(AbstractFileSystem):
     def rm_file(self, path: str) -> None:
         del self._disk(path).files[path]
 
-    def rm_file(self, path: str) -> None:
-        del self._disk(path).files[path]
-
     def _disk(self, path: str) -> Disk:
         return self.disks[path.partition("/")[0]]
 
