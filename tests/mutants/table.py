@@ -40,6 +40,9 @@ ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
     "unit/test_stream_reader", "test_async_progress_is_refused_with_nothing_acknowledged"
 )
+IN_THE_SIMULATION = killer(
+    "simulation/test_handling", "test_keys_keep_their_order_through_retries_and_parking"
+)
 
 MUTANTS = (
     Mutant(
@@ -402,5 +405,30 @@ MUTANTS = (
             ),
         ),
         killers=(killer("unit/test_parking"), killer("property/test_parking")),
+    ),
+    Mutant(
+        name="hand out the newest message of a key behind the one that runs",
+        promise="Order: messages of a key reach the handler in their order, also after retries.",
+        edits=(
+            Edit(
+                "keyshard/core/lanes.py",
+                "            queue.work.append(work)\n",
+                "            queue.work.insert(min(1, len(queue.work)), work)\n",
+            ),
+        ),
+        killers=(IN_THE_SIMULATION,),
+    ),
+    Mutant(
+        name="let newer messages of a parked key pass its letters",
+        promise="Order: what follows a parked message waits behind it as a letter.",
+        edits=(
+            Edit(
+                "keyshard/core/parking.py",
+                "return Course.HANDLE if first is not None and message_id < first else "
+                "Course.LETTER",
+                "return Course.HANDLE",
+            ),
+        ),
+        killers=(IN_THE_SIMULATION,),
     ),
 )

@@ -27,7 +27,6 @@ from tests.simulation.handling.faults import Step
 from tests.simulation.handling.messages import Fates
 from tests.simulation.handling.network import HandlerClient, HandlerNetwork, HandlerRecord
 from tests.simulation.handling.promises import Name, Promises
-from tests.simulation.handling.shape import UNMENDED
 from tests.simulation.handling.storage import PROTOCOL
 from tests.simulation.network import Admin
 from tests.simulation.record import parse_value
@@ -146,9 +145,6 @@ class Program:
             self.disturbed()
         else:
             self.record.note("the run has ended in order")
-            if "stopping" in UNMENDED:
-                self.record.add("crashed", worker=process.name)
-                self.disturbed()
 
     def _run(self, source: KeyShardSource) -> None:
         shape = self.world.shape
@@ -281,10 +277,7 @@ class Program:
         self._write("completed", _name(found.message), found.key, seq)
 
     def save(self, path: str, data: bytes) -> None:
-        """Store a file; all but the checkpoint is tried out only."""
-        if f"{PROTOCOL}://{path}" != self._checkpoint:
-            self.files[path] = data
-            return
+        """Store a checkpoint."""
         self.at(Step.SAVING)
         if self.unsaved:
             self.unsaved = False

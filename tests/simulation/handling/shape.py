@@ -19,10 +19,6 @@ PARKING = {
 }  # fmt: skip
 """Steps that only programs have whose keys park."""
 
-UNMENDED: frozenset[str] = frozenset({"batches"})
-"""Shapes under which promises are known to break: they are not drawn, and a stop counts as a crash.
-Each leaves this list with its mending."""
-
 
 def _raises(_state: tenacity.RetryCallState) -> float:
     raise ValueError("no wait")
@@ -89,15 +85,11 @@ class Shape:
     @classmethod
     def of(cls, random: Random, steps: Set[Step]) -> Shape:
         """Draw one in which faults can meet their steps."""
-        mended = {"batches", "hostile", "neighbour", "parking"} - UNMENDED
         parking = not PARKING.isdisjoint(steps)
         batches = not parking and Step.FAILING not in steps and random.random() < 0.15
-        batches = batches and "batches" in mended
-        neighbour = not batches and random.random() < 0.05 and "neighbour" in mended
-        hostile = random.random() < 0.2 and "hostile" in mended
+        neighbour = not batches and random.random() < 0.05
+        hostile = random.random() < 0.2
         on_failure = "park" if parking else random.choice(("park", "park", "dead_letter", "stop"))
-        if "parking" not in mended:
-            on_failure = "dead_letter"
         waits = [tenacity.wait_none(), tenacity.wait_fixed(0.2), tenacity.wait_random(0.0, 0.5)]
         return cls(
             topics=tuple(random.randint(1, 3) for _ in range(random.choice((1, 1, 2)))),
