@@ -191,7 +191,7 @@ def fold(size: int) -> Measured:
         parked.letter(EntryId(9, number), key, where, MessageId(1, number, 0))
     for number in range(size):
         key = f"k{number % max(1, size // PER_KEY)}"
-        parked.replayed(EntryId(9, size + number), key, EntryId(9, number))
+        parked.replayed(EntryId(9, size + number), key, where, MessageId(1, number, 0))
     yield
 
 
@@ -203,7 +203,7 @@ def fold_one_key(size: int) -> Measured:
     for number in range(size):
         parked.letter(EntryId(9, number), "k", where, MessageId(1, number, 0))
     for number in range(size):
-        parked.replayed(EntryId(9, size + number), "k", EntryId(9, number))
+        parked.replayed(EntryId(9, size + number), "k", where, MessageId(1, number, 0))
     yield
 
 
