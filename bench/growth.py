@@ -27,6 +27,8 @@ from keyshard.core.window import Budget, Window
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONGEST_S = 60.0
 """A size that would take longer, as the sizes before it foretell, is left out, seconds."""
+ALL_S = 240.0
+"""Time after which nothing more is begun, seconds."""
 RANGES, PARTITIONS, COMMITS, PER_KEY = 10, 5, 100, 10
 
 _console = Console(stderr=True)
@@ -236,19 +238,22 @@ def measure(what: Callable[[int], Measured], size: int) -> float:
 
 
 def run() -> dict[str, float]:
-    """Seconds of every size, and exponents."""
-    figures: dict[str, float] = {}
-    for what, size_max in ALL:
-        name, seconds = what.__name__, {}
-        for size in SIZES:
+    """Seconds of every size, and exponents; the largest sizes as far as there is time."""
+    found: dict[str, dict[int, float]] = {what.__name__: {} for what, _ in ALL}
+    began = time.monotonic()
+    for size in SIZES:
+        for what, size_max in ALL:
+            seconds = found[what.__name__]
             if size > size_max:
-                break
-            if len(seconds) > 1 and 10 ** exponent(seconds) * max(seconds.values()) > LONGEST_S:
-                _console.print(f"{name}: {size:,} would take too long")
-                break
+                continue
+            foreseen_s = 10 ** exponent(seconds) * max(seconds.values()) if seconds else 0.0
+            if foreseen_s > LONGEST_S or time.monotonic() - began > ALL_S:
+                _console.print(f"{what.__name__}: {size:,} is left out, it would take too long")
+                continue
             seconds[size] = measure(what, size)
-            figures[f"growth_{name}_s_{size}"] = seconds[size]
+            _console.print(f"{what.__name__}: {size:,} in {seconds[size]:.3f} s")
+    figures: dict[str, float] = {}
+    for name, seconds in found.items():
+        figures |= {f"growth_{name}_s_{size}": one for size, one in seconds.items()}
         figures[f"growth_{name}_exponent"] = exponent(seconds)
-        shown = ", ".join(f"{size:,}: {one:.3f} s" for size, one in seconds.items())
-        _console.print(f"{name}: {shown}; exponent {exponent(seconds):.2f}")
     return figures
