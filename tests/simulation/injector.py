@@ -48,6 +48,8 @@ class Injector:
         """How often each fault hit each step."""
         self.changes = 0
         """How often the number of ranges changed."""
+        self.broker_crashes = 0
+        """How often the broker was killed."""
         self.stopping: set[Process] = set()
         """Processes that were told to end."""
         self.enabled = True
@@ -162,6 +164,7 @@ class Injector:
         if not world.network.up:
             return False
         world.record.add("crashed", worker="broker")
+        self.broker_crashes += 1
         world.network.up = False
         world.network.lose([one for client in world.network.clients for one in client.consumers])
         world.network.lose_readers()

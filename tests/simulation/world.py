@@ -14,7 +14,12 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, KeyShardError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    DataLossAckedElsewhereError,
+    DataLossTrimmedError,
+    KeyShardError,
+)
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.verify.checkers import check
 from tests.simulation.debts import Debts
@@ -330,7 +335,7 @@ class World:
                 self.scheduler.sleep(self._random.random() * 0.5)
 
     def _live(self, process: Process) -> None:
-        outages = self.network.outages
+        outages, crashes = self.network.outages, self.injector.broker_crashes
         excused = not self.network.up
         ranges = self.shape.ranges[self.injector.changes % len(self.shape.ranges)]
         self.record.note(f"life {self._lives} with {ranges} ranges")
@@ -354,6 +359,9 @@ class World:
             self.record.note(f"the query ends: {exc}")
             if process in self.injector.stopping:
                 self.scheduler.block()
+            # A first start asks only for a moment, so that a mistake in a URL is told soon.
+            brief = isinstance(exc, BrokerUnavailableError) and not self.storage.offsets
+            excused = excused or (brief and self.injector.broker_crashes > crashes)
             excused = excused or self._rightful(exc)
             if not excused and self.network.outages == outages:
                 raise
