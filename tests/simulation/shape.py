@@ -23,6 +23,8 @@ class Shape:
     keys: int
     keyless: float
     """Share of the messages that have no key."""
+    bytes_keys: bool
+    """Whether producers set keys as bytes: their base64 is the key, and they are hashed."""
     messages_min: int
     """Messages that are published at least."""
     batching: Batching
@@ -67,6 +69,7 @@ class Shape:
             ranges=tuple(random.sample((1, 2, 3, 5, 8), 4)),
             keys=random.choice((3, 8, 20)),
             keyless=random.choice((0.0, 0.0, 0.1)),
+            bytes_keys=random.random() < 0.3,
             messages_min=random.choice((40, 100)),
             batching=random.choice((Batching.NONE, Batching.BY_KEY)),
             entries_per_ledger=random.choice((7, 30, 1_000)),

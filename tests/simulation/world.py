@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ class World:
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
             self._next_seq[topic, key] = seq + 1
-            messages.append(Message(value_of(key, seq), key=key or None))
+            messages.append(self._message(key, value_of(key, seq)))
         self.topics.revive(topic)
         published = self.cluster.publish(
             topic, *messages, batching=self.shape.batching,
@@ -319,6 +320,11 @@ class World:
                 self.wiped.publish(where, entry.messages)
             self.debts.sent(where, entry_id, len(entry.messages))
             self.record.sent(where, entry_id, entry.messages)
+
+    def _message(self, key: str, value: bytes) -> Message:
+        if key and self.shape.bytes_keys:
+            return Message(value, key=b64encode(key.encode()).decode(), key_is_base64=True)
+        return Message(value, key=key or None)
 
     # -- the query, life after life --------------------------------------------------------------
 
@@ -390,6 +396,8 @@ class World:
         at_once = receives * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
         # A batch that is read again comes on top: it was in the window of another process.
         rows_max = options["window_rows_max"] * 3 // 2 + at_once
+        if coordinator._window.counters.misrouted:
+            raise BrokenPromiseError("messages count as misrouted that came where they belong")
         rows = coordinator._window.rows
         if rows > rows_max:
             raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
