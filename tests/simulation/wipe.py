@@ -7,7 +7,12 @@ from collections.abc import Iterable
 
 from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.entry import TopicPartition
-from keyshard.errors import DataLossTrimmedError, KeyShardError, TopicRecreatedError
+from keyshard.errors import (
+    AvailableNowTimeoutError,
+    DataLossTrimmedError,
+    KeyShardError,
+    TopicRecreatedError,
+)
 from tests.simulation.debts import Debts
 from tests.simulation.shape import SUBSCRIPTION
 from tests.simulation.spark import Storage
@@ -45,9 +50,12 @@ class Wiped:
     def is_named_by(self, error: KeyShardError) -> bool:
         """Whether an error is the one that names a wiped cluster.
 
-        Where a planned batch is read again and nothing tells more, its entries are missing.
+        Where a planned batch is read again and nothing tells more, its entries are missing. A
+        bounded run to which nothing new comes waits for its targets until its deadline.
         """
-        named = isinstance(error, TopicRecreatedError | DataLossTrimmedError)
+        named = isinstance(
+            error, TopicRecreatedError | DataLossTrimmedError | AvailableNowTimeoutError
+        )
         self.named += named
         return named
 
