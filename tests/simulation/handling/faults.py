@@ -88,6 +88,8 @@ _NOT_AT_START = {
 def _possible(kind: Kind, step: Step) -> bool:
     if step is Step.STARTING and kind in _NOT_AT_START:
         return False
+    if step is Step.STOPPING and kind in (Kind.STOP, Kind.FORGETFUL_STOP):
+        return False
     return step in _ONLY_AT.get(kind, {step})
 
 
@@ -109,8 +111,10 @@ class Fault:
 def plan(seed: int, random: Random) -> list[Fault]:
     """Faults of a run: the first one by the seed's number, so that none is left to chance."""
     cells = [CELLS[seed % len(CELLS)], *(random.choice(CELLS) for _ in range(random.randrange(4)))]
+    if any(step is Step.STOPPING for _, step in cells):
+        cells.append((Kind.STOP, random.choice((Step.HANDLING, Step.FAILING))))
     return [
-        Fault(kind, step, 1 if step is Step.STARTING else random.randint(1, 4))
+        Fault(kind, step, 1 if step in (Step.STARTING, Step.STOPPING) else random.randint(1, 4))
         for kind, step in cells
     ]
 
