@@ -6,6 +6,7 @@
     ├── ConfigError                    KEYSHARD_BAD_OPTION
     │   └── UnfitHandlerError          KEYSHARD_HANDLER_UNFIT
     ├── BrokerError                    KEYSHARD_BROKER
+    │   ├── MessageTooLargeError       KEYSHARD_MESSAGE_TOO_LARGE
     │   ├── BrokerUnavailableError     KEYSHARD_BROKER_UNAVAILABLE   (retriable)
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
     │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
@@ -94,6 +95,12 @@ class BrokerError(KeyShardError):
     """The broker refused a request."""
 
     code = "KEYSHARD_BROKER"
+
+
+class MessageTooLargeError(BrokerError):
+    """A message is larger than the broker takes."""
+
+    code = "KEYSHARD_MESSAGE_TOO_LARGE"
 
 
 class BrokerUnavailableError(BrokerError):

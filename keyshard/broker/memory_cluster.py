@@ -50,11 +50,14 @@ class MemoryCluster:
         unacked_limits: UnackedLimits | None = None,
         cursor_write_ms: int = 10_000,
         ack_group_ms: int = 0,
+        message_bytes_max: int = 5 * 1024 * 1024,
         now_ms: Callable[[], int] = lambda: 0,
     ) -> None:
         self.lock = threading.RLock()
         self.now_ms = now_ms
         self.ack_group_ms = ack_group_ms
+        self.message_bytes_max = message_bytes_max
+        """Largest message that a producer of the port may send, bytes."""
         self.look_ahead = look_ahead or LookAhead()
         self.unacked_limits = unacked_limits or UnackedLimits()
         self._cursor_write_ms = cursor_write_ms

@@ -92,7 +92,11 @@ class MemoryBroker:
             self._check_open()
             self._cluster.open_log(topic_partition)
             producer = MemoryProducer(
-                self._cluster.lock, self._cluster.publish, topic_partition, send_timeout_ms
+                self._cluster.lock,
+                self._cluster.publish,
+                topic_partition,
+                send_timeout_ms,
+                message_bytes_max=self._cluster.message_bytes_max,
             )
             self._producers.append(producer)
         return producer

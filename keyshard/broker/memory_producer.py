@@ -11,7 +11,7 @@ from typing import Protocol
 
 from keyshard.broker.memory_log import Message
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import BrokerError, BrokerUnavailableError, MessageTooLargeError
 
 
 class _Publish(Protocol):
@@ -32,11 +32,14 @@ class MemoryProducer:
         publish: _Publish,
         topic_partition: TopicPartition,
         send_timeout_ms: int,
+        *,
+        message_bytes_max: int,
     ) -> None:
         self._changed = threading.Condition(lock)
         self._publish = publish
         self.topic_partition = topic_partition
         self._send_timeout_s = send_timeout_ms / 1000
+        self._message_bytes_max = message_bytes_max
         self._connected = True
         self._closed = False
 
@@ -50,6 +53,9 @@ class MemoryProducer:
         event_ms: int = 0,
     ) -> EntryId:
         message = Message(value, key, ordering_key, dict(properties or {}), event_ms)
+        texts = [key or "", ordering_key or "", *message.properties, *message.properties.values()]
+        if len(value) + sum(len(text.encode()) for text in texts) > self._message_bytes_max:
+            raise MessageTooLargeError(f"A message to {self.topic_partition} is too large.")
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._connected, self._send_timeout_s)
             if self._closed:

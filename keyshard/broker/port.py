@@ -150,6 +150,7 @@ class Producer(Protocol):
         Raises:
             BrokerUnavailableError: No confirmation before the deadline (retriable). The message
                 may be stored all the same, so another attempt may store it twice.
+            MessageTooLargeError: The broker takes no message as large, its properties included.
             BrokerError: The broker refused it, or the producer is closed.
         """
 

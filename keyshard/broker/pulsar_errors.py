@@ -14,6 +14,7 @@ import pulsar
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
+    MessageTooLargeError,
     RangeConflictError,
     TopicNotFoundError,
 )
@@ -72,6 +73,11 @@ def translated(action: str, what: object) -> Iterator[None]:
     except pulsar.TopicNotFound as exc:
         raise TopicNotFoundError(
             f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
+        ) from exc
+    except pulsar.MessageTooBig as exc:
+        raise MessageTooLargeError(
+            f"Could not {action} {what}: the message is larger than the broker takes. Raise its "
+            "maxMessageSize."
         ) from exc
     except _UNAVAILABLE as exc:
         raise BrokerUnavailableError(

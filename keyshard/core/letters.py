@@ -9,14 +9,17 @@ nothing later says that it is done, it was lost.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 
 from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.key_slot import key_slot, routing_key
 from keyshard.core.message import Message, MessageId
+from keyshard.errors import CheckpointError
 
 PREFIX = "keyshard."
 """Begins the name of every property that keyshard adds to a letter."""
@@ -26,6 +29,12 @@ REPLAYED = "replayed"
 """Kind of a marker."""
 NOTED = "noted"
 """Kind of a message that only tells which letter is the oldest."""
+PART = "part"
+"""Kind of a message that holds a part of an original which is too large for one letter."""
+PARTS = f"{PREFIX}parts"
+"""Property of a letter: positions of its parts; its own value is empty then."""
+HEAD = f"{PREFIX}head"
+"""Property of a letter in parts: how many of their bytes are the original's properties."""
 OLDEST = f"{PREFIX}oldest"
 """Property of everything that is written: position of the oldest letter that rests."""
 OWN = f"{PREFIX}own."
@@ -75,6 +84,11 @@ class Letter:
 
     def properties(self) -> dict[str, str]:
         """Properties of the message in the dead-letter topic: the original's, and the letter's."""
+        kept = {_kept_name(name): value for name, value in self.message.properties.items()}
+        return {**kept, **self.own_properties()}
+
+    def own_properties(self) -> dict[str, str]:
+        """What happened to it, without the properties of the original."""
         message = self.message
         own = {
             "kind": self.kind.value,
@@ -86,10 +100,12 @@ class Letter:
             "attempts": str(self.attempts),
             "error": self.error[:ERROR_CHARS_MAX],
         }
-        return {
-            **{_kept_name(name): value for name, value in message.properties.items()},
-            **{PREFIX + name: value for name, value in own.items()},
-        }
+        return {PREFIX + name: value for name, value in own.items()}
+
+    def packed(self) -> tuple[bytes, int]:
+        """Properties and value of the original, for parts; how many bytes the properties are."""
+        head = json.dumps(dict(self.message.properties)).encode()
+        return head + self.message.value, len(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +159,23 @@ class Sweep:
         return {PREFIX + name: value for name, value in own.items()}
 
 
+def parts_of(found: Message) -> EntrySet:
+    """Where the parts of a letter lie; empty when it is whole. Raises ``ValueError``."""
+    try:
+        return EntrySet.parse(found.properties.get(PARTS, ""))
+    except CheckpointError as exc:
+        raise ValueError(str(exc)) from exc
+
+
+def unpacked(letter: Letter, found: Message, packed: bytes) -> Letter:
+    """A letter whose parts were read; raises ``ValueError`` when they are not what they were."""
+    head = int(found.properties[HEAD])
+    properties = json.loads(packed[:head])
+    return replace(letter, message=letter.message._replace(
+        value=packed[head:], properties=properties
+    ))  # fmt: skip
+
+
 def position_text(position: EntryId) -> str:
     """A position as properties have it; :func:`position_of_text` reads it."""
     return f"{position.ledger}:{position.entry}"
@@ -165,7 +198,7 @@ def parse(found: Message) -> Letter | Marker | Sweep | None:
         if name.startswith(PREFIX)
     }
     kind = own.get("kind")
-    if kind is None or kind == NOTED:
+    if kind in (None, NOTED, PART):
         return None
     try:
         if kind == REPLAYED:

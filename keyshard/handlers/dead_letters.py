@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from keyshard.broker.port import Broker, Consumer, Producer, StartPosition
@@ -22,8 +23,11 @@ from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
 from keyshard.core.letters import (
+    HEAD,
     NOTED,
     OLDEST,
+    PART,
+    PARTS,
     PREFIX,
     Kind,
     Letter,
@@ -31,7 +35,9 @@ from keyshard.core.letters import (
     Resting,
     Sweep,
     parse,
+    parts_of,
     position_text,
+    unpacked,
 )
 from keyshard.core.message import Message, MessageId
 from keyshard.core.parking import Parked, Parking, State
@@ -40,11 +46,13 @@ from keyshard.errors import (
     BrokerUnavailableError,
     ConfigError,
     DataLossTrimmedError,
+    MessageTooLargeError,
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.handlers.letter_reading import fold
+from keyshard.handlers.letter_reading import fold, position_of, read
 from keyshard.handlers.letter_replay import Replay
+from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
 from keyshard.runtime.topics import PARKED
@@ -52,6 +60,10 @@ from keyshard.runtime.topics import PARKED
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
 
+PART_BYTES = 1024 * 1024
+"""Size of the parts of a letter that is too large; a quarter where that is still too large."""
+PART_BYTES_MIN = 4 * 1024
+"""No smaller parts than this are tried."""
 NEAR_BYTES_MAX = 16 * 1024 * 1024
 """Most memory of letters that were read beside those of another key, bytes."""
 LETTER_BYTES = 1_000
@@ -93,6 +105,7 @@ class DeadLetters:
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
         self._checkpointed = checkpointed
+        self._parts: dict[EntryId, EntrySet] = {}
         self._finished_with: list[EntryId] = []
         self._saving: list[EntryId] = []
         self._near: dict[EntryId, Letter] = {}
@@ -241,6 +254,11 @@ class DeadLetters:
         with self.lock:
             self.parking.failed_again(key)
 
+    def hold_parts(self, parts: Mapping[EntryId, EntrySet]) -> None:
+        """Parts of letters that rest; they are acknowledged with them."""
+        with self.lock:
+            self._parts.update(parts)
+
     # -- the part of a checkpoint -----------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
@@ -274,7 +292,7 @@ class DeadLetters:
                 return
             parked = self.parking.parked.keys.get(key)
             found = _letter_of(message)
-            if parked is None or position in self._near or found is None:
+            if parked is None or position in self._near or found is None or parts_of(message):
                 return
             if parked.position(found.topic_partition, found.message.message_id) != position:
                 return
@@ -363,6 +381,56 @@ class DeadLetters:
         """As patient as acknowledging: a broker that is away a while must not end the source."""
         return self._config.acknowledge_timeout_ms / 1000
 
+    def _send_in_parts(self, letter: Letter, claim: Mapping[str, str]) -> EntryId:
+        """Write a letter that is larger than the broker takes: its parts, then the letter."""
+        packed, head = letter.packed()
+        own = {f"{PREFIX}kind": PART, f"{PREFIX}subscription": self._config.subscription}
+        size = PART_BYTES
+        while True:
+            try:
+                found = [
+                    self._send(packed[at : at + size], key=None, properties={**own, **claim})
+                    for at in range(0, len(packed), size)
+                ]
+                break
+            except MessageTooLargeError:
+                if size <= PART_BYTES_MIN:
+                    raise
+                size //= 4
+        parts, message = EntrySet.of(found), letter.message
+        position = self._send(
+            b"",
+            key=message.key,
+            ordering_key=message.ordering_key,
+            properties={**letter.own_properties(), PARTS: str(parts), HEAD: str(head), **claim},
+            event_ms=letter.event_ms,
+        )
+        with self.lock:
+            self._parts[position] = parts
+        return position
+
+    def whole(self, message: Message) -> Letter | None:
+        """The letter that a message of the topic is; ``None`` when it is none, or parts are gone.
+
+        Raises:
+            ReplayTimeoutError: Its parts could not be read before ``replay_timeout_ms``.
+        """
+        letter = _letter_of(message)
+        parts = EntrySet() if letter is None else parts_of(message)
+        if letter is None or not parts:
+            return letter
+        found: dict[EntryId, bytes] = {}
+        for stretch in stretches(parts):
+            first, last = stretch.first, stretch.last
+            assert first is not None
+            assert last is not None
+            with self.scan(first, last) as scan:
+                for one in read(scan, self.topic_partition, self.replay_timeout_s):
+                    found[position_of(one)] = one.value
+        if any(one not in found for one in parts):
+            return None
+        return unpacked(letter, message, b"".join(found[one] for one in parts))
+
     def _finished(self, entries: Sequence[EntryId]) -> None:
         """Markers are finished with once a checkpoint, where there is one, begins behind them.
 
@@ -376,13 +444,16 @@ class DeadLetters:
 
     def _send_letter(self, letter: Letter, claim: Mapping[str, str]) -> EntryId:
         message = letter.message
-        return self._send(
-            message.value,
-            key=message.key,
-            ordering_key=message.ordering_key,
-            properties={**letter.properties(), **claim},
-            event_ms=letter.event_ms,
-        )
+        try:
+            return self._send(
+                message.value,
+                key=message.key,
+                ordering_key=message.ordering_key,
+                properties={**letter.properties(), **claim},
+                event_ms=letter.event_ms,
+            )
+        except MessageTooLargeError:
+            return self._send_in_parts(letter, claim)
 
     def _send(
         self,
@@ -410,6 +481,9 @@ class DeadLetters:
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Entries of the dead-letter topic are finished with; a failure is made good later."""
+        with self.lock:
+            parts = [self._parts.pop(one) for one in entries if one in self._parts]
+        entries = [*entries, *chain.from_iterable(parts)]
         try:
             self._consumer.acknowledge(entries)
         except BrokerError as exc:
@@ -466,7 +540,10 @@ def open_dead_letters(
 
     def folded() -> tuple[Parked, list[EntryId]]:
         state = Parked() if parked is None else Parked.from_dict(parked)
-        return state, fold(broker, where, state, consumer, config)
+        parts.clear()
+        return state, fold(broker, where, state, consumer, config, parts)
+
+    parts: dict[EntryId, EntrySet] = {}
 
     consumer = _hold(broker, where, config)
     try:
@@ -476,6 +553,7 @@ def open_dead_letters(
         consumer.close()
         raise
     letters = DeadLetters(broker, where, config, consumer, state, checkpointed=checkpointed)
+    letters.hold_parts(parts)
     for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
         letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     if state.claimed is not None:

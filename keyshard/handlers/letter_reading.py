@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from keyshard.broker.port import Broker, Consumer
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.letters import (
     OLDEST,
+    PARTS,
     PREFIX,
     Kind,
     Marker,
     Sweep,
     parse,
+    parts_of,
     position_of_text,
     position_text,
 )
@@ -38,6 +41,7 @@ def fold(
     state: Parked,
     consumer: Consumer,
     config: SourceConfig,
+    parts: dict[EntryId, EntrySet],
 ) -> list[EntryId]:
     """Read what is stored and not folded yet.
 
@@ -49,6 +53,7 @@ def fold(
         state: What is known; knows everything afterwards.
         consumer: Knows the end of the topic.
         config: The source.
+        parts: Takes where the parts of letters lie that have some.
 
     Returns:
         Entries that are finished with.
@@ -73,6 +78,8 @@ def fold(
                     continue
                 oldest = message.properties.get(OLDEST)
                 claimed = None if oldest is None else position_of_text(oldest)
+                if message.properties.get(PARTS):
+                    parts[position] = parts_of(message)
                 if taken is _STAYS:
                     stays.add(position)
     state.settle()
@@ -81,6 +88,10 @@ def fold(
         lost_letters(where, claimed, found[0] if found else None, config)
         state.claimed = claimed
     stays.update(at for parked in state.keys.values() for _, _, at in parked.letters())
+    for position in [one for one in parts if one not in stays]:
+        del parts[position]
+    for entries in parts.values():
+        stays.update(entries)
     return [position for position in found if position not in stays]
 
 

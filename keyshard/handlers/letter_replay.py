@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.letters import Letter, Resting, parse
+from keyshard.core.letters import Resting
 from keyshard.handlers.letter_reading import position_of, read
 from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
@@ -58,7 +58,7 @@ class Replay:
                 position = position_of(message)
                 if position not in stretch:
                     self._letters.came_by(position, message)
-                elif isinstance(letter := parse(message), Letter):
+                elif (letter := self._letters.whole(message)) is not None:
                     found.append(Resting(position, letter))
         have = {one.position: one for one in found}
         ready = [have[one] for one in takewhile(have.__contains__, wanted)]

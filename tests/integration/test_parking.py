@@ -189,6 +189,35 @@ def test_a_key_parks_and_is_let_out(world: World) -> None:
     assert handled == {"bad-0": list(range(40)), "good-0": list(range(40))}
 
 
+def test_a_message_that_a_letter_has_no_room_for_parks_and_comes_out(world: World) -> None:
+    broken, values = [True], []
+    whole = b"x" * (5 * 1024 * 1024 - 400)
+
+    def handle(message: Message) -> None:
+        if broken:
+            raise ValueError("cannot handle it")
+        values.append(message.value)
+
+    world.publish("bad-0")
+    where = TopicPartition(world.topic, sum(b"bad-0") % PARTITIONS)
+    world.client.producer(where, send_timeout_ms=20_000).send(whole, key="bad-0")
+    world.publish("bad-0")
+    policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+    for _ in range(2):
+        source = world.source()
+        run = threading.Thread(target=lambda source=source: source.run(handle, retry=policy))
+        run.start()
+        wait_until(lambda: len(world.letters()) >= 3 and world.backlog() == 0)
+        if not broken:
+            wait_until(lambda source=source: source.unpark("bad-0"))
+            wait_until(lambda: len(values) == 3 and world.resting() == 0)
+        source.stop()
+        run.join(30)
+        assert not run.is_alive()
+        broken.clear()
+    assert values == [b"0", whole, b"1"]
+
+
 CHILD = """
 import json, os, sys, threading
 import tenacity

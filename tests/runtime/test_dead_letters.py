@@ -198,7 +198,7 @@ def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) 
     world.clients[-1].fails = 0
     letters.send(letter(2, "other"))
     saved = letters.checkpoint()
-    assert saved == {"from": "1:0", "oldest": "1:0"}, "before what may be stored"
+    assert (saved["from"], saved["oldest"]) == ("1:0", "1:0"), "before what may be stored"
     world.die()
     again = world.open(saved)
     assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
@@ -411,3 +411,77 @@ def test_keys_that_come_out_together_share_what_is_read() -> None:
     assert len(world.clients[-1].starts) <= opened + 2
     assert not letters._near
     assert letters._near_bytes == 0
+
+
+def large(number: int, size: int, **properties: str) -> Letter:
+    made = letter(number)
+    value = b"%d " % number + bytes(size)
+    return Letter(
+        made.message._replace(value=value, properties=properties), "unit", made.kind, 3, "no"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "properties"),
+    [
+        (5 * 1024 * 1024, {}),
+        (30_000_000, {"a": "1", "keyshard.kind": "mine"}),
+        (3, {"a": "x" * 6_000_000}),
+    ],
+)
+def test_a_letter_larger_than_the_broker_takes_is_kept_in_parts(
+    world: World, size: int, properties: dict[str, str]
+) -> None:
+    letters = world.open()
+    letters.send(letter(0))
+    letters.send(large(1, size, **properties))
+    letters.send(letter(2))
+    world.die()
+    letters = world.open()
+    assert letters.unpark("k")
+    resting, found = letters.first("k"), []
+    assert resting is not None
+    rest = letters.replay("k", resting)
+    while resting is not None:
+        found.append(resting.letter)
+        letters.done("k", resting)
+        resting = rest.next()
+    assert found[1].message.value == large(1, size).message.value
+    assert found[1].message.properties == properties
+    assert [int(one.message.value.split()[0].rstrip(b"\0")) for one in found] == [0, 1, 2]
+    assert world.kept == 0, "the parts go with their letter"
+    world.die()
+    assert world.open().parking.states() == {}
+
+
+def test_parts_without_their_letter_are_let_go(world: World) -> None:
+    letters = world.open(acknowledge_timeout_ms=1_000)
+    world.clients[-1].fails = 1_000
+    with pytest.raises(BrokerUnavailableError):
+        letters.send(large(1, 6_000_000))
+    world.die()
+    letters = world.open()
+    assert letters.parking.states() == {}
+    assert world.kept == 0
+
+
+def test_parts_fit_a_broker_that_takes_little() -> None:
+    world = World()
+    world.cluster.message_bytes_max = 70_000
+    letters = world.open()
+    letters.send(large(1, 1_000_000))
+    world.die()
+    letters = world.open()
+    assert letters.unpark("k")
+    resting = letters.first("k")
+    assert resting is not None
+    assert resting.letter.message.value == large(1, 1_000_000).message.value
+
+
+def test_a_letter_whose_parts_expired_is_data_loss(world: World) -> None:
+    letters = world.open()
+    letters.send(large(1, 6_000_000))
+    world.cluster.trim(world.where, EntryId(2, 0))
+    assert letters.unpark("k")
+    with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'"):
+        letters.first("k")
