@@ -13,6 +13,7 @@ from keyshard.config import SourceConfig
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.hash_range import RING_SIZE
 from keyshard.core.option_checks import check_bool, check_integer, check_seconds
+from keyshard.core.selection import Selection
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.config import HandlerConfig
 from keyshard.redaction import shown
@@ -177,23 +178,73 @@ class KeyShardSource(SourceConfig):
         """End :meth:`run` or :meth:`batches` gracefully; returns at once, from any thread."""
         self._active().stop()
 
-    def unpark(self, key: str) -> bool:
-        """Let a parked key out: its dead letters are replayed in order, then newer messages pass.
+    def unpark(
+        self,
+        key: str | None = None,
+        *,
+        all: bool = False,  # noqa: A002 - named as on the command line
+        topic: str | None = None,
+        older_than_s: float | None = None,
+    ) -> int:
+        """Let parked keys out: their letters are replayed in order, then newer messages pass.
 
-        Returns at once; a letter that fails again parks the key again.
+        Returns at once; a letter that fails again parks its key again.
 
         Args:
             key: The routing key: the ordering key, else the partition key.
+            all: Instead: every key that is parked.
+            topic: Instead: keys with letters of this topic.
+            older_than_s: Instead, or together with ``topic``: keys parked for longer, seconds.
 
         Returns:
-            Whether the key is parked, or was and is on its way out.
+            How many keys are parked that are meant, or were and are on their way out.
 
         Raises:
+            ConfigError: It does not say which keys.
             NotRunningError: :meth:`run` does not run.
         """
-        if not isinstance(key, str):
-            raise ConfigError(f"key is {shown(key)}; give the routing key of messages, a text.")
-        return bool(self._active().unpark(key))
+        selection = Selection(key, all, topic, older_than_s)
+        count: int = self._parking().unpark(selection)
+        return count
+
+    def discard(
+        self,
+        key: str | None = None,
+        *,
+        all: bool = False,  # noqa: A002 - named as on the command line
+        topic: str | None = None,
+        older_than_s: float | None = None,
+        rejected: bool = False,
+    ) -> int:
+        """Give dead letters up for good; keys without any left are parked no more.
+
+        Keys that are on their way out are left to it.
+
+        Args:
+            key: As for :meth:`unpark`, as the three that follow.
+            all: Every one.
+            topic: Those of messages of this topic.
+            older_than_s: Those that have been there for longer, seconds.
+            rejected: Rejected letters, and those that went without their key, instead of those of
+                parked keys. What was given up before and is still stored counts again.
+
+        Returns:
+            How many letters.
+
+        Raises:
+            ConfigError: It does not say which.
+            NotRunningError: :meth:`run` does not run.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        selection = Selection(key, all, topic, older_than_s)
+        count: int = self._parking().discard(selection, rejected=rejected)
+        return count
+
+    def _parking(self) -> Any:
+        run = self._active()
+        if not hasattr(run, "unpark"):
+            raise NotRunningError("batches() parks no keys; only run() does.")
+        return run
 
     def status(self) -> dict[str, Any]:
         """What a running source does, range by range, as plain JSON values; see docs/status.md.

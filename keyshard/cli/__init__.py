@@ -16,7 +16,7 @@ from keyshard.cli.broker import broker_app
 from keyshard.cli.check import check
 from keyshard.cli.doctor import doctor
 from keyshard.cli.explain import explain
-from keyshard.cli.operate import rescale, unpark
+from keyshard.cli.operate import discard, rescale, unpark
 from keyshard.cli.plan import plan
 from keyshard.cli.produce import produce
 from keyshard.cli.status import status
@@ -52,6 +52,7 @@ app.command("check")(check)
 app.command("status")(status)
 app.command("explain")(explain)
 app.command("unpark")(unpark)
+app.command("discard")(discard)
 app.command("rescale")(rescale)
 app.command("plan")(plan)
 app.command("doctor")(doctor)

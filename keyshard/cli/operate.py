@@ -1,4 +1,4 @@
-"""``keyshard unpark`` and ``keyshard rescale``: what a running source can be asked to do."""
+"""``keyshard unpark``, ``discard`` and ``rescale``: what a running source can be asked to do."""
 
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
 from __future__ import annotations
@@ -8,31 +8,98 @@ from typing import Annotated, Any
 
 import typer
 
-from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
+from keyshard.cli.output import (
+    JsonOption,
+    PidOption,
+    ServiceUrlOption,
+    SubscriptionOption,
+    plural,
+)
 from keyshard.errors import ConfigError
 
 _TIMEOUT_S = 300.0
 """Longest wait for a running source to do it, seconds."""
 
 
-def unpark(
-    key: Annotated[str, typer.Argument(help="Key that is parked.")],
+KeyArgument = Annotated[str | None, typer.Argument(help="Key that is parked.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Every key.")]
+TopicOption = Annotated[
+    str | None, typer.Option("--topic", help="Keys with letters of messages of this topic.")
+]
+OlderOption = Annotated[
+    str | None, typer.Option("--older-than", help="Keys parked for longer: 90s, 15m, 6h or 2d.")
+]
+
+
+def unpark(  # noqa: PLR0917 - one argument per option
+    key: KeyArgument = None,
+    every: AllOption = False,
+    topic: TopicOption = None,
+    older_than: OlderOption = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a running source replay the dead letters of a key, and then its newer messages."""
+    """Let a running source replay the dead letters of parked keys, and then newer messages."""
     from keyshard.handlers.control import running_source
 
+    fields = _selection(key, every, topic, older_than)
     source = running_source(subscription, service_url, pid)
-    told = source.ask("unpark", key=key, timeout_s=_TIMEOUT_S)
+    told = source.ask("unpark", timeout_s=_TIMEOUT_S, **fields)
     if as_json:
         typer.echo(json.dumps(told))
+    elif key is None:
+        typer.echo(f"{plural(told['keys'], 'key')} on the way out, letters in order.")
     elif told["parked"]:
         typer.echo(f"Key {key!r} is on its way out: its dead letters are replayed in order.")
     else:
         typer.echo(f"Key {key!r} is not parked.")
+
+
+def discard(  # noqa: PLR0917 - one argument per option
+    key: KeyArgument = None,
+    every: AllOption = False,
+    topic: TopicOption = None,
+    older_than: OlderOption = None,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Rejected letters, not those of parked keys.")
+    ] = False,
+    subscription: SubscriptionOption = None,
+    service_url: ServiceUrlOption = None,
+    pid: PidOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a running source give dead letters up for good."""
+    from keyshard.handlers.control import running_source
+
+    fields = _selection(key, every, topic, older_than)
+    if rejected:
+        fields["rejected"] = True
+    source = running_source(subscription, service_url, pid)
+    told = source.ask("discard", timeout_s=_TIMEOUT_S, **fields)
+    typer.echo(
+        json.dumps(told) if as_json else f"{plural(told['letters'], 'letter')} given up for good."
+    )
+
+
+def _selection(
+    key: str | None, every: bool, topic: str | None, older_than: str | None
+) -> dict[str, Any]:
+    """Fields of a request that are given; which of them go together the source knows."""
+    from keyshard.core.selection import Selection
+
+    age = None if older_than is None else _seconds(older_than)
+    Selection(key, every, topic, age)
+    given = {"key": key, "all": every or None, "topic": topic, "older_than_s": age}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _seconds(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal():
+        raise ConfigError(f"--older-than is {text!r}; write a number and s, m, h or d, as in 15m.")
+    return float(int(text[:-1]) * unit)
 
 
 def rescale(  # noqa: PLR0917 - one argument per option

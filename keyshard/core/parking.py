@@ -30,6 +30,7 @@ from itertools import islice
 from typing import Any
 
 from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.message import MessageId
 from keyshard.errors import CheckpointError
 
@@ -129,6 +130,8 @@ class Parked:
     def __init__(self, begin: EntryId | None = None, claimed: EntryId | None = None) -> None:
         self.keys: dict[str, ParkedKey] = {}
         """Parked keys, in the order in which they were parked."""
+        self.parts: dict[EntryId, EntrySet] = {}
+        """Where the parts of letters lie that have some, by the position of the letter."""
         self.claimed = claimed
         """A letter that rested when the newest checkpoint or message was written."""
         self._next = begin
@@ -387,13 +390,13 @@ class Parking:
             for key in islice(self._states, count_max)
         ]  # fmt: skip
 
-    def matching(self, wanted: Callable[[ParkedKey], bool]) -> list[str]:
+    def matching(self, wanted: Callable[[str, ParkedKey], bool]) -> list[str]:
         """Parked keys whose letters are meant; those on their way out are left to it."""
         keys = self.parked.keys
         return [
             key
             for key, state in self._states.items()
-            if state is State.PARKED and key in keys and wanted(keys[key])
+            if state is State.PARKED and key in keys and wanted(key, keys[key])
         ]
 
     def course(self, key: str, where: TopicPartition, message_id: MessageId) -> Course:

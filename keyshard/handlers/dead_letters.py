@@ -41,6 +41,7 @@ from keyshard.core.letters import (
 )
 from keyshard.core.message import Message, MessageId
 from keyshard.core.parking import Parked, Parking, State
+from keyshard.core.selection import Selection
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -50,7 +51,7 @@ from keyshard.errors import (
     RangeConflictError,
     SubscriptionInUseError,
 )
-from keyshard.handlers.letter_reading import fold, position_of, read
+from keyshard.handlers.letter_reading import FIRST, fold, position_of, read
 from keyshard.handlers.letter_replay import Replay
 from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
@@ -105,7 +106,6 @@ class DeadLetters:
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
         self._checkpointed = checkpointed
-        self._parts: dict[EntryId, EntrySet] = {}
         self._finished_with: list[EntryId] = []
         self._saving: list[EntryId] = []
         self._near: dict[EntryId, Letter] = {}
@@ -204,6 +204,50 @@ class DeadLetters:
         )
         self._finished([position])
 
+    def discard_rejected(self, selection: Selection) -> int:
+        """Give up rejected letters, and those that went without their key; how many are stored.
+
+        Raises:
+            ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        last = self._consumer.last_entry()
+        found: list[EntryId] = []
+        now_ms = round(time.time() * 1000)
+        with self.scan(FIRST, last or FIRST) as scan:
+            for message in read(scan, self.topic_partition, self.replay_timeout_s):
+                letter = _letter_of(message)
+                if (
+                    letter is not None
+                    and letter.kind is not Kind.PARKED
+                    and letter.subscription == self._config.subscription
+                    and selection.takes(
+                        letter.key,
+                        {letter.message.topic},
+                        now_ms - round(message.publish_time.timestamp() * 1000),
+                    )
+                ):
+                    found.append(position_of(message))
+                    found += parts_of(message)
+        for at in range(0, len(found), ACKNOWLEDGE_AT_ONCE_MAX):
+            self.acknowledge(found[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+        return len(found)
+
+    def selected(self, selection: Selection) -> list[str]:
+        """Parked keys that are meant."""
+        now_ms = round(time.time() * 1000)
+        with self.lock:
+            if selection.key is not None:
+                return [selection.key] if self.parking.state(selection.key) else []
+            return self.parking.matching(
+                lambda key, parked: selection.takes(key, parked.topics, now_ms - parked.since_ms)
+            )
+
+    def emptied(self, key: str) -> None:
+        """No letter of a key is on its way; without one that rests it is let out."""
+        with self.lock:
+            self.parking.emptied(key)
+
     # -- replaying --------------------------------------------------------------------------------
 
     def unpark(self, key: str) -> bool:
@@ -253,11 +297,6 @@ class DeadLetters:
         """A letter failed too often: its key stays parked, with this letter and the rest."""
         with self.lock:
             self.parking.failed_again(key)
-
-    def hold_parts(self, parts: Mapping[EntryId, EntrySet]) -> None:
-        """Parts of letters that rest; they are acknowledged with them."""
-        with self.lock:
-            self._parts.update(parts)
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
@@ -406,7 +445,7 @@ class DeadLetters:
             event_ms=letter.event_ms,
         )
         with self.lock:
-            self._parts[position] = parts
+            self.parking.parked.parts[position] = parts
         return position
 
     def whole(self, message: Message) -> Letter | None:
@@ -482,7 +521,8 @@ class DeadLetters:
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Entries of the dead-letter topic are finished with; a failure is made good later."""
         with self.lock:
-            parts = [self._parts.pop(one) for one in entries if one in self._parts]
+            known = self.parking.parked.parts
+            parts = [known.pop(one) for one in entries if one in known]
         entries = [*entries, *chain.from_iterable(parts)]
         try:
             self._consumer.acknowledge(entries)
@@ -540,10 +580,7 @@ def open_dead_letters(
 
     def folded() -> tuple[Parked, list[EntryId]]:
         state = Parked() if parked is None else Parked.from_dict(parked)
-        parts.clear()
-        return state, fold(broker, where, state, consumer, config, parts)
-
-    parts: dict[EntryId, EntrySet] = {}
+        return state, fold(broker, where, state, consumer, config)
 
     consumer = _hold(broker, where, config)
     try:
@@ -553,7 +590,6 @@ def open_dead_letters(
         consumer.close()
         raise
     letters = DeadLetters(broker, where, config, consumer, state, checkpointed=checkpointed)
-    letters.hold_parts(parts)
     for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
         letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     if state.claimed is not None:

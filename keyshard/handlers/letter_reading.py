@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from keyshard.broker.port import Broker, Consumer
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
 from keyshard.core.letters import (
     OLDEST,
     PARTS,
@@ -41,7 +40,6 @@ def fold(
     state: Parked,
     consumer: Consumer,
     config: SourceConfig,
-    parts: dict[EntryId, EntrySet],
 ) -> list[EntryId]:
     """Read what is stored and not folded yet.
 
@@ -53,7 +51,6 @@ def fold(
         state: What is known; knows everything afterwards.
         consumer: Knows the end of the topic.
         config: The source.
-        parts: Takes where the parts of letters lie that have some.
 
     Returns:
         Entries that are finished with.
@@ -79,7 +76,7 @@ def fold(
                 oldest = message.properties.get(OLDEST)
                 claimed = None if oldest is None else position_of_text(oldest)
                 if message.properties.get(PARTS):
-                    parts[position] = parts_of(message)
+                    state.parts[position] = parts_of(message)
                 if taken is _STAYS:
                     stays.add(position)
     state.settle()
@@ -88,10 +85,8 @@ def fold(
         lost_letters(where, claimed, found[0] if found else None, config)
         state.claimed = claimed
     stays.update(at for parked in state.keys.values() for _, _, at in parked.letters())
-    for position in [one for one in parts if one not in stays]:
-        del parts[position]
-    for entries in parts.values():
-        stays.update(entries)
+    state.parts = {at: entries for at, entries in state.parts.items() if at in stays}
+    stays.update(*state.parts.values())
     return [position for position in found if position not in stays]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from keyshard.broker.connect import connect_admin
 from keyshard.core.entry import TopicPartition
 from keyshard.core.health import Stall
+from keyshard.core.selection import Selection
 from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.handlers.broker_facts import BrokerFacts
 from keyshard.handlers.control import ControlServer, Handler
@@ -63,6 +64,7 @@ class Monitor:
         }
         if subject.unpark is not None:
             handlers["unpark"] = self._unpark
+            handlers["discard"] = self._discard
         topics = config.topics_pattern or ", ".join(config.topics)
         try:
             self._control = ControlServer(config.subscription, config.service_url, topics, handlers)
@@ -97,7 +99,13 @@ class Monitor:
 
     def _unpark(self, request: Mapping[str, Any]) -> Any:
         assert self._subject.unpark is not None
-        return {"parked": self._subject.unpark(_key_of(request))}
+        keys = self._subject.unpark(_selection_of(request))
+        return {"parked": keys > 0, "keys": keys}
+
+    def _discard(self, request: Mapping[str, Any]) -> Any:
+        assert self._subject.discard is not None
+        rejected = request.get("rejected") is True
+        return {"letters": self._subject.discard(_selection_of(request), rejected)}
 
     def _rescale(self, request: Mapping[str, Any]) -> Any:
         rescaler, ranges = self._subject.rescaler(), request.get("ranges")
@@ -118,6 +126,15 @@ class Monitor:
             _name(self.view.watch())
         except Exception:  # noqa: BLE001 - the next look may find what this one was disturbed by
             _log.exception("looking for ranges that stall failed; it is done again")
+
+
+def _selection_of(request: Mapping[str, Any]) -> Selection:
+    return Selection(
+        request.get("key"),
+        request.get("all", False),
+        request.get("topic"),
+        request.get("older_than_s"),
+    )
 
 
 def _key_of(request: Mapping[str, Any]) -> str:

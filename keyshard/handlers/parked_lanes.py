@@ -21,6 +21,7 @@ from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
 from keyshard.core.letters import Kind, Letter, Resting
 from keyshard.core.parking import Course, State
+from keyshard.core.selection import Selection
 from keyshard.core.tally import Tally
 from keyshard.errors import KeyShardError
 from keyshard.handlers.config import HandlerConfig
@@ -144,12 +145,32 @@ class ParkedLanes:
             self._run.lanes.completed(work)
         return True
 
-    def unpark(self, key: str) -> bool:
-        """Let a key out; ``False`` when it is not parked."""
-        state = self.letters.parking.state(key)
-        if state is State.PARKED and self.letters.unpark(key):
-            self._prepare(key)
-        return state is not None
+    def unpark(self, selection: Selection) -> int:
+        """Let keys out; how many are on their way."""
+        keys = self.letters.selected(selection)
+        for key in keys:
+            if self.letters.unpark(key):
+                self._prepare(key)
+        return len(keys)
+
+    def discard(self, selection: Selection, *, rejected: bool) -> int:
+        """Give letters up; how many. Called without the lock.
+
+        Args:
+            selection: Which.
+            rejected: Rejected ones, instead of those of parked keys.
+        """
+        if rejected:
+            return self.letters.discard_rejected(selection)
+        count = 0
+        for key in self.letters.selected(selection):
+            count += self.letters.discard(key)
+            with self._run.changed:
+                queue = self._run.lanes.queue(key)
+                if queue is None or not (queue.running and queue.work[0].parking):
+                    self.letters.emptied(key)
+                    self._run.wake()
+        return count
 
     @property
     def count(self) -> int:

@@ -25,6 +25,7 @@ from keyshard.core.hash_range import range_index
 from keyshard.core.lane_queues import Work
 from keyshard.core.lanes import Lanes
 from keyshard.core.retrying import Setback
+from keyshard.core.selection import Selection
 from keyshard.core.tally import Tally
 from keyshard.errors import (
     ConfigError,
@@ -134,6 +135,7 @@ class HandlerRun:
             parked=lambda: self._parked,
             unpark=self.unpark,
             circuit=self._circuit,
+            discard=lambda selection, rejected: self.discard(selection, rejected=rejected),
         )  # fmt: skip
 
     # -- for the user's thread ------------------------------------------------------------------
@@ -180,12 +182,20 @@ class HandlerRun:
         """
         self._stopping = True
 
-    def unpark(self, key: str) -> bool:
-        """Let a parked key out; ``False`` when it is not parked. Returns at once."""
+    def unpark(self, selection: Selection) -> int:
+        """Let parked keys out; how many are on their way. Returns at once."""
         with self.changed:
-            if self._parked is None:
-                raise NotRunningError("The source is starting; its parked keys are not known yet.")
-            return self._parked.unpark(key)
+            return self._started_letters.unpark(selection)
+
+    def discard(self, selection: Selection, *, rejected: bool) -> int:
+        """Give dead letters up; how many."""
+        return self._started_letters.discard(selection, rejected=rejected)
+
+    @property
+    def _started_letters(self) -> ParkedLanes:
+        if self._parked is None:
+            raise NotRunningError("The source is starting; its parked keys are not known yet.")
+        return self._parked
 
     def status(self) -> dict[str, Any]:
         """What goes on, as plain JSON values."""

@@ -19,6 +19,7 @@ from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
 from keyshard.core.key_slot import key_slot
 from keyshard.core.lane_facts import lane_of, range_facts
 from keyshard.core.lanes import Lanes
+from keyshard.core.selection import Selection
 from keyshard.core.tally import Tally
 from keyshard.errors import NotRunningError
 from keyshard.handlers.broker_facts import BrokerFacts, PartitionFacts
@@ -68,8 +69,10 @@ class Subject:
     """When the loop of the run went round last."""
     parked: Callable[[], ParkedKeys | None] = lambda: None
     """``None`` where nothing is parked, and while it starts."""
-    unpark: Callable[[str], bool] | None = None
-    """Lets a parked key out; ``None`` where nothing is parked."""
+    unpark: Callable[[Selection], int] | None = None
+    """Lets parked keys out; ``None`` where nothing is parked."""
+    discard: Callable[[Selection, bool], int] | None = None
+    """Gives letters up: rejected ones, or those of parked keys."""
     circuit: Circuit = field(default_factory=Circuit)
     """Whether most keys fail at once, so that handlers pause; guarded, too."""
 

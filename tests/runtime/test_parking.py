@@ -584,3 +584,87 @@ def test_another_dead_letter_topic_is_refused_while_letters_rest(
         run.thread.join(20)
     assert isinstance(run.error, ConfigError)
     assert "letters of parked keys rest in" in str(run.error)
+
+
+def parked_keys(place: Place) -> None:
+    """Two of a topic, one of another."""
+    other = place.cluster.create_topic("other")
+    place.broken = {"a", "b", "c"}
+    place.publish(*"aabb")
+    place.cluster.publish(other, Stored(b"0", key="c"))
+
+
+BOTH = ("persistent://public/default/orders", "persistent://public/default/other")
+
+
+def test_keys_are_let_out_by_topic_by_age_and_all_together(place: Place) -> None:
+    parked_keys(place)
+    with place.run(topics=BOTH) as run:
+        wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
+        place.broken.clear()
+        assert run.source.unpark(older_than_s=3_600) == 0
+        assert run.source.unpark(topic="other") == 1
+        wait_until(lambda: place.handled == {"c": [0]})
+        assert run.source.unpark(older_than_s=0, topic="orders") == 2
+        wait_until(lambda: place.handled == {"a": [0, 1], "b": [0, 1], "c": [0]})
+        wait_until(lambda: place.resting() == 0)
+        assert run.source.unpark(all=True) == 0
+        with pytest.raises(ConfigError, match="Name one key"):
+            run.source.unpark()
+        with pytest.raises(ConfigError, match="Name one key"):
+            run.source.discard("a", all=True)
+
+
+def test_letters_of_parked_keys_are_given_up(place: Place) -> None:
+    parked_keys(place)
+    with place.run(topics=BOTH) as run:
+        wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
+        place.broken.clear()
+        assert run.source.discard("a") == 2
+        assert run.source.discard("a") == 0
+        place.publish("a")
+        wait_until(lambda: place.handled["a"] == [2])
+        assert run.source.discard(all=True) == 3
+        assert run.source.status()["parkedKeys"] == 0
+        wait_until(lambda: place.resting() == 0)
+    with place.run(topics=BOTH) as run:
+        place.publish("b")
+        wait_until(lambda: place.handled["b"] == [2])
+        assert run.source.unpark(all=True) == 0
+
+
+def test_rejected_letters_are_given_up(place: Place) -> None:
+    place.rejected = {b"1", b"2"}
+    place.publish(*"aaab")
+    with place.run() as run:
+        wait_until(lambda: place.backlog() == 0)
+        assert run.source.discard("b", rejected=True) == 0
+        assert place.resting() == 2
+        assert run.source.discard(topic="orders", rejected=True) == 2
+        assert place.resting() == 0
+
+
+def test_letters_of_a_key_that_goes_on_parking_are_given_up_up_to_now(place: Place) -> None:
+    place.broken = {"b"}
+    stop = threading.Event()
+
+    def publish() -> None:
+        while not stop.wait(0.001):
+            place.publish("b")
+
+    producer = threading.Thread(target=publish)
+    with place.run() as run:
+        producer.start()
+        try:
+            given_up = 0
+            while given_up < 200:
+                given_up += run.source.discard("b")
+        finally:
+            stop.set()
+            producer.join()
+        wait_until(lambda: place.backlog() == 0)
+        given_up += run.source.discard("b")
+        assert given_up == len({letter.message.message_id for letter in place.letters()})
+        place.broken.clear()
+        place.publish("b")
+        wait_until(lambda: place.handled["b"] == [place.published["b"] - 1])
