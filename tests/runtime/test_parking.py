@@ -17,7 +17,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.entry import TopicPartition
 from keyshard.core.letters import Kind
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
-from parking_place import Place, Record, broken_for_b, numbers
+from parking_place import Place, Record, Run, broken_for_b, numbers
 
 
 @pytest.fixture
@@ -586,12 +586,15 @@ def test_another_dead_letter_topic_is_refused_while_letters_rest(
     assert "letters of parked keys rest in" in str(run.error)
 
 
-def parked_keys(place: Place) -> None:
+def park_keys(place: Place, run: Run) -> None:
     """Two of a topic, one of another; others go on, so that no outage is suspected."""
-    other = place.cluster.create_topic("other")
+    place.publish(*"stuvwxyz" * 4)
+    wait_until(lambda: sum(map(len, place.handled.values())) == 32)
     place.broken = {"a", "b", "c"}
-    place.publish(*"stuvwxyz" * 4, *"aabb")
-    place.cluster.publish(other, Stored(b"0", key="c"))
+    place.publish(*"aabb")
+    place.cluster.publish(OTHER, Stored(b"0", key="c"))
+    wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
+    place.broken.clear()
 
 
 def parkable(place: Place) -> dict[str | None, list[int]]:
@@ -599,14 +602,14 @@ def parkable(place: Place) -> dict[str | None, list[int]]:
     return {key: found for key, found in place.handled.items() if key in ("a", "b", "c")}
 
 
-BOTH = ("persistent://public/default/orders", "persistent://public/default/other")
+OTHER = "persistent://public/default/other"
+BOTH = ("persistent://public/default/orders", OTHER)
 
 
 def test_keys_are_let_out_by_topic_by_age_and_all_together(place: Place) -> None:
-    parked_keys(place)
+    place.cluster.create_topic("other")
     with place.run(topics=BOTH) as run:
-        wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
-        place.broken.clear()
+        park_keys(place, run)
         assert run.source.unpark(older_than_s=3_600) == 0
         assert run.source.unpark(topic="other") == 1
         wait_until(lambda: parkable(place) == {"c": [0]})
@@ -621,10 +624,9 @@ def test_keys_are_let_out_by_topic_by_age_and_all_together(place: Place) -> None
 
 
 def test_letters_of_parked_keys_are_given_up(place: Place) -> None:
-    parked_keys(place)
+    place.cluster.create_topic("other")
     with place.run(topics=BOTH) as run:
-        wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
-        place.broken.clear()
+        park_keys(place, run)
         assert run.source.discard("a") == 2
         assert run.source.discard("a") == 0
         place.publish("a")
