@@ -587,19 +587,12 @@ def test_another_dead_letter_topic_is_refused_while_letters_rest(
 
 
 def park_keys(place: Place, run: Run) -> None:
-    """Two of a topic, one of another; others go on, so that no outage is suspected."""
-    place.publish(*"stuvwxyz" * 4)
-    wait_until(lambda: sum(map(len, place.handled.values())) == 32)
-    place.broken = {"a", "b", "c"}
-    place.publish(*"aabb")
+    """One of a topic, one of another; three would look like an outage."""
+    place.broken = {"a", "c"}
+    place.publish(*"aa")
     place.cluster.publish(OTHER, Stored(b"0", key="c"))
-    wait_until(lambda: run.source.status()["parkedKeys"] == 3 and len(place.letters()) == 5)
+    wait_until(lambda: run.source.status()["parkedKeys"] == 2 and len(place.letters()) == 3)
     place.broken.clear()
-
-
-def parkable(place: Place) -> dict[str | None, list[int]]:
-    """What was handled of the keys that were parked."""
-    return {key: found for key, found in place.handled.items() if key in ("a", "b", "c")}
 
 
 OTHER = "persistent://public/default/other"
@@ -612,9 +605,9 @@ def test_keys_are_let_out_by_topic_by_age_and_all_together(place: Place) -> None
         park_keys(place, run)
         assert run.source.unpark(older_than_s=3_600) == 0
         assert run.source.unpark(topic="other") == 1
-        wait_until(lambda: parkable(place) == {"c": [0]})
-        assert run.source.unpark(older_than_s=0, topic="orders") == 2
-        wait_until(lambda: parkable(place) == {"a": [0, 1], "b": [0, 1], "c": [0]})
+        wait_until(lambda: place.handled == {"c": [0]})
+        assert run.source.unpark(older_than_s=0, topic="orders") == 1
+        wait_until(lambda: place.handled == {"a": [0, 1], "c": [0]})
         wait_until(lambda: place.resting() == 0)
         assert run.source.unpark(all=True) == 0
         with pytest.raises(ConfigError, match="Name one key"):
@@ -631,12 +624,12 @@ def test_letters_of_parked_keys_are_given_up(place: Place) -> None:
         assert run.source.discard("a") == 0
         place.publish("a")
         wait_until(lambda: place.handled["a"] == [2])
-        assert run.source.discard(all=True) == 3
+        assert run.source.discard(all=True) == 1
         assert run.source.status()["parkedKeys"] == 0
         wait_until(lambda: place.resting() == 0)
     with place.run(topics=BOTH) as run:
-        place.publish("b")
-        wait_until(lambda: place.handled["b"] == [2])
+        place.publish("c")
+        wait_until(lambda: place.handled["c"] == [0])
         assert run.source.unpark(all=True) == 0
 
 
