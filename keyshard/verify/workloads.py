@@ -157,7 +157,7 @@ def parse_value(value: bytes) -> tuple[str, int]:
     seq, second, _ = rest.partition(b":")
     if not (key and first and second and seq.isdigit()):
         raise ValueError(f"{value[:40]!r} is not the value of a workload: it needs 'key:seq:'.")
-    return key.decode("ascii"), int(seq)
+    return key.decode(), int(seq)
 
 
 def partition_key_of(key: str) -> str:

@@ -33,6 +33,10 @@ class Report:
     """Messages that the broker confirmed."""
     unconfirmed: int
     """Messages that it refused: nobody knows whether they are stored, so they count nowhere."""
+    of_bytes: int
+    """Of the messages, those of the Java client whose keys are bytes."""
+    misrouted: int
+    """Messages of which the source said that they came to a range that is not theirs."""
     rows: int
     """Rows in committed batches."""
     batches: int

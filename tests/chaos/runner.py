@@ -12,13 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from keyshard.errors import DevBrokerError
 from keyshard.verify.history import HistoryWriter, read_history
 from tests.chaos.cluster import SUBSCRIPTION, TOPIC, Cluster
+from tests.chaos.java_publisher import JavaPublisher, keys_of_bytes, keys_of_text
 from tests.chaos.plan import RANGES, Fault, Kind, faults
-from tests.chaos.publisher import Publisher
+from tests.chaos.publisher import Publisher, PublisherFailedError, PythonPublisher
 from tests.chaos.report import BROKER, LIVENESS_S, Report, figures, forgotten, judge, unchecked
 from tests.chaos.stream import WORKER, Settings
 from tests.chaos.stream_process import StreamFailedError, StreamProcess, write
@@ -28,7 +30,10 @@ FORGOTTEN = "acknowledgements forgotten"
 
 _PROXY = "proxy"
 _KEYS = 60
-_RATE_PER_S = 150.0
+_RATE_PER_S = 120.0
+_JAVA_KEYS = 15
+"""Of bytes, and as many of text."""
+_JAVA_RATE_PER_S = 45.0
 _PROGRESS_S = 120.0
 _STEP_S = 30.0
 _POLL_S = 0.1
@@ -61,14 +66,18 @@ class Chaos:
         )
         self._history = settings.history
         self._stream = StreamProcess(settings)
-        self._publisher = Publisher(
-            self._cluster.direct_url,
-            TOPIC,
-            keys=_KEYS,
-            rate_per_s=_RATE_PER_S,
-            seed=seed,
-            log=directory / "publisher.log",
-        )
+        url = self._cluster.direct_url
+        self._of_bytes = keys_of_bytes(seed, _JAVA_KEYS)
+        self._publishers: list[Publisher] = [
+            PythonPublisher(
+                url, TOPIC, [f"k{number}" for number in range(_KEYS)],
+                rate_per_s=_RATE_PER_S, seed=seed, log=directory / "publisher.log",
+            ),
+            JavaPublisher(
+                url, TOPIC, self._of_bytes, keys_of_text(_JAVA_KEYS),
+                rate_per_s=_JAVA_RATE_PER_S, seed=seed, log=directory / "java-publisher.log",
+            ),
+        ]  # fmt: skip
 
     def run(self, minutes: float) -> Report:
         """Everything; returns the report.
@@ -86,10 +95,13 @@ class Chaos:
                 self._start(stack)
                 self._rounds(60 * minutes)
                 self._settle()
-            except (TimeoutError, StreamFailedError, DevBrokerError) as exc:
+            except (
+                TimeoutError, StreamFailedError, PublisherFailedError, DevBrokerError
+            ) as exc:  # fmt: skip
                 problems.append(str(exc))
             with HistoryWriter(self._history) as history:
-                history.write_all(self._publisher.confirmed)
+                for publisher in self._publishers:
+                    history.write_all(publisher.confirmed)
         return self._judge(problems)
 
     def _rounds(self, seconds: float) -> None:
@@ -104,15 +116,18 @@ class Chaos:
 
     def _start(self, stack: ExitStack) -> None:
         stack.callback(self._stream.close)
-        stack.callback(self._publisher.close)
         self._stream.start()
-        self._publisher.start()
+        for publisher in self._publishers:
+            stack.callback(publisher.close)
+            publisher.start()
         self._progress()
         self._tell("the stream runs")
 
     def _settle(self) -> None:
         """Everything that was published is consumed and acknowledged."""
-        self._publisher.stop(time.monotonic() + LIVENESS_S)
+        end = time.monotonic() + LIVENESS_S
+        for publisher in self._publishers:
+            publisher.stop(end)
         write(self._history, "faults_stopped")
         self._tell("no more faults")
         end = time.monotonic() + LIVENESS_S
@@ -128,6 +143,9 @@ class Chaos:
         verdicts = judge(events)
         forgot = [entries for entries in forgotten(events) if entries]
         injected = {kind.value: self._injected[kind] for kind in Kind} | {FORGOTTEN: len(forgot)}
+        misrouted = self._stream.total().misrouted
+        if misrouted:
+            problems.append(f"{misrouted} messages were said to be misrouted")
         if not problems:  # It was not broken off.
             problems += [f"nothing to check: {name}" for name in unchecked(verdicts)]
             problems += [f"never injected: {name}" for name, times in injected.items() if not times]
@@ -136,7 +154,9 @@ class Chaos:
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,
-            unconfirmed=self._publisher.refused.total(),
+            unconfirmed=sum(one.refused.total() for one in self._publishers),
+            of_bytes=sum(one.key in self._of_bytes for one in events if one.kind == "sent"),
+            misrouted=misrouted,
             starts=self._stream.starts,
             gave_up=self._stream.gave_up,
             redeliveries_dropped=self._stream.total().duplicates_dropped,
@@ -205,7 +225,10 @@ class Chaos:
 
     def _add_partitions(self, _fault: Fault) -> None:
         end = time.monotonic() + _PROGRESS_S
-        self._publisher.reopen(end, lambda: self._cluster.grow(end))
+        grow = partial(self._cluster.grow, end)
+        for publisher in self._publishers:
+            grow = partial(publisher.reopen, end, grow)
+        grow()
 
     # -- waiting ----------------------------------------------------------------------------------
 

@@ -102,6 +102,7 @@ class Status:
     batches: int = 0
     acknowledged: int = 0
     duplicates_dropped: int = 0
+    misrouted: int = 0
 
 
 class Stream:
@@ -184,6 +185,7 @@ class Stream:
         self._status.running = running
         self._status.acknowledged = counts["entriesAcknowledged"]
         self._status.duplicates_dropped = counts["duplicatesDropped"]
+        self._status.misrouted = counts["misrouted"]
         _replace(self._settings.status, json.dumps(asdict(self._status)), durable=False)
 
 

@@ -79,6 +79,7 @@ class StreamProcess:
             batches=sum(one.batches for one in every),
             acknowledged=sum(one.acknowledged for one in every),
             duplicates_dropped=sum(one.duplicates_dropped for one in every),
+            misrouted=sum(one.misrouted for one in every),
         )
 
     def tend(self) -> None:

@@ -40,5 +40,7 @@ def test_every_promise_holds_under_every_fault(tmp_path: Path) -> None:
     assert result["faults"].keys() == {*(kind.value for kind in Kind), FORGOTTEN}
     assert all(result["faults"].values())
     assert result["rows"] == result["messages"] > 1_000
+    assert result["of_bytes"] > 100
+    assert result["misrouted"] == 0
     assert result["redeliveries_dropped"] > 0
     assert result["batches_run_again"] > 0

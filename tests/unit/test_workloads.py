@@ -53,6 +53,7 @@ def test_runs_have_the_length_of_an_entry() -> None:
 def test_values_are_read_back() -> None:
     assert parse_value(b"k12:345:xxxx") == ("k12", 345)
     assert parse_value(b"k1:0:") == ("k1", 0)
+    assert parse_value("鍵-1:7:".encode()) == ("鍵-1", 7)
     for bad in (b"", b"k1", b"k1:2", b"k1:x:", b":1:", b"k1:-1:"):
         with pytest.raises(ValueError, match="needs 'key:seq:'"):
             parse_value(bad)

@@ -1,0 +1,144 @@
+"""Publishes with the Java client: LZ4, batches by key, keys of bytes and keys beyond ASCII.
+
+Its jars lie in the distribution that the broker comes from; py4j, which comes with Spark, calls
+them without a compiler.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import subprocess
+import threading
+import uuid
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyspark
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError, Py4JJavaError
+
+from keyshard.devbroker import install, java_home
+from tests.chaos.publisher import BATCH_DELAY_MS, RUN, Publisher
+
+_MEMORY = "-Xmx192m"
+_RECONNECT_MAX_S = 2
+_END_S = 10.0
+
+
+def keys_of_bytes(seed: int, count: int) -> dict[str, bytes]:
+    """Keys that are set as bytes, by the base64 that consumers get as their text."""
+    chooser = random.Random(seed)
+    keys = [chooser.randbytes(1 + number % 13) for number in range(count)]
+    return {b64encode(key).decode(): key for key in keys}
+
+
+def keys_of_text(count: int) -> list[str]:
+    """Keys that are set as texts, beyond ASCII, or base64 by chance."""
+    return [f"ключ-{n}" if n % 3 == 0 else f"鍵-{n}" if n % 3 == 1 else f"j{n:03}"
+            for n in range(count)]  # fmt: skip
+
+
+class JavaPublisher(Publisher):
+    """The Java client in a JVM of its own.
+
+    Args:
+        service_url: URL of the broker.
+        topic: Full topic name.
+        of_bytes: Keys that are set as bytes, by their names.
+        of_text: Keys that are set as texts.
+        rate_per_s: Messages per second.
+        seed: Seed of the choice of keys.
+        log: File for what the JVM says.
+    """
+
+    def __init__(
+        self, service_url: str, topic: str, of_bytes: dict[str, bytes], of_text: Sequence[str], *,
+        rate_per_s: float, seed: int, log: Path,
+    ) -> None:  # fmt: skip
+        super().__init__(topic, [*of_bytes, *of_text], rate_per_s=rate_per_s, seed=seed)
+        self._thread.name = "publisher of Java"
+        self._service_url = service_url
+        self._of_bytes = of_bytes
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: Any = None
+        self._java: Any = None
+        self._producer: Any = None
+        self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        """Messages under way, and what will say how each fared."""
+
+    def start(self) -> None:
+        self._launch()
+        super().start()
+        threading.Thread(target=self._await_answers, name="answers of Java", daemon=True).start()
+
+    def close(self) -> None:
+        super().close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_END_S)
+
+    def _launch(self) -> None:
+        (bridge,) = (Path(pyspark.__file__).parent / "jars").glob("py4j-*.jar")
+        with self._log.open("wb") as log:
+            port, self._process = launch_gateway(
+                jarpath=str(bridge),
+                classpath=str(install() / "lib" / "*"),
+                javaopts=[_MEMORY],
+                java_path=str(java_home() / "bin" / "java"),
+                redirect_stderr=log,
+                die_on_exit=True,
+                return_proc=True,
+            )
+        gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
+        self._java = gateway.jvm.org.apache.pulsar.client.api
+        self._seconds = gateway.jvm.java.util.concurrent.TimeUnit.SECONDS
+        self._milliseconds = gateway.jvm.java.util.concurrent.TimeUnit.MILLISECONDS
+        self._client = (
+            self._java.PulsarClient.builder()
+            .serviceUrl(self._service_url)
+            .maxBackoffInterval(_RECONNECT_MAX_S, self._seconds)
+            .build()
+        )
+
+    def _connect(self) -> None:
+        self._producer = (
+            self._client.newProducer()
+            .topic(self._topic)
+            .producerName(f"chaos-{uuid.uuid4().hex}")
+            .sendTimeout(0, self._seconds)
+            .compressionType(self._java.CompressionType.LZ4)
+            .autoUpdatePartitions(False)  # noqa: FBT003 - as Java has it
+            .batcherBuilder(self._java.BatcherBuilder.KEY_BASED)
+            .batchingMaxMessages(RUN)
+            .batchingMaxPublishDelay(BATCH_DELAY_MS, self._milliseconds)
+            .create()
+        )
+
+    def _disconnect(self) -> None:
+        self._producer.close()
+
+    def _send(self, key: str, seq: int) -> None:
+        message = self._producer.newMessage()
+        if key in self._of_bytes:
+            message.keyBytes(self._of_bytes[key])
+        else:
+            message.key(key)
+        message.value(f"{key}:{seq}:".encode())
+        self._sent.put((key, seq, message.sendAsync()))
+
+    def _await_answers(self) -> None:
+        while True:
+            key, seq, future = self._sent.get()
+            try:
+                future.join()
+            except Py4JJavaError as exc:
+                self._answer(key, seq, str(exc.java_exception.getCause()))
+            except (Py4JError, OSError) as exc:
+                self._fail(exc)
+                return
+            else:
+                self._answer(key, seq, None)
