@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from helpers import block
-from keyshard.core.assembly import EntryAssembly
+from keyshard.core.assembly import UNSURE_ENDS_ALIKE, EntryAssembly
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
@@ -61,13 +61,16 @@ class Lane:
         self.sent: list[Stored] = []
 
     def ends_as_before(self) -> bool:
-        """Whether the open entry ended here before: now a reconnect is taken for a partial entry.
+        """Whether the open entry ended here so often that one more end is taken for a partial one.
 
-        Two breaks of a connection at the same index of the same entry cannot be told apart from
-        somebody else's acknowledgement of the rest of it.
+        So many breaks of a connection at the same index of the same entry cannot be told apart
+        from somebody else's acknowledgement of the rest of it.
         """
         held = self.assembly.open
-        return held is not None and self.assembly.doubted.get(held.id) == tuple(held.indices)
+        if held is None or held.id not in self.assembly.doubted:
+            return False
+        indices, times = self.assembly.doubted[held.id]
+        return indices == tuple(held.indices) and times >= UNSURE_ENDS_ALIKE - 1
 
 
 def shown_by_a_reader(stretch: list[Stored], *, from_the_beginning: bool) -> Proofs:

@@ -128,8 +128,8 @@ class WindowMachine(RuleBasedStateMachine):
             if not parts or parts[-1][0] is not stored or i <= parts[-1][1][-1]:
                 parts.append((stored, []))
             parts[-1][1].append(i)
-        for stored, indices in parts:
-            if not self.feed(tp, index, stored.part(indices)):
+        for at_once, (stored, indices) in enumerate(parts):
+            if not self.feed(tp, index, stored.part(indices), after_gap=not at_once):
                 return
             lane.sent.append(stored)
 
@@ -138,11 +138,24 @@ class WindowMachine(RuleBasedStateMachine):
         for at in range(len(self.lanes)):
             self.receive(at, messages)
 
-    def feed(self, tp: TopicPartition, index: int, part: EntryBlock | None) -> bool:
-        """Give a part, or silence, to the assembly; False when the consumer was re-opened."""
+    def feed(
+        self,
+        tp: TopicPartition,
+        index: int,
+        part: EntryBlock | None,
+        *,
+        after_gap: bool = False,
+    ) -> bool:
+        """Give a part, or silence, to the assembly; False when the consumer was re-opened.
+
+        As the receiver does: a reconnect may lie before the first part of each receive.
+        """
         assembly = self.lanes[tp, index].assembly
         try:
-            entries = [assembly.end_early()] if part is None else assembly.add(part)
+            if part is None:
+                entries = [assembly.end_early()]
+            else:
+                entries = assembly.add(part, after_gap=after_gap)
         except RedeliveryNeeded:
             self.lanes[tp, index].assembly = EntryAssembly(doubted=assembly.doubted)
             self.deliver_again(tp, index)
@@ -166,7 +179,7 @@ class WindowMachine(RuleBasedStateMachine):
         if lane.sent:
             stored = lane.sent[which % len(lane.sent)]
             if stored.open_indices:
-                self.feed(tp, index, stored.part(stored.open_indices))
+                self.feed(tp, index, stored.part(stored.open_indices), after_gap=True)
 
     @rule(at=st.integers(0, 99))
     def reconnect(self, at: int) -> None:
@@ -430,3 +443,25 @@ NONE = PartitionCheckpoint()
 
 TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_an_entry_that_connections_cut_off_twice_alike_is_whole() -> None:
+    """Both times another entry is the first that comes after the reconnect.
+
+    1. One message of ``long`` comes, then the connection breaks, and ``short`` comes first.
+    2. The consumer is opened anew; ``long`` comes first, and is cut off after the same message.
+    """
+    machine = WindowMachine()
+    machine.begin(ranges=1, seed=0, checkpoint_bytes=10**6)
+    machine.publish(P0, [("a", 3), ("b", 1)])
+    long, short = machine.logs[P0]
+    lane = machine.lanes[P0, 0]
+    for _ in range(2):
+        lane.queue = [(long, 0), (long, 1), (long, 2), (short, 0)]
+        machine.receive(0, 1)
+        machine.reconnect(0)
+        lane.queue = [(short, 0), (long, 0), (long, 1), (long, 2)]
+        machine.receive(0, 1)
+    machine.cut(12)
+    machine.each_entry_is_in_one_batch_and_in_order_of_its_slot()
+    machine.teardown()
