@@ -10,7 +10,7 @@ state      event                                           next state
 closed     an attempt fails, and most keys fail by now     open
 open       the time of the next probe has come             probing
 probing    a probe succeeds                                closed
-probing    the last probe under way fails                  open, for twice as long as before
+probing    the last probe of the round fails               open, for twice as long as before
 =========  ==============================================  ==========
 
 Time comes in as an argument, in seconds of any clock. It is not thread-safe: the owner calls it
@@ -30,7 +30,8 @@ SHARE_MIN = 0.8
 KEYS_MAX = 100
 """Keys that are remembered, those that were tried last."""
 PROBES = 3
-"""Keys that are tried in one round of probes."""
+"""Keys that are tried in the first round of probes; twice as many in each that follows, so that the
+keys that do succeed are found soon, wherever they wait."""
 MEMORY_S = 60.0
 """Time after which an attempt says nothing any more, seconds."""
 PAUSE_S = 0.5
@@ -38,7 +39,9 @@ PAUSE_S = 0.5
 PAUSE_MAX_S = 10.0
 """Longest pause, seconds."""
 CALM_S = 30.0
-"""Time after which a new opening begins with the first pause again, seconds."""
+"""Time after a closing in which successes are remembered also while nothing fails: the keys that
+opened it are tried again behind all others, and alone they would look like weather. A new opening
+after it begins with the first pause again, seconds."""
 
 
 _NEVER = (0.0, False)
@@ -64,14 +67,17 @@ class Circuit:
         self.error = ""
         """Why the newest attempt failed."""
         self._latest: dict[Hashable, tuple[float, bool]] = {}
-        """Time of the newest attempt of a key, and whether it failed; newest last; empty while
-        nothing fails."""
+        """Time of the newest attempt of a key, and whether it failed; newest last. What
+        succeeded before the first failure does not count, once it is calm."""
         self._failing = 0
         self._pause_s = PAUSE_S
         self._probe_at_s = 0.0
         self._closed_at_s = float("-inf")
         self._probes: set[Hashable] = set()
         self._to_start = 0
+        self._round = PROBES
+        self._tried: set[Hashable] = set()
+        """Keys that the round has tried."""
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -81,25 +87,31 @@ class Circuit:
             return True
         if self.state is CircuitState.OPEN and now_s >= self._probe_at_s:
             self.state = CircuitState.PROBING
-            self._to_start = PROBES
+            self._to_start = self._round
+            self._tried.clear()
         return self.state is CircuitState.PROBING and self._to_start > 0
 
     def started(self, key: Hashable) -> None:
         """A handler is called, after :meth:`may_start`."""
         if self.state is CircuitState.PROBING:
-            self._to_start -= 1
+            # Who failed lines up behind all others: one that comes again is the last there is.
+            self._to_start = 0 if key in self._tried else self._to_start - 1
+            self._tried.add(key)
             self._probes.add(key)
 
     def succeeded(self, key: Hashable, now_s: float) -> bool:
         """An attempt succeeded; whether that closes the circuit."""
-        if self.closed and not self._failing:
+        if self.closed and not self._failing and self._is_calm(now_s):
             return False
         self._note(key, now_s, failed=False)
         if key not in self._probes:
             return False
         self.state = CircuitState.CLOSED
         self._closed_at_s = now_s
-        self._forget()
+        self._latest = {key: seen for key, seen in self._latest.items() if not seen[1]}
+        self._failing = 0
+        self._probes.clear()
+        self._to_start = 0
         return True
 
     def failed(self, key: Hashable, now_s: float, error: str) -> bool:
@@ -112,8 +124,9 @@ class Circuit:
             self.state = CircuitState.OPEN
             self.openings += 1
             self.since_s = now_s
-            if now_s - self._closed_at_s >= CALM_S:
+            if self._is_calm(now_s):
                 self._pause_s = PAUSE_S
+            self._round = PROBES
             self._probe_at_s = now_s + self._pause_s
             return True
         self._ended(key, now_s)
@@ -165,9 +178,8 @@ class Circuit:
         """Assert the invariants; tests call it after every step."""
         assert len(self._latest) <= KEYS_MAX
         assert self._failing == sum(failed for _, failed in self._latest.values())
-        assert self._failing or not self._latest, "successes count only beside failures"
-        assert 0 <= self._to_start <= PROBES
-        assert len(self._probes) <= PROBES
+        assert 0 <= self._to_start <= self._round <= KEYS_MAX
+        assert len(self._probes) <= len(self._tried) <= self._round
         assert self.state is CircuitState.PROBING or not (self._probes or self._to_start)
         assert PAUSE_S <= self._pause_s <= PAUSE_MAX_S
 
@@ -179,26 +191,23 @@ class Circuit:
 
     def _note(self, key: Hashable, now_s: float, *, failed: bool) -> None:
         latest = self._latest
+        if not self._failing and self._is_calm(now_s):
+            latest.clear()
         self._failing += failed - latest.pop(key, _NEVER)[1]
         latest[key] = now_s, failed
         while len(latest) > KEYS_MAX or next(iter(latest.values()))[0] < now_s - MEMORY_S:
             self._failing -= latest.pop(next(iter(latest)))[1]
-        if not self._failing:
-            latest.clear()
+
+    def _is_calm(self, now_s: float) -> bool:
+        return now_s - self._closed_at_s >= CALM_S
 
     def _ended(self, key: Hashable, now_s: float) -> None:
-        """A probe ended without success; the last one ends the round."""
+        """A probe ended without success; the last of its round ends it."""
         if key not in self._probes:
             return
         self._probes.discard(key)
-        if not self._probes:
+        if not self._probes and not self._to_start:
             self.state = CircuitState.OPEN
-            self._to_start = 0
             self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
+            self._round = min(KEYS_MAX, 2 * self._round)
             self._probe_at_s = now_s + self._pause_s
-
-    def _forget(self) -> None:
-        self._latest.clear()
-        self._failing = 0
-        self._probes.clear()
-        self._to_start = 0

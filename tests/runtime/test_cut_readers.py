@@ -245,7 +245,7 @@ class Letters:
         self.cluster = MemoryCluster(entries_per_ledger=4)
         self.name = self.cluster.create_topic("letters")
         letters = self.open(MemoryBroker(self.cluster))
-        self.before = letters.checkpoint(100_000)
+        self.before = letters.checkpoint()
         for number in range(6):
             letters.send(letter(topic, number, "ab"[number % 2]))
         self.clients[-1].close()

@@ -171,8 +171,8 @@ def a_queue_for_each_message(lanes: Lanes, message: Message, range_index: int) -
     return KeyQueue(None, None, range_index % lanes.ranges)
 
 
-def tried_again_behind_the_next(lanes: Lanes, work: Work, *args: Any) -> None:
-    AGAIN(lanes, work, *args)
+def tried_again_behind_the_next(lanes: Lanes, work: Work, *args: Any, **options: Any) -> None:
+    AGAIN(lanes, work, *args, **options)
     work.queue.work.rotate(-1)
 
 

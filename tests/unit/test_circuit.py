@@ -123,13 +123,15 @@ def test_success_of_what_began_before_it_opened_does_not_close_it() -> None:
     assert circuit.succeeded(first, PAUSE_S), "also when no key is known to fail any more"
 
 
-def test_a_round_ends_with_its_last_probe_though_fewer_keys_were_there() -> None:
+def test_a_round_ends_with_the_first_key_that_is_tried_twice() -> None:
     circuit = opened()
-    assert circuit.may_start(PAUSE_S)
-    circuit.started("only")
-    circuit.failed("only", PAUSE_S, "still away")
-    assert circuit.state is CircuitState.OPEN
-    circuit.validate()
+    for ended in (False, True):
+        assert circuit.may_start(PAUSE_S)
+        circuit.started("only")
+        assert not circuit.may_start(PAUSE_S) or not ended
+        circuit.failed("only", PAUSE_S, "still away")
+        assert (circuit.state is CircuitState.OPEN) == ended
+        circuit.validate()
 
 
 def test_a_probe_whose_handler_asks_for_another_time_ends_its_round_too() -> None:
@@ -145,7 +147,7 @@ def test_it_opens_with_the_pause_it_had_unless_it_was_calm_for_a_while() -> None
         circuit.failed(key, PAUSE_S, "still away")
     first, *_ = probe(circuit, 10.0)
     circuit.succeeded(first, 10.0)
-    for n in range(KEYS_MIN):
+    for n in range(KEYS_MIN + 1):
         circuit.failed(f"k{n}", 11.0, "away again")
     assert circuit.status(11.0)["nextProbeInSeconds"] == 2 * PAUSE_S
     first, *_ = probe(circuit, 20.0)
@@ -153,6 +155,29 @@ def test_it_opens_with_the_pause_it_had_unless_it_was_calm_for_a_while() -> None
     for n in range(KEYS_MIN):
         circuit.failed(f"k{n}", 20.0 + CALM_S, "away again")
     assert circuit.status(20.0 + CALM_S)["nextProbeInSeconds"] == PAUSE_S
+
+
+def test_bad_keys_that_opened_it_are_known_beside_the_good_ones_that_came_after() -> None:
+    circuit = opened(keys=KEYS_MIN)
+    (first, *_), now = probe(circuit, PAUSE_S), PAUSE_S
+    circuit.succeeded(first, now)
+    for n in range(20):
+        circuit.succeeded(f"good{n}", now)
+    for attempt in range(20):
+        now += 0.5
+        for n in range(KEYS_MIN):
+            assert not circuit.failed(f"k{n}", now, "no"), f"attempt {attempt} is weather"
+        circuit.validate()
+
+
+def test_probes_come_to_a_key_that_succeeds_soon_wherever_it_waits() -> None:
+    circuit, now, tried = opened(), PAUSE_S, 0
+    while tried < 90:
+        for key in probe(circuit, now):
+            tried += 1
+            circuit.failed(key, now, "no")
+        now += circuit.status(now)["nextProbeInSeconds"]
+    assert now < 30.0
 
 
 STEPS = st.lists(
