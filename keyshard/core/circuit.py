@@ -23,7 +23,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import Any
 
-KEYS_MIN = 3
+KEYS_MIN = 5
 """Fewest keys that must fail: with fewer, nobody can tell weather from poison."""
 SHARE_MIN = 0.8
 """Share of the keys that were tried last that must fail."""

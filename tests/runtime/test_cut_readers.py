@@ -266,7 +266,7 @@ def test_no_parked_key_is_forgotten_wherever_the_connection_is_cut(
             letters = made.open(broker, made.before if from_checkpoint else None)
             assert letters.parking.states() == {"a": State.PARKED, "b": State.PARKED}
             parked = letters.parking.parked
-            assert [len(parked.keys[key].resting) for key in "ab"] == [3, 3]
+            assert [parked.keys[key].count for key in "ab"] == [3, 3]
         finally:
             broker.close()
 

@@ -81,7 +81,7 @@ def test_an_outage_parks_no_key_and_is_named(
     assert "handlers go on" in logged
 
 
-@pytest.mark.parametrize("keys", [1, 2, 40])
+@pytest.mark.parametrize("keys", [1, KEYS_MIN - 1, 40])
 def test_the_default_policy_survives_six_seconds_for_any_number_of_keys(
     place: Place, keys: int
 ) -> None:
