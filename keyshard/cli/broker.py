@@ -105,7 +105,9 @@ def status(data: DataOption = None) -> None:
 
 @broker_app.command()
 def logs(
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines to print.")] = 50,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, max=1_000_000, help="Last lines to print.")
+    ] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     data: DataOption = None,
 ) -> None:

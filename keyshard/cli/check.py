@@ -84,11 +84,16 @@ def check(  # noqa: PLR0917 - one argument per option
     deliveries_max: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Most deliveries of a message; default: 1, and 1 for each fault before."
+            min=1,
+            max=1_000_000,
+            help="Most deliveries of a message; default: 1, and 1 for each fault before.",
         ),
     ] = None,
     liveness_s: Annotated[
-        float, typer.Option(help="Time in which all is done after the last fault, seconds.")
+        float,
+        typer.Option(
+            min=0, max=86_400, help="Time in which all is done after the last fault, seconds."
+        ),
     ] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -27,11 +27,11 @@ def doctor(  # noqa: PLR0917 - one argument per option
     ] = "keyshard",
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Messages per second to check the limits against."),
+        typer.Option(min=0.001, max=10**9, help="Messages per second to check the limits against."),
     ] = None,
     message_bytes: Annotated[
         int | None,
-        typer.Option(min=1, help="Size of a message; default: as seen on the topic."),
+        typer.Option(min=1, max=10**9, help="Size of a message; default: as seen on the topic."),
     ] = None,
     parallelism: Annotated[int, typer.Option(help="Number of hash ranges.")] = 10,
     service_url: Annotated[str, typer.Option(help="URL of the broker.")] = _URL,

@@ -16,10 +16,12 @@ from keyshard.cli.output import (
     plural,
 )
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 _TIMEOUT_S = 300.0
 """Longest wait for a running source to do it, seconds."""
-
+_DIGITS_MAX = 9
+"""Most digits of an age."""
 
 KeyArgument = Annotated[str | None, typer.Argument(help="Key that is parked.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every key.")]
@@ -97,13 +99,19 @@ def _selection(
 
 def _seconds(text: str) -> float:
     unit = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}.get(text[-1:])
-    if unit is None or not text[:-1].isdecimal():
-        raise ConfigError(f"--older-than is {text!r}; write a number and s, m, h or d, as in 15m.")
-    return float(int(text[:-1]) * unit)
+    number = text[:-1]
+    if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= _DIGITS_MAX):
+        raise ConfigError(
+            f"--older-than is {shown(text)}; write a number of at most {_DIGITS_MAX} digits and s, "
+            "m, h or d, as in 15m."
+        )
+    return float(int(number) * unit)
 
 
 def rescale(  # noqa: PLR0917 - one argument per option
-    ranges: Annotated[int | None, typer.Argument(help="Number of ranges.")] = None,
+    ranges: Annotated[
+        int | None, typer.Argument(min=1, max=65_536, help="Number of ranges.")
+    ] = None,
     balance: Annotated[
         bool, typer.Option("--balance", help="Keep the number; weigh the ranges by their load.")
     ] = False,

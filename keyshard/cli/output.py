@@ -22,7 +22,9 @@ SubscriptionOption = Annotated[
 ServiceUrlOption = Annotated[
     str | None, typer.Option("--service-url", help="Cluster of the running source.")
 ]
-PidOption = Annotated[int | None, typer.Option("--pid", help="Process of the running source.")]
+PidOption = Annotated[
+    int | None, typer.Option("--pid", min=1, max=2**31 - 1, help="Process of the running source.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

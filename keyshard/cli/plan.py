@@ -33,15 +33,25 @@ def plan(  # noqa: PLR0917 - one argument per option
     ] = None,
     handler_ms: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Mean time of the handler; default: as measured by the source."),
+        typer.Option(
+            min=0.0,
+            max=86_400_000,
+            help="Mean time of the handler; default: as measured by the source.",
+        ),
     ] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Lanes in each range; default: of the source, or {_LANES}."),
+        typer.Option(
+            min=1, max=10_000, help=f"Lanes in each range; default: of the source, or {_LANES}."
+        ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Handlers at the same time; default: of the source, or no limit."),
+        typer.Option(
+            min=1,
+            max=10_000,
+            help="Handlers at the same time; default: of the source, or no limit.",
+        ),
     ] = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,

@@ -14,10 +14,16 @@ from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, full_topic_name
+from keyshard.core.option_checks import check_integer
 from keyshard.errors import ConfigError
 from keyshard.verify.live_run import LiveReport, Progress, consume
 from keyshard.verify.recorder import History
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.verify.workloads import (
+    PARTITIONS_MAX,
+    Workload,
+    create_partitioned_topic,
+    produce,
+)
 
 BATCHES = 20
 """Batches that the load makes, about."""
@@ -51,8 +57,12 @@ class LiveCheck:
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_s <= 86_400:
             raise ConfigError(f"timeout_s must be 1 to 86400, got {self.timeout_s:g}.")
-        if self.partitions is not None and self.admin_url is None:
-            raise ConfigError("A number of partitions needs the admin interface: give admin_url.")
+        if self.partitions is not None:
+            check_integer("partitions", self.partitions, 1, PARTITIONS_MAX)
+            if self.admin_url is None:
+                raise ConfigError(
+                    "A number of partitions needs the admin interface: give admin_url."
+                )
         self.workload()
         self.source()
 

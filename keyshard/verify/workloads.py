@@ -28,8 +28,10 @@ KeyKind = Literal["key", "ordering", "none"]
 ENTRY_BYTES_MAX = 4_000_000
 """Most payload bytes of one entry; a broker refuses messages of 5 MiB and more."""
 
+PARTITIONS_MAX = 10_000
+"""Most partitions of a topic that is created."""
+
 _KEYS_MAX = 10_000_000
-_PARTITIONS_MAX = 10_000
 _PARTITION_KEYS = 997
 _DRAW = 4_096
 _BATCH_MESSAGES = 1_000
@@ -227,7 +229,7 @@ def create_partitioned_topic(admin_url: str, topic: str, partitions: int) -> boo
         AdminError: It exists with another number, or the request was refused.
         BrokerUnavailableError: The interface cannot be reached.
     """
-    _between("partitions", partitions, 1, _PARTITIONS_MAX)
+    _between("partitions", partitions, 1, PARTITIONS_MAX)
     name = full_topic_name(topic).removeprefix("persistent://")
     path = f"/admin/v2/persistent/{name}/partitions"
     own = _host(admin_url) in _LOOPBACK
