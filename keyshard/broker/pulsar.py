@@ -100,14 +100,15 @@ def _to_blocks(
     if not messages:
         return []
     values = list(map(_Message.data, messages))
-    metadata = _metadata(messages)
-    partition_keys, ordering_keys = metadata.partition_keys, metadata.ordering_keys
+    partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable = (
+        _metadata(messages)
+    )
     content = pack(
         values,
         [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
         ordering_keys,
-        metadata.event_ms,
-        metadata.properties,
+        event_ms,
+        properties,
     )
     sizes = list(map(len, values))
     blocks: list[EntryBlock] = []
@@ -124,22 +125,23 @@ def _to_blocks(
         if index >= 0:
             indices = _indices(messages, position, entry_id, index, facts.batch_size)
         stop = position + len(indices)
-        routed_to = None if ordering_keys[position] else came_to
-        slots = slots_of(metadata.routing_keys[position:stop], routed_to)
+        slot, mixed_slots, keys_of_bytes = slots_of(
+            routing_keys[position:stop], None if ordering_keys[position] else came_to
+        )
         blocks.append(
             EntryBlock(
                 entry_id,
                 facts.batch_size,
                 index >= 0,
                 indices,
-                slots.first,
-                slots.mixed,
-                metadata.publish_ms[position],
+                slot,
+                mixed_slots,
+                publish_ms[position],
                 sum(sizes[position:stop]),
                 (Part(content, position, stop - position),),
                 first.redelivery_count() > 0,
-                slots.of_bytes,
-                sum(metadata.unreadable[position:stop]) if metadata.unreadable else 0,
+                keys_of_bytes,
+                sum(unreadable[position:stop]) if unreadable else 0,
             )
         )
         position = stop

@@ -13,7 +13,6 @@ from __future__ import annotations
 from base64 import b64encode
 from binascii import Error, a2b_base64
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mmh3
 
@@ -55,18 +54,9 @@ def possible_slots(key: str) -> tuple[int, ...]:
     return (text,) if as_bytes is None else (text, as_bytes)
 
 
-class Slots(NamedTuple):
-    """Slots of the messages of one entry."""
-
-    first: int | None
-    """That of the first message, which routes the entry; ``None`` when keyless."""
-    mixed: list[int | None] | None
-    """That of each message where they differ."""
-    of_bytes: bool
-    """Whether the keys are known to be set as bytes."""
-
-
-def slots_of(routing_keys: Sequence[str | bytes | None], came_to: HashRange | None = None) -> Slots:
+def slots_of(
+    routing_keys: Sequence[str | bytes | None], came_to: HashRange | None = None
+) -> tuple[int | None, list[int | None] | None, bool]:
     """Slots of the messages of one entry.
 
     The first message routed the entry into the range that it came to. Where its text does not lie
@@ -79,23 +69,26 @@ def slots_of(routing_keys: Sequence[str | bytes | None], came_to: HashRange | No
             an ordering key that is no text.
         came_to: Range whose consumer received it, if a partition key routed it; ``None`` where no
             range is known: then the texts count.
+
+    Returns:
+        (slot of the first message, which routes the entry; slot of each message where they differ,
+        else ``None``; whether the keys are known to be set as bytes).
     """
     first = routing_keys[0]
     slot: int | None = None
     of_bytes = False
     if first is not None:
         slot = key_slot(first)
-        if came_to is not None and slot not in came_to and isinstance(first, str):
+        # Every entry passes here: a range costs less to compare than to ask.
+        inside = came_to is None or came_to.start <= slot <= came_to.end
+        if not inside and isinstance(first, str):
             other = bytes_slot(first)
-            if other is not None and other in came_to:
+            if other is not None and came_to is not None and other in came_to:
                 slot, of_bytes = other, True
     if routing_keys.count(first) == len(routing_keys):
-        return Slots(slot, None, of_bytes)
-    return Slots(
-        slot,
-        differing([None if key is None else _slot(key, of_bytes) for key in routing_keys]),
-        of_bytes,
-    )
+        return slot, None, of_bytes
+    slots = [None if key is None else _slot(key, of_bytes) for key in routing_keys]
+    return slot, differing(slots), of_bytes
 
 
 def _slot(key: str | bytes, of_bytes: bool) -> int:

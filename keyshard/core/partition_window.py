@@ -67,12 +67,12 @@ class PartitionWindow:
 
     def receive(self, block: EntryBlock, range_index: int) -> None:
         """Take a new entry that a range received."""
+        rows, memory = self.hold(block)
         self.received.append((block, range_index))
         self.waiting_rows = 0
-        self.received_rows += block.rows
-        self.received_bytes += _size(block)
+        self.received_rows += rows
+        self.received_bytes += memory
         self.received_payload += block.payload_bytes
-        self.hold(block)
 
     def reassign(self, owners: Sequence[int]) -> None:
         """Others own the ring now: what is received is theirs, keyless entries stay as they are.
@@ -141,15 +141,19 @@ class PartitionWindow:
 
     def published_ms_of(self, entry_id: EntryId) -> int | None:
         """Latest time at which an entry that is held, or going to be read again, was published."""
-        if entry_id in self.expected:
+        published_ms = self.held.get(entry_id)
+        if published_ms is None and self.expected and entry_id in self.expected:
             return self.state.published_ms
-        return self.held.get(entry_id)
+        return published_ms
 
-    def hold(self, block: EntryBlock) -> None:
-        """Count an entry as held."""
+    def hold(self, block: EntryBlock) -> tuple[int, int]:
+        """Count an entry as held; its rows and memory."""
         self.held[block.id] = block.publish_ms
-        self.rows += block.rows
-        self.bytes += _size(block)
+        rows = block.rows
+        memory = block.payload_bytes + rows * ROW_OVERHEAD_BYTES
+        self.rows += rows
+        self.bytes += memory
+        return rows, memory
 
     def let_go(self, block: EntryBlock) -> None:
         """Count an entry as held no longer."""

@@ -184,20 +184,22 @@ class Window:
                 below all that the checkpoint knows; or later than what is held under its id.
         """
         window = self._partitions[topic_partition]
+        rows = block.rows
         published_ms = window.published_ms_of(block.id)
         if published_ms is not None:
             check_held(topic_partition, published_ms, block)
-            self.counters.duplicates_dropped += block.rows
+            self.counters.duplicates_dropped += rows
             return Receipt.HELD
         if window.state.settled(block.id):
             check_delivered(topic_partition, window.state, block)
-            self.counters.duplicates_dropped += block.rows
+            self.counters.duplicates_dropped += rows
             return Receipt.COMMITTED
         check_unknown(topic_partition, window.state, window.lowest_ledger, block)
-        self.received_rows += block.rows + window.waiting_rows
+        self.received_rows += rows + window.waiting_rows
+        if not window.received:
+            self._filled[topic_partition] = None
         window.receive(block, range_index)
-        self._filled[topic_partition] = None
-        self.counters.rows_received += block.rows
+        self.counters.rows_received += rows
         return Receipt.ACCEPTED
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:

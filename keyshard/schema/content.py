@@ -79,7 +79,7 @@ def entry_block(
         ordering_keys: ``None`` for a message without one.
         came_to: Range whose consumer received it; ``None`` at a Reader.
     """
-    slots = slots_of(
+    slot, mixed_slots, keys_of_bytes = slots_of(
         list(map(routing_key, partition_keys, ordering_keys)),
         came_to if ordering_keys[0] is None else None,
     )
@@ -94,12 +94,12 @@ def entry_block(
         batch_size,
         batched,
         indices,
-        slots.first,
-        slots.mixed,
+        slot,
+        mixed_slots,
         publish_ms,
         sum(map(len, values)),
         (Part(content, 0, len(values)),),
-        keys_of_bytes=slots.of_bytes,
+        keys_of_bytes=keys_of_bytes,
         unreadable=unreadable,
     )
 
