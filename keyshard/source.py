@@ -152,7 +152,10 @@ class KeyShardSource(SourceConfig):
 
         As little of the ring as possible changes hands. Handlers that work on keys of it end
         first, then their range is subscribed by its new owner; other keys go on meanwhile. Not
-        from a handler, which would wait for itself. A restart begins with ``parallelism`` again.
+        from a handler, which would wait for itself.
+
+        With a checkpoint, which has it within moments, a restart goes on with these ranges, until
+        ``parallelism`` is configured to be another one. Without, it begins with ``parallelism``.
 
         Args:
             ranges: Number of ranges from now on, 1 to 65,536.

@@ -79,10 +79,9 @@ class RecordedRun:
     def _runs(self) -> bool:
         assert self.error is None, self.error
         try:
-            self.source.rescale(self.source.parallelism)
+            return self.source.status()["state"] == "running"
         except NotRunningError:
             return False
-        return True
 
     @property
     def count(self) -> int:
@@ -149,9 +148,12 @@ class HandlerWorld(RecordedRun):
         self.per_key: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._producer: threading.Thread | None = None
-        super().__init__(
-            handle, lambda: MemoryBroker(self.cluster), topic, options or {}, **settings
-        )
+        self.connections: list[MemoryBroker] = []
+        super().__init__(handle, self._connect, topic, options or {}, **settings)
+
+    def _connect(self) -> MemoryBroker:
+        self.connections.append(MemoryBroker(self.cluster))
+        return self.connections[-1]
 
     def publish(self, *keys: str) -> None:
         for key in keys:

@@ -7,12 +7,58 @@ several ranges after a change, which a STICKY consumer may have too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
 
 Assignment = tuple[tuple[HashRange, ...], ...]
 """Ranges of each owner, ascending; together they cover the ring, and none overlaps another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaled:
+    """What a restart begins with after a rescale, as the checkpoint has it."""
+
+    parallelism: int
+    """What was configured then: where that is another one now, it counts and this does not."""
+    assignment: Assignment
+    _text: list[int | str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Owners as JSON has them, once somebody asked: every checkpoint has the same."""
+
+    @classmethod
+    def of(cls, parallelism: int, assignment: Assignment) -> Rescaled | None:
+        """What has to be remembered of an assignment; ``None`` where it follows from parallelism.
+
+        Nobody owns anything at a restart, so moving is free then: one range each for as many
+        owners, where their parts of the ring are equal. Other sizes come from a balance, and where
+        the load lies inside of a piece is not known any more: its pieces stay as they are.
+        """
+        begins = fewest_pieces(assignment)
+        return None if begins == assign(parallelism) else cls(parallelism, begins)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object: a number of equal ranges, or the ranges of each owner."""
+        if not self._text:
+            equal = self.assignment == assign(len(self.assignment))
+            self._text.append(len(self.assignment) if equal else _text_of(self.assignment))
+        return {"owners": self._text[0], "parallelism": self.parallelism}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Rescaled:
+        """Read :meth:`to_dict`'s form; raises ``ValueError``."""
+        if not isinstance(data, dict) or data.keys() != {"owners", "parallelism"}:
+            raise ValueError("rescaled is not an object of owners and parallelism")
+        owners, parallelism = data["owners"], data["parallelism"]
+        if type(parallelism) is not int or not 1 <= parallelism <= RING_SIZE:
+            raise ValueError(f"the parallelism that it was rescaled from is {parallelism!r}")
+        if type(owners) is int and 1 <= owners <= RING_SIZE:
+            return cls(parallelism, assign(owners))
+        if not isinstance(owners, str):
+            raise ValueError(f"the owners of its ranges are {owners!r}")
+        return cls(parallelism, _parse(owners))
 
 
 def assign(count: int) -> Assignment:
@@ -56,6 +102,13 @@ def reassign(assignment: Assignment, count: int) -> Assignment:
         taken, free = _divide(free, wanted[owner] - _slots(own))
         kept[owner] = own + taken
     return tuple(map(joined, kept))
+
+
+def fewest_pieces(assignment: Assignment) -> Assignment:
+    """The fewest ranges in which as many owners have loads like these, when all may move."""
+    equal = assign(len(assignment))
+    sizes, equal_sizes = (sorted(map(_slots, one)) for one in (assignment, equal))
+    return equal if sizes == equal_sizes and assignment != equal else assignment
 
 
 def moved_slots(old: Assignment, new: Assignment) -> int:
@@ -113,6 +166,40 @@ def joined(ranges: Iterable[HashRange]) -> tuple[HashRange, ...]:
         else:
             whole.append(hash_range)
     return tuple(whole)
+
+
+_RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
+
+def _text_of(assignment: Assignment) -> str:
+    return ";".join(",".join(map(str, ranges)) for ranges in assignment)
+
+
+def _parse(text: str) -> Assignment:
+    """Read :func:`_text_of`'s form; raises ``ValueError``."""
+    parts: list[list[HashRange]] = []
+    for owner in text.split(";"):
+        parts.append([])
+        for part in owner.split(","):
+            found = _RANGE.fullmatch(part)
+            start, end = map(int, found.groups()) if found else (1, 0)
+            if not start <= end < RING_SIZE:
+                raise ValueError(f"{part[:40]!r} is not a range of the ring")
+            parts[-1].append(HashRange(start, end))
+    assignment = tuple(map(joined, parts))
+    if _text_of(assignment) != text:
+        raise ValueError("the owners of its ranges are not written as keyshard writes them")
+    free = 0
+    for hash_range in sorted(part for ranges in assignment for part in ranges):
+        if hash_range.start != free:
+            raise ValueError(
+                f"its owners do not cover the ring once: {min(free, hash_range.start)} "
+                f"{'has two' if hash_range.start < free else 'has none'}"
+            )
+        free = hash_range.end + 1
+    if free != RING_SIZE:
+        raise ValueError(f"its owners do not cover the ring once: {free} has none")
+    return assignment
 
 
 def _slots(ranges: Iterable[HashRange]) -> int:

@@ -7,7 +7,8 @@ Canonical JSON, because Spark compares offsets as strings::
      "ranges": 10, "subscription": "billing", "version": 1}
 
 ``batch`` names the entries of this micro-batch explicitly. It is never computed as a difference of
-two checkpoints, because ``floor`` and ``delivered`` are pruned.
+two checkpoints, because ``floor`` and ``delivered`` are pruned. Checkpoints of handlers may also
+say which keys are ``parked``, and that their ranges were ``rescaled``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+from keyshard.core.assignment import Rescaled
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet, index_runs, parse_indices
 from keyshard.core.hash_range import RING_SIZE
@@ -125,6 +127,9 @@ class Checkpoint:
     parked: Mapping[str, Any] | None = None
     """Keys whose messages rest in the dead-letter topic, as
     :meth:`keyshard.core.parking.Parked.to_dict` says it; ``None``: only the topic says it."""
+    rescaled: Rescaled | None = None
+    """What a restart begins with instead of one range for each of ``parallelism``; only handlers
+    and ``batches()`` write it. ``None``: nothing else."""
     _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -156,8 +161,10 @@ class Checkpoint:
         """What stands before and after the partitions, in canonical order."""
         merged = {} if self.merged is None else {"merged": self.merged}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}
-        after = {"ranges": self.ranges, "subscription": self.subscription, "version": VERSION}
-        return {"cluster": self.cluster, **merged, **parked}, after
+        rescaled = {} if self.rescaled is None else {"rescaled": self.rescaled.to_dict()}
+        after = {"subscription": self.subscription, "version": VERSION}
+        before = {"cluster": self.cluster, **merged, **parked}
+        return before, {"ranges": self.ranges, **rescaled, **after}
 
     def _sorted(self) -> list[tuple[TopicPartition, PartitionCheckpoint]]:
         return sorted(self.partitions.items(), key=lambda item: item[0].name)
@@ -207,6 +214,7 @@ class Checkpoint:
             parked = data.get("parked")
             if parked is not None and not isinstance(parked, Mapping):
                 raise ValueError(f"parked is {parked!r}")
+            rescaled = Rescaled.from_dict(data["rescaled"]) if "rescaled" in data else None
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -217,4 +225,4 @@ class Checkpoint:
             raise CheckpointError(f"Field {exc} is missing in {name}.") from exc
         except (ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"Cannot read {name}: {exc}.") from exc
-        return cls(cluster, subscription, ranges, partitions, merged, parked)
+        return cls(cluster, subscription, ranges, partitions, merged, parked, rescaled)

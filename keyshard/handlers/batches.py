@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from keyshard.config import SourceConfig
+from keyshard.core.assignment import slot_owners
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.hash_range import range_index
 from keyshard.core.lanes import Lanes
@@ -23,6 +24,7 @@ from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.status import StatusView, Subject
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.opening import first_assignment
 from keyshard.runtime.rescale import Rescaler
 from keyshard.schema.columns import SCHEMA, record_batches
 
@@ -115,8 +117,11 @@ class BatchRun:
         checkpoint = None if self._store is None else self._store.open()
         try:
             self._monitor = Monitor(self._subject)
-            self._coordinator.start(checkpoint)
-            self._committer = Committer(self._coordinator, self._store)
+            assignment = first_assignment(self._config, checkpoint)
+            with self._subject.changed:
+                self._lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
+            self._coordinator.start(checkpoint, assignment=assignment)
+            self._committer = Committer(self._coordinator, self._store, checkpoint)
             moves = LaneMoves(self._lanes, self._subject.changed, wake=lambda: None)
             self.rescaler = self._coordinator.rescaler(moves, drain_timeout_s=0.0)
             while not self._stopping:
@@ -162,6 +167,9 @@ class BatchRun:
         rows = sum(block.rows for _, block in self._rows)
         size = sum(block.payload_bytes for _, block in self._rows)
         while not self._stopping:
+            if self._committer.behind:
+                with self._lock:
+                    self._committer.store()
             now = time.monotonic()
             full = rows >= self._rows_max or size >= BATCH_BYTES_MAX
             if full or (rows and now >= deadline > 0):

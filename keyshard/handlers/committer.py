@@ -2,7 +2,7 @@
 
 A commit has three steps::
 
-    1. commit    completed entries -> checkpoint
+    1. commit    completed entries -> checkpoint, with what a restart needs beside them
     2. save      the checkpoint is durable, where the user wants one
     3. release   forget the entries, acknowledge them
 """
@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.runtime.coordinator import Coordinator
@@ -36,6 +37,7 @@ class Committer:
     Args:
         coordinator: The started source.
         store: Where checkpoints go; ``None`` for a source without.
+        stored: The checkpoint that the source began with.
         parked: Tells where the parked keys are, for the checkpoint.
     """
 
@@ -43,13 +45,21 @@ class Committer:
         self,
         coordinator: Coordinator,
         store: CheckpointStore | None,
+        stored: Checkpoint | None,
         parked: ParkedKeys | None = None,
     ) -> None:
         self._parked = parked
         self._coordinator = coordinator
         self._store = store
+        self._rescaled = None if stored is None else stored.rescaled
+        """What the stored checkpoint says."""
         self.stored_bytes = 0
         """Size of the checkpoint stored last; 0 without a store."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the stored checkpoint lacks a rescale."""
+        return self._store is not None and self._coordinator.rescaled != self._rescaled
 
     def plan(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
         """Take completed entries into the next checkpoint; memory only.
@@ -69,11 +79,14 @@ class Committer:
         Raises:
             KeyShardError: The checkpoint could not be stored. Nothing of it is acknowledged.
         """
-        if self._coordinator.committed:
-            if self._store is not None:
-                parked = None if self._parked is None else self._parked.checkpoint()
-                checkpoint = replace(self._coordinator.newest, parked=parked)
-                self.stored_bytes = self._store.save(checkpoint)
-                if self._parked is not None:
-                    self._parked.saved()
-            self._coordinator.release_committed()
+        if not (self._coordinator.committed or self.behind):
+            return
+        if self._store is not None:
+            rescaled = self._coordinator.rescaled
+            parked = None if self._parked is None else self._parked.checkpoint()
+            checkpoint = replace(self._coordinator.newest, parked=parked, rescaled=rescaled)
+            self.stored_bytes = self._store.save(checkpoint)
+            self._rescaled = rescaled
+            if self._parked is not None:
+                self._parked.saved()
+        self._coordinator.release_committed()

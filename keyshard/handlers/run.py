@@ -19,6 +19,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from keyshard.config import SourceConfig
+from keyshard.core.assignment import slot_owners
 from keyshard.core.circuit import Circuit
 from keyshard.core.failure import Failure, Verdict, text_of
 from keyshard.core.hash_range import range_index
@@ -52,6 +53,7 @@ from keyshard.handlers.status import StatusView, Subject
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
 from keyshard.handlers.workers import AsyncWorkers, ThreadWorkers, Workers
 from keyshard.runtime.coordinator import Coordinator
+from keyshard.runtime.opening import first_assignment
 from keyshard.runtime.rescale import Rescaler
 
 COMMIT_INTERVAL_S = 0.05
@@ -327,8 +329,11 @@ class HandlerRun:
 
     def _start(self) -> None:
         checkpoint = None if self._store is None else self._store.open()
+        assignment = first_assignment(self._config, checkpoint)
+        with self.changed:
+            self.lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
         self._made = self._make_workers()
-        self._coordinator.start(checkpoint)
+        self._coordinator.start(checkpoint, assignment=assignment)
         coordinator, known = self._coordinator, None if checkpoint is None else checkpoint.parked
         topic, known = find_dead_letter_topic(
             coordinator.broker, coordinator.admin, self._config,
@@ -341,7 +346,7 @@ class HandlerRun:
             known,
             checkpointed=self._store is not None,
         )
-        self._committer = Committer(self._coordinator, self._store, letters)
+        self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
         self._parked = ParkedLanes(
             self, letters, self._handling, self._config.subscription, self._outcomes
         )
@@ -383,8 +388,8 @@ class HandlerRun:
         self._feeder.turn()
         with self.changed:
             self.wake()
-            completed = self.lanes.completed_entries
-        if completed and time.monotonic() >= self._commit_at_s:
+            waits = self.lanes.completed_entries or self._committer.behind
+        if waits and time.monotonic() >= self._commit_at_s:
             self._commit()
 
     def _commit(self) -> None:
@@ -428,7 +433,7 @@ class HandlerRun:
                         self._handling.drain_timeout_s,
                     )  # fmt: skip
         try:
-            if self.lanes.completed_entries:
+            if self.lanes.completed_entries or self._committer.behind:
                 self._commit()
         except RuntimeStoppedError:
             pass

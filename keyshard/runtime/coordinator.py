@@ -22,7 +22,7 @@ import pyarrow as pa
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
 from keyshard.core.admission import waits_for_more
-from keyshard.core.assignment import Assignment, slot_owners
+from keyshard.core.assignment import Assignment, Rescaled, assign, slot_owners
 from keyshard.core.audit import acked_elsewhere
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
@@ -70,6 +70,7 @@ class Coordinator:
         self._stopping = threading.Event()
         self._error: KeyShardError | None = None
         self._load_meter: LoadMeter | None = None
+        self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self.changing = threading.Lock()
         """Held while consumers come and go: by discovery, and by who rescales."""
         self._layouts = Layouts()
@@ -93,6 +94,7 @@ class Coordinator:
         *,
         planned: bool = False,
         available_now: bool = False,
+        assignment: Assignment | None = None,
     ) -> None:
         """Connect, own every range of every topic partition, and begin to receive.
 
@@ -102,6 +104,7 @@ class Coordinator:
                 it again.
             available_now: Whether only what is published before this call is consumed; then
                 :meth:`cut_available` takes the place of :meth:`cut`.
+            assignment: Who owns which ranges; default: one range for each of ``parallelism``.
 
         Raises:
             CheckpointMismatchError: It belongs to another subscription or cluster.
@@ -110,6 +113,7 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
+        assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
             if self._admin:
                 on_failure.callback(self._admin.close)
@@ -122,12 +126,14 @@ class Coordinator:
             self._before = frozenset(() if checkpoint is None else checkpoint.partitions)
             self._window = open_window(
                 self._broker, self._admin, config, checkpoint, found,
-                cluster=cluster, planned=planned,
+                cluster=cluster, planned=planned, assignment=assignment,
             )  # fmt: skip
             self._pauses = Pauses(self._window)
-            self._range_consumers = RangeConsumers(self._broker, self._admin, config, self)
+            self._range_consumers = RangeConsumers(
+                self._broker, self._admin, config, self, assignment
+            )
             self._range_consumers.queue_max = self._window.budget.queue_max
-            self._owners = slot_owners(self._range_consumers.assignment)
+            self._owners = slot_owners(assignment)
             start = start_position(self._admin, config, checkpoint, found)
             range_consumers = self._range_consumers.open(found.consumed, start)
             if checkpoint is not None and planned:
@@ -155,7 +161,7 @@ class Coordinator:
         self.started = True
         _log.info(
             "started: %d ranges over %d topic partitions of %s as subscription %r",
-            config.parallelism, len(found.consumed),
+            len(assignment), len(found.consumed),
             config.topics_pattern or ", ".join(config.topics), config.subscription,
         )  # fmt: skip
 
@@ -507,6 +513,15 @@ class Coordinator:
             self, self._range_consumers, self._config, self._admin,
             work=work, drain_timeout_s=drain_timeout_s,
         )  # fmt: skip
+
+    @property
+    def rescaled(self) -> Rescaled | None:
+        """What the next start has to know of the ranges, to begin with these."""
+        assignment = self._range_consumers.assignment
+        if self._remembered is None or self._remembered[0] is not assignment:
+            rescaled = Rescaled.of(self._config.parallelism, assignment)
+            self._remembered = assignment, rescaled
+        return self._remembered[1]
 
     def load(self) -> SlotLoad:
         with self._lock:

@@ -6,6 +6,7 @@ import logging
 
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config import SourceConfig
+from keyshard.core.assignment import Assignment, assign
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.window import Window
 from keyshard.errors import CheckpointMismatchError
@@ -37,6 +38,26 @@ def cluster_of(admin: Admin | None, config: SourceConfig, checkpoint: Checkpoint
     return cluster or checkpoint.cluster
 
 
+def first_assignment(config: SourceConfig, checkpoint: Checkpoint | None) -> Assignment:
+    """Who owns which ranges at a start: as after the last rescale, unless parallelism is new."""
+    rescaled = None if checkpoint is None else checkpoint.rescaled
+    if rescaled is None:
+        return assign(config.parallelism)
+    count = len(rescaled.assignment)
+    if rescaled.parallelism != config.parallelism:
+        _log.info(
+            "parallelism is %d, and was %d when the source was rescaled to %d ranges: it begins "
+            "with %d ranges",
+            config.parallelism, rescaled.parallelism, count, config.parallelism,
+        )  # fmt: skip
+        return assign(config.parallelism)
+    _log.info(
+        "the source was rescaled from %d ranges to %d, and begins with these",
+        rescaled.parallelism, count,
+    )  # fmt: skip
+    return rescaled.assignment
+
+
 def open_window(
     broker: Broker,
     admin: Admin | None,
@@ -46,6 +67,7 @@ def open_window(
     *,
     cluster: str,
     planned: bool,
+    assignment: Assignment,
 ) -> Window:
     """The window of a source that starts, audited where there is an admin interface.
 
@@ -57,6 +79,7 @@ def open_window(
         found: Topic partitions that it consumes, and those that it did.
         cluster: Name of the cluster.
         planned: Whether the checkpoint's batch is going to be read again.
+        assignment: Who owns which ranges.
 
     Raises:
         KeyShardError: What :func:`~keyshard.runtime.audit.audit` raises.
@@ -64,11 +87,11 @@ def open_window(
     base = Checkpoint(
         cluster,
         config.subscription,
-        config.parallelism,
+        len(assignment),
         checkpoint.partitions if checkpoint else {},
     )
-    budget = window_budget(config, admin, found.consumed, config.parallelism)
-    window = Window(base, config.parallelism, budget)
+    budget = window_budget(config, admin, found.consumed, sum(map(len, assignment)))
+    window = Window(base, len(assignment), budget)
     for topic_partition in found.consumed:
         window.add_partition(topic_partition)
     if checkpoint is not None and planned:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config import SourceConfig
-from keyshard.core.assignment import Assignment, assign
+from keyshard.core.assignment import Assignment
 from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import split_ring
@@ -39,11 +39,13 @@ class RangeConsumers:
         admin: Admin REST interface, where there is one; names the other side of a conflict.
         config: The source.
         sink: Where received entries go.
+        assignment: Who owns which ranges.
     """
 
     def __init__(
-        self, broker: Broker, admin: Admin | None, config: SourceConfig, sink: Sink
-    ) -> None:
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, sink: Sink,
+        assignment: Assignment,
+    ) -> None:  # fmt: skip
         self._broker = broker
         self._admin = admin
         self._config = config
@@ -53,7 +55,7 @@ class RangeConsumers:
         self._only_held: set[TopicPartition] = set()
         self._seats: set[Seat] = set()
         self._suspended: frozenset[Seat] = frozenset()
-        self.assignment: Assignment = assign(config.parallelism)
+        self.assignment = assignment
         """Hash ranges of each owner, as they are subscribed."""
         self.queue_max = config.receiver_queue_size
         """Most messages in the client queue of each consumer that is subscribed from now on."""

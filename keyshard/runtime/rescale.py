@@ -17,7 +17,8 @@ and not done stays with its key, and the new consumer's deliveries of it are dro
 twice. When 3 or 5 fails, the old assignment is subscribed again; when that fails too, the source
 ends with the error.
 
-A rescale is not durable: a restart begins with the ``parallelism`` that is configured.
+What a restart begins with is in the checkpoint, where handlers or ``batches()`` have one; else it
+is the ``parallelism`` that is configured.
 """
 
 from __future__ import annotations

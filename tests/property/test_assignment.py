@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyshard.core import assignment
-from keyshard.core.assignment import Assignment, assign, moved_ranges, moved_slots, reassign
+from keyshard.core.assignment import (
+    Assignment,
+    Rescaled,
+    assign,
+    fewest_pieces,
+    joined,
+    moved_ranges,
+    moved_slots,
+    reassign,
+)
 from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
 from keyshard.errors import ConfigError
 
@@ -125,6 +134,53 @@ def contiguous_fewest_moved(before: int, after: int) -> int:
 
 def slots_of(part: HashRange) -> range:
     return range(part.start, part.end + 1)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> Assignment:
+    """Any owners of any pieces, as balances and rescales leave them."""
+    borders = sorted(draw(st.sets(st.integers(1, RING_SIZE - 1), max_size=12)))
+    pieces = [HashRange(start, end - 1) for start, end in pairwise([0, *borders, RING_SIZE])]
+    owners = draw(st.integers(1, len(pieces)))
+    of = [*range(owners), *(draw(st.integers(0, owners - 1)) for _ in pieces[owners:])]
+    draw(st.randoms()).shuffle(of)
+    return tuple(
+        joined(piece for piece, at in zip(pieces, of, strict=True) if at == owner)
+        for owner in range(owners)
+    )
+
+
+@BOUNDED
+@given(assignments(), counts)
+def test_what_a_restart_begins_with_is_read_as_it_was_written(
+    now: Assignment, parallelism: int
+) -> None:
+    rescaled = Rescaled.of(parallelism, now)
+    if rescaled is None:
+        assert fewest_pieces(now) == assign(parallelism)
+    else:
+        assert Rescaled.from_dict(rescaled.to_dict()) == rescaled
+        assert rescaled.assignment != assign(parallelism)
+
+
+@BOUNDED
+@given(st.lists(counts, min_size=2, max_size=5))
+def test_a_restart_after_any_rescales_has_one_range_for_each_owner(changes: list[int]) -> None:
+    now = assign(changes[0])
+    for count in changes[1:]:
+        now = reassign(now, count)
+    assert fewest_pieces(now) == assign(changes[-1])
+    if changes[0] == changes[-1]:
+        assert Rescaled.of(changes[0], now) is None
+
+
+@BOUNDED
+@given(assignments())
+def test_a_restart_never_has_more_pieces_and_keeps_the_sizes(now: Assignment) -> None:
+    restart = fewest_pieces(now)
+    assert sum(map(len, restart)) <= sum(map(len, now))
+    assert sorted(sizes(restart)) == sorted(sizes(now))
+    assert fewest_pieces(restart) is restart
 
 
 @pytest.mark.parametrize("count", [0, -1, RING_SIZE + 1])

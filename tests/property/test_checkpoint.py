@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyshard.core.assignment import Rescaled, assign
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
@@ -47,6 +48,9 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
         ranges=ranges,
         partitions=draw(st.dictionaries(topic_partitions, partition_checkpoints(), max_size=3)),
         merged=draw(st.none() | st.integers(1, ranges - 1)) if ranges > 1 else None,
+        rescaled=draw(
+            st.none() | st.builds(Rescaled, st.integers(1, 65_536), st.integers(1, 20).map(assign))
+        ),
     )
 
 
@@ -69,6 +73,7 @@ def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: obje
         checkpoint.ranges,
         dict(reversed(checkpoint.partitions.items())),
         checkpoint.merged,
+        rescaled=checkpoint.rescaled,
     )
     assert turned.to_json() == checkpoint.to_json()
     resaved = Checkpoint.from_json(json.dumps(json.loads(checkpoint.to_json()), indent=2))
@@ -112,6 +117,7 @@ json_values = st.recursive(
 )
 STATE_FIELDS = ("batch", "delivered", "floor", "partial", "published")
 PATHS = [
+    ("rescaled",), ("rescaled", "owners"), ("rescaled", "parallelism"),
     ("version",), ("ranges",), ("merged",), ("partitions",), ("partitions", "t"),
     *(("partitions", "t", name) for name in STATE_FIELDS),
 ]  # fmt: skip
@@ -124,6 +130,7 @@ def test_any_wrong_value_anywhere_is_a_checkpoint_error(
 ) -> None:
     data = {
         "version": 1, "cluster": "c", "subscription": "s", "ranges": 3,
+        "rescaled": {"owners": "0-9;10-65535", "parallelism": 4},
         "partitions": {"t": {
             "delivered": "1:0-5", "batch": "1:3-5", "floor": "0:9", "partial": {"1:3": "0"},
             "published": 5,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from helpers import P0, P1
+from keyshard.core.assignment import Rescaled, assign, reassign
 from keyshard.core.checkpoint import VERSION, Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryId
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.hash_range import RING_SIZE, HashRange
 from keyshard.errors import CheckpointError
 
 FULL = Checkpoint(
@@ -164,3 +167,54 @@ def test_a_refusal_inside_a_partition_names_it() -> None:
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.from_dict(changed(in_partition("batch", "7:40-80")))
     assert caught.value.message == f"Cannot read {P0.name}: its batch is not within delivered."
+
+
+QUARTERS = "0-9,32768-65535;10-32767"
+
+
+@pytest.mark.parametrize(
+    ("owners", "text"), [(assign(8), "8"), (reassign(assign(1), 2), "2"), (None, f'"{QUARTERS}"')]
+)
+def test_what_a_restart_begins_with_is_compact(owners: Any, text: str) -> None:
+    if owners is None:
+        owners = (
+            (HashRange(0, 9), HashRange(32_768, RING_SIZE - 1)), (HashRange(10, 32_767),),
+        )  # fmt: skip
+    rescaled = replace(FULL, rescaled=Rescaled(4, owners))
+    assert f'"ranges":10,"rescaled":{{"owners":{text},"parallelism":4}},"sub' in rescaled.to_json()
+    assert Checkpoint.from_json(rescaled.to_json()) == rescaled
+    assert json.dumps(rescaled.to_dict(), separators=(",", ":")) == rescaled.to_json()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (None, "not an object"),
+        (8, "not an object"),
+        ({"owners": 8}, "not an object"),
+        ({"owners": 8, "parallelism": 4, "more": 1}, "not an object"),
+        ({"owners": 8, "parallelism": "4"}, "parallelism"),
+        ({"owners": 8, "parallelism": 0}, "parallelism"),
+        ({"owners": True, "parallelism": 4}, "owners of its ranges are True"),
+        ({"owners": 0, "parallelism": 4}, "owners of its ranges are 0"),
+        ({"owners": 65_537, "parallelism": 4}, "owners of its ranges are 65537"),
+        ({"owners": "", "parallelism": 4}, "not a range"),
+        ({"owners": "0-65535;", "parallelism": 4}, "not a range"),
+        ({"owners": "0-65536", "parallelism": 4}, "not a range"),
+        ({"owners": "0-" + "9" * 5_000, "parallelism": 4}, "not a range"),
+        ({"owners": "9-0;10-65535", "parallelism": 4}, "not a range"),
+        ({"owners": "0-\u0663;4-65535", "parallelism": 4}, "not a range"),
+        ({"owners": "0-\u00b2;4-65535", "parallelism": 4}, "not a range"),
+        ({"owners": "00-65535", "parallelism": 4}, "not written as"),
+        ({"owners": "5-65535,0-4", "parallelism": 4}, "not written as"),
+        ({"owners": "0-9,10-65535", "parallelism": 4}, "not written as"),
+        ({"owners": "0-9;11-65535", "parallelism": 4}, "once: 10 has none"),
+        ({"owners": "0-9;9-65535", "parallelism": 4}, "once: 9 has two"),
+        ({"owners": "0-9;10-65534", "parallelism": 4}, "once: 65535 has none"),
+        ({"owners": "1-65535", "parallelism": 4}, "once: 0 has none"),
+    ],
+)
+def test_a_damaged_assignment_is_refused(wrong: object, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says) as caught:
+        Checkpoint.from_dict(FULL.to_dict() | {"rescaled": wrong})
+    assert len(caught.value.message) < 300
