@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import _pulsar
 import pulsar
 
+from keyshard.broker.client_log import close_client, open_client
 from keyshard.broker.first_question import missing_topics
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar_errors import answer_of, translated
@@ -366,12 +367,7 @@ class PulsarBroker:
     def __init__(self, service_url: str, operation_timeout_s: int = 30) -> None:
         self._service_url = service_url
         with translated("connect to", service_url):
-            # A Python logger would take the GIL while the client holds its own locks.
-            self._client = pulsar.Client(
-                service_url,
-                operation_timeout_seconds=operation_timeout_s,
-                logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
-            )
+            self._client = open_client(service_url, operation_timeout_seconds=operation_timeout_s)
         self._closed = False
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
@@ -442,4 +438,4 @@ class PulsarBroker:
             return
         self._closed = True
         with translated("disconnect from", self._service_url), suppress(pulsar.AlreadyClosed):
-            self._client.close()
+            close_client(self._client)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pulsar
 
 from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.client_log import close_client, open_client
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.config import SourceConfig
@@ -152,14 +153,10 @@ def require_empty(broker: Broker, topic: str) -> None:
 def remove_subscription(service_url: str, topic: str, subscription: str) -> None:
     """Leave no backlog behind: the broker forgets the subscription. A failure is only logged."""
     try:
-        client = pulsar.Client(
-            service_url,
-            logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
-            operation_timeout_seconds=_CLIENT_TIMEOUT_S,
-        )
+        client = open_client(service_url, operation_timeout_seconds=_CLIENT_TIMEOUT_S)
         try:
             client.subscribe(topic, subscription, receiver_queue_size=1).unsubscribe()
         finally:
-            client.close()
+            close_client(client)
     except pulsar.PulsarException as exc:
         _log.warning("subscription %s of %s could not be removed: %s", subscription, topic, exc)

@@ -18,6 +18,7 @@ import _pulsar
 import httpx
 import pulsar
 
+from keyshard.broker.client_log import close_client, open_client
 from keyshard.broker.http_log import unlogged
 from keyshard.core.entry import full_topic_name
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, ConfigError
@@ -189,11 +190,8 @@ def produce(
     answers: dict[Any, Any] = {}
     client = None
     try:
-        client = pulsar.Client(
-            service_url,
-            logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
-            io_threads=1,
-            operation_timeout_seconds=_OPERATION_TIMEOUT_S,
+        client = open_client(
+            service_url, io_threads=1, operation_timeout_seconds=_OPERATION_TIMEOUT_S
         )
         producer = client.create_producer(topic, **_producer_options(workload))
         started = time.monotonic()
@@ -207,7 +205,7 @@ def produce(
         raise ConfigError(f"Producing to {service_url} is not possible: {exc}.") from exc
     finally:
         if client is not None:
-            client.close()
+            close_client(client)
     _check(answers, topic)
     counts = {f"k{number}": count for number, count in enumerate(per_key) if count}
     return ProduceReport(sum(per_key), seconds, counts)

@@ -1,0 +1,127 @@
+"""The log of the C++ client: few lines, of ``keyshard.client``, and nothing on the console."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+
+from keyshard.broker.client_log import EVERY_S, KINDS_MAX, Repeats
+
+FAILED = "2026-01-02 03:04:05.678 ERROR [14] ClientConnection:485 | [x -> y] Failed: refused"
+
+
+def test_a_kind_of_line_is_told_once_and_then_counted() -> None:
+    repeats = Repeats()
+    assert repeats.take(10.0, FAILED) == ["ClientConnection:485: [x -> y] Failed: refused"]
+    assert repeats.take(11.0, FAILED) == []
+    assert repeats.take(12.0, FAILED.replace("refused", "no route")) == []
+    assert repeats.take(12.0, FAILED.replace("485", "99")) == [
+        "ClientConnection:99: [x -> y] Failed: refused"
+    ]
+    assert repeats.due(9.9 + EVERY_S) == []
+    [text] = repeats.due(10.0 + EVERY_S)
+    assert text.startswith("ClientConnection:485: [x -> y] Failed: no route (2 like it")
+    assert repeats.take(11.0 + EVERY_S, FAILED) == []
+    # What did not come again is forgotten, and told when it comes.
+    assert repeats.due(12.0 + EVERY_S) == []
+    assert repeats.take(13.0 + EVERY_S, FAILED.replace("485", "99")) != []
+
+
+def test_what_is_no_line_of_the_client_is_told_and_kinds_have_a_limit() -> None:
+    repeats = Repeats()
+    assert repeats.take(0.0, "what is this") == ["client: what is this"]
+    assert repeats.take(0.0, "\ufffd\0") == []
+    for number in range(10 * KINDS_MAX):
+        assert repeats.take(0.0, FAILED.replace("485", str(number)))
+    assert len(repeats._kinds) <= KINDS_MAX
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own: the client has one logger for a process."""
+    begin = """
+        import logging, os, sys, time
+        logging.basicConfig(stream=sys.stderr, format="%(process)d %(levelname)s %(name)s %(message)s")
+        import pulsar
+        from keyshard.broker import client_log
+        from keyshard.broker.client_log import close_client, open_client
+
+        def ask(client):
+            try:
+                client.get_topic_partitions("t")
+            except pulsar.PulsarException:
+                pass
+
+        URL = "pulsar://127.0.0.1:1"
+    """
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+
+def test_several_clients_share_a_log_and_the_console_stays_empty() -> None:
+    done = run("""
+        clients = [open_client(URL, operation_timeout_seconds=2) for _ in range(3)]
+        for client in clients:
+            ask(client)
+            close_client(client)
+        again = open_client(URL, operation_timeout_seconds=1)
+        ask(again)
+        close_client(again)
+        import threading
+        print([one.name for one in threading.enumerate()])
+    """)
+    assert done.stdout == "['MainThread']\n"
+    lines = done.stderr.splitlines()
+    assert 2 <= len(lines) <= 8, done.stderr
+    assert all(" WARNING keyshard.client " in line for line in lines)
+    assert any("Connection refused" in line and " like it" in line for line in lines)
+
+
+def test_the_file_is_emptied_and_a_client_goes_on_writing() -> None:
+    done = run("""
+        client_log.FILE_BYTES_MAX = 200
+        client = open_client(URL, operation_timeout_seconds=3)
+        ask(client)
+        ask(client)
+        size = os.fstat(client_log._OURS._file).st_size
+        print(size < 1_500, client_log._OURS._position <= size)
+        close_client(client)
+    """)
+    assert done.stdout == "True True\n"
+    assert re.search(r"Connection refused \((\d+) like it", done.stderr)
+
+
+def test_a_forked_process_tells_its_own_lines() -> None:
+    done = run("""
+        parent = open_client(URL, operation_timeout_seconds=1)
+        ask(parent)
+        child = os.fork()
+        if not child:
+            own = open_client(URL, operation_timeout_seconds=1)
+            ask(own)
+            close_client(own)
+            print(os.getpid(), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        close_client(parent)
+        print(os.getpid())
+    """)
+    child, parent = done.stdout.split()
+    told = [line.split()[0] for line in done.stderr.splitlines()]
+    assert set(told) == {child, parent}
+
+
+def test_no_secret_of_a_url_is_told() -> None:
+    done = run("""
+        for url in ("pulsar://ann:s3cret@127.0.0.1:1", "pulsar://127.0.0.1:1?token=s3cret"):
+            try:
+                client = open_client(url, operation_timeout_seconds=1)
+            except Exception:
+                continue
+            ask(client)
+            close_client(client)
+    """)
+    assert "s3cret" not in done.stderr + done.stdout
