@@ -42,7 +42,8 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own: the client has one logger for a process."""
     begin = """
         import logging, os, sys, time
-        logging.basicConfig(stream=sys.stderr, format="%(process)d %(levelname)s %(name)s %(message)s")
+        shown = "%(process)d %(levelname)s %(name)s %(message)s"
+        logging.basicConfig(stream=sys.stderr, format=shown)
         import pulsar
         from keyshard.broker import client_log
         from keyshard.broker.client_log import close_client, open_client
