@@ -8,33 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from helpers import wait_until
-from keyshard import KeyShardSource, Message
+from keyshard import Message
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Broker
 from keyshard.errors import KeyShardError, NotRunningError
-from keyshard.runtime.coordinator import Coordinator
 from keyshard.runtime.rescale import RescaleReport
 from keyshard.verify.checkers import check
 from keyshard.verify.history import Event
 from keyshard.verify.recorder import Recorder
 from keyshard.verify.workloads import parse_value
-
-
-class RecordedSource(KeyShardSource):
-    """A source whose broker writes a history."""
-
-    def record(self, connect: Callable[[], Broker], recorder: Recorder, epoch: int) -> None:
-        """Write to a recorder; ``epoch``: where the epochs of this run begin in its history."""
-        object.__setattr__(self, "_recorded", (connect, recorder, epoch))
-
-    def coordinator(self) -> Coordinator:
-        connect, recorder, epoch = self.__dict__["_recorded"]
-        made = Coordinator(
-            self, lambda: recorder.broker(connect(), lambda: epoch + made.epoch, self.subscription)
-        )
-        object.__setattr__(self, "_made", made)
-        return made
+from tests.recorded_source import RecordedSource
 
 
 class RecordedRun:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos.plan import Subject
 from tests.chaos.report import Report
 from tests.chaos.runner import Chaos
 
@@ -19,12 +20,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long faults are injected")
     parser.add_argument("--seed", type=int, help="decides the faults; default: another each time")
+    parser.add_argument(
+        "--subject",
+        choices=[one.value for one in Subject],
+        help="the program that they befall; default: decided by the seed",
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    subject = Subject(given.subject or random.Random(seed).choice([*Subject]).value)
     directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
-    print(f"seed {seed}, files in {directory}", flush=True)
-    report = Chaos(directory, seed, lambda text: print(text, flush=True)).run(given.minutes)
+    print(f"seed {seed}, {subject.value}, files in {directory}", flush=True)
+    report = Chaos(directory, subject, seed, lambda text: print(text, flush=True)).run(
+        given.minutes
+    )
     _print(report)
     if given.json is not None:
         given.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -32,7 +41,8 @@ def main() -> int:
         shutil.rmtree(directory)
         return 0
     print(f"The history is {directory / 'history.jsonl'}; logs lie beside it.")
-    print(f"The same faults again: python -m tests.chaos --minutes {given.minutes:g} --seed {seed}")
+    again = f"--minutes {given.minutes:g} --seed {seed} --subject {subject.value}"
+    print(f"The same faults again: python -m tests.chaos {again}")
     return 1
 
 

@@ -147,6 +147,16 @@ class Cluster:
             backlog += subscription["msgBacklog"] if subscription else 1
         return backlog
 
+    def resting(self, deadline: float) -> int:
+        """Messages in the dead-letter topic that are not done.
+
+        Raises:
+            TimeoutError: The broker did not tell until the deadline.
+        """
+        path = f"{_PATH}-{SUBSCRIPTION}-DLQ/stats?getPreciseBacklog=true"
+        subscriptions = self._ask("GET", path, deadline).json()["subscriptions"]
+        return int(subscriptions[f"{SUBSCRIPTION}-parked"]["msgBacklog"])
+
     def _signal(self, number: signal.Signals) -> None:
         group = self._broker.pid
         assert group is not None

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from tests.chaos.stream import Step
+from tests.chaos import handlers, stream
 
 PARTITIONS = 2
 """Partitions of the topic at first."""
 PARTITIONS_MAX = 6
 """Partitions are added up to here."""
 RANGES = (3, 8)
-"""Fewest and most ranges that a start of the stream takes."""
+"""Fewest and most ranges that a start of the program takes."""
 
 # The broker closes a connection that was silent for two of these; the client's own is 30 s.
 KEEP_ALIVE_S = 4
@@ -26,14 +26,47 @@ _BEYOND_THE_CLIENT_S = (32.0, 45.0)
 class Kind(Enum):
     """What is done, and to what."""
 
-    STREAM_KILLED = "stream killed"
-    STREAM_STOPPED = "stream stopped and continued"
+    STREAM_KILLED = "program killed"
+    STREAM_STOPPED = "program stopped and continued"
     BROKER_KILLED = "broker killed"
     BROKER_STOPPED = "broker stopped and continued"
     CONNECTIONS_CUT = "connections cut"
     CONNECTIONS_STALLED = "connections stalled"
     TOPIC_UNLOADED = "topic unloaded"
     PARTITIONS_ADDED = "partitions added"
+    RESTARTED = "program ended and started again"
+    RESCALED = "rescaled"
+    UNPARKED = "keys unparked"
+
+
+_OF_HANDLERS = frozenset({Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED})
+
+
+class Subject(Enum):
+    """The program that the faults befall."""
+
+    STREAM = "stream"
+    HANDLERS = "handlers"
+
+    @property
+    def module(self) -> str:
+        """What is started."""
+        return f"tests.chaos.{self.value}"
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The faults that may befall it."""
+        return [kind for kind in Kind if self is Subject.HANDLERS or kind not in _OF_HANDLERS]
+
+    @property
+    def steps(self) -> list[Enum]:
+        """Where it may be killed."""
+        return list(stream.Step if self is Subject.STREAM else handlers.Step)
+
+    @property
+    def first_step(self) -> Enum:
+        """Where it is killed first."""
+        return stream.Step.READING if self is Subject.STREAM else handlers.Step.HANDLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +75,27 @@ class Fault:
 
     kind: Kind
     after_s: float | None
-    """Pause before it, seconds; ``None``: when the stream has committed again. A kill comes when
+    """Pause before it, seconds; ``None``: when the program has committed again. A kill comes when
     both are over."""
     lasts_s: float = 0.0
     """How long what is stopped or stalled stays so, seconds."""
-    step: Step | None = None
-    """The stream is killed at this step of a batch; ``None``: at any time."""
+    step: Enum | None = None
+    """The program is killed at this step; ``None``: at any time."""
     ranges: int = RANGES[0]
-    """Ranges of the stream's next start."""
+    """Ranges of the program's next start, or from now on."""
 
 
-def faults(seed: int) -> Iterator[list[Fault]]:
+def faults(seed: int, subject: Subject = Subject.STREAM) -> Iterator[list[Fault]]:
     """Rounds without end: in each every kind at least once, in another order.
 
-    The first has only short ones. Its first kill of the stream comes inside a batch.
+    The first has only short ones. Its first kill of the program comes inside a batch, or a handler.
     """
     chooser = random.Random(seed)
     partitions = PARTITIONS
-    steps: list[Step | None] = [Step.READING]
+    steps: list[Enum | None] = [subject.first_step]
     first = True
     while True:
-        kinds = [*Kind, Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
+        kinds = [*subject.kinds, Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
         if partitions >= PARTITIONS_MAX:
             kinds.remove(Kind.PARTITIONS_ADDED)
         partitions += 1
@@ -72,7 +105,7 @@ def faults(seed: int) -> Iterator[list[Fault]]:
             step = None
             if kind is Kind.STREAM_KILLED:
                 if not steps:
-                    steps = [*Step, None]
+                    steps = [*subject.steps, None]
                     chooser.shuffle(steps)
                 step = steps.pop()
             fault = Fault(

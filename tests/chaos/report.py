@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 from keyshard.verify.checkers import Verdict, check
 from keyshard.verify.history import Event, Name
-from keyshard.verify.history_view import HistoryView
+from keyshard.verify.history_view import HistoryView, Host
+from tests.chaos.stream import WORKER
 
 BROKER = "broker"
 """Its name in the history."""
@@ -16,8 +17,13 @@ LIVENESS_S = 120.0
 """Once the faults have stopped, everything is done in this time, seconds. The client waits up to
 60 s before it tries to connect again."""
 
-_NEEDS_HANDLERS = "one handler per key"
+_UNCHECKED = {
+    Host.BATCHES: {"one handler per key"},
+    Host.HANDLERS: {"exactly once into the checkpoint", "re-runs are equal"},
+}
+"""Checkers that have nothing to check."""
 _ARRIVED_S = 0.5
+_WRONGS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class Report:
     """What was done and what came of it."""
 
     seed: int
+    subject: str
     seconds: float
     faults: dict[str, int]
     """Faults of each kind that were injected."""
@@ -38,11 +45,13 @@ class Report:
     misrouted: int
     """Messages of which the source said that they came to a range that is not theirs."""
     rows: int
-    """Rows in committed batches."""
+    """Rows in committed batches, or messages whose handler returned."""
     batches: int
     batches_run_again: int
+    letters: int
+    """Messages of handlers that were parked, each once."""
     starts: int
-    """Starts of the stream."""
+    """Starts of the program."""
     gave_up: int
     """Starts or runs of it that ended because the broker was away or still knew the one before."""
     redelivered: int
@@ -72,9 +81,9 @@ class Report:
         }
 
 
-def unchecked(verdicts: Sequence[Verdict]) -> list[str]:
-    """Checkers that had nothing to check and should have; an embedded stream has no handlers."""
-    return [one.name for one in verdicts if not one.checked and one.name != _NEEDS_HANDLERS]
+def unchecked(verdicts: Sequence[Verdict], host: Host = Host.BATCHES) -> list[str]:
+    """Checkers that had nothing to check and should have."""
+    return [one.name for one in verdicts if not one.checked and one.name not in _UNCHECKED[host]]
 
 
 def judge(events: Sequence[Event]) -> list[Verdict]:
@@ -109,12 +118,67 @@ def forgotten(events: Sequence[Event]) -> list[int]:
     return result
 
 
+def handled_and_parked(events: Sequence[Event]) -> tuple[set[Name], set[Name]]:
+    """Messages whose handler returned, and messages that were stored as dead letters."""
+    handled: set[Name] = set()
+    parked: set[Name] = set()
+    running: set[Name] = set()
+    for event in events:
+        if event.kind == "started" and event.has_message:
+            running.add(event.stored)
+        elif event.kind == "failed":
+            running.discard(event.stored)
+        elif event.kind == "crashed" and event.worker == WORKER:
+            running.clear()
+        elif event.kind == "completed" and event.has_message:
+            (handled if event.stored in running else parked).add(event.stored)
+            running.discard(event.stored)
+    return handled, parked
+
+
+def wrongs_of_handlers(events: Sequence[Event], *, checkpoint: bool) -> list[str]:
+    """What no checker sees, because a dead letter is the end of a message to them.
+
+    Everything is handled in the end. With a checkpoint nothing comes again whose entry was
+    acknowledged, unless it was parked; and the newest message of a key comes last of all.
+    """
+    handled, parked = handled_and_parked(events)
+    wrongs = []
+    acknowledged: set[Name | None] = set()
+    last: dict[Name, Event] = {}
+    highest: dict[Name, int] = {}
+    messages: set[Name] = set()
+    for event in events:
+        if event.kind == "acked":
+            acknowledged.add(event.entry_name)
+        elif event.kind == "started" and event.has_message:
+            messages.add(event.stored)
+            if event.seq is not None:
+                last[event.routing_name] = event
+                seen = highest.get(event.routing_name, event.seq)
+                highest[event.routing_name] = max(seen, event.seq)
+            again = event.entry_name in acknowledged and event.stored not in parked
+            if checkpoint and again:
+                wrongs.append(f"handled again though it is in a checkpoint: {event.to_json()}")
+    wrongs += [f"parked or begun, and never handled: {name}" for name in messages | parked
+               if name not in handled]  # fmt: skip
+    if checkpoint:
+        wrongs += [
+            f"a key ended with an old message: {event.to_json()}, the newest is {highest[name]}"
+            for name, event in last.items()
+            if event.seq != highest[name]
+        ]
+    return wrongs[:_WRONGS_MAX]
+
+
 def figures(events: Sequence[Event]) -> dict[str, int]:
     """Rows, batches and batches that ran again, over a whole history."""
     view = HistoryView(events)
+    handled, letters = handled_and_parked(events)
     return {
         "messages": len(view.sent),
-        "rows": sum(len(commit.rows) for commit in view.commits),
+        "rows": sum(len(commit.rows) for commit in view.commits) or len(handled),
+        "letters": len(letters),
         "batches": len(view.commits),
         "batches_run_again": sum(len(runs) > 1 for runs in view.runs.values()),
         "redelivered": redelivered(events),

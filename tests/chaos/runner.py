@@ -1,13 +1,14 @@
-"""Runs a stream on a real broker under faults, and judges the history of it.
+"""Runs a stream or handlers on a real broker under faults, and judges the history of it.
 
-1. A broker, a proxy before it, a publisher and the stream start.
+1. A broker, a proxy before it, the publishers and the program start.
 2. Rounds of faults until the time is over, one round at least.
-3. The faults stop; the stream gets the time of ``LIVENESS_S`` to consume everything.
+3. The faults stop; the program gets the time of ``LIVENESS_S`` to consume everything.
 4. The checkers judge the history.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,11 +18,21 @@ from pathlib import Path
 
 from keyshard.errors import DevBrokerError
 from keyshard.verify.history import HistoryWriter, read_history
+from keyshard.verify.history_view import Host
 from tests.chaos.cluster import SUBSCRIPTION, TOPIC, Cluster
 from tests.chaos.java_publisher import JavaPublisher, keys_of_bytes, keys_of_text
-from tests.chaos.plan import RANGES, Fault, Kind, faults
+from tests.chaos.plan import RANGES, Fault, Kind, Subject, faults
 from tests.chaos.publisher import Publisher, PublisherFailedError, PythonPublisher
-from tests.chaos.report import BROKER, LIVENESS_S, Report, figures, forgotten, judge, unchecked
+from tests.chaos.report import (
+    BROKER,
+    LIVENESS_S,
+    Report,
+    figures,
+    forgotten,
+    judge,
+    unchecked,
+    wrongs_of_handlers,
+)
 from tests.chaos.stream import WORKER, Settings
 from tests.chaos.stream_process import StreamFailedError, StreamProcess, write
 
@@ -30,6 +41,8 @@ FORGOTTEN = "acknowledgements forgotten"
 
 _PROXY = "proxy"
 _KEYS = 60
+_CHECKPOINTS = 0.75
+"""Share of the seeds whose handlers keep a checkpoint."""
 _RATE_PER_S = 120.0
 _JAVA_KEYS = 15
 """Of bytes, and as many of text."""
@@ -46,12 +59,18 @@ class Chaos:
 
     Args:
         directory: Where its files are; ``history.jsonl`` among them.
+        subject: The program.
         seed: Decides the faults and the load.
         say: Told what happens.
     """
 
-    def __init__(self, directory: Path, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Path, subject: Subject, seed: int, say: Callable[[str], None]
+    ) -> None:
+        self._subject = subject
         self._seed = seed
+        # Without one, what the broker forgets is handled again.
+        self._checkpoint = random.Random(f"{seed}: keep one?").random() < _CHECKPOINTS
         self._say = say
         self._began = time.monotonic()
         self._injected: Counter[Kind] = Counter()
@@ -63,9 +82,10 @@ class Chaos:
             admin_url=self._cluster.admin_url,
             ranges=RANGES[1],
             directory=str(directory),
+            checkpoint=self._checkpoint,
         )
-        self._history = settings.history
-        self._stream = StreamProcess(settings)
+        self._history, self._healed = settings.history, settings.healed
+        self._stream = StreamProcess(subject.module, settings)
         url = self._cluster.direct_url
         self._of_bytes = keys_of_bytes(seed, _JAVA_KEYS)
         self._publishers: list[Publisher] = [
@@ -106,7 +126,7 @@ class Chaos:
 
     def _rounds(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        for number, drawn in enumerate(faults(self._seed)):
+        for number, drawn in enumerate(faults(self._seed, self._subject)):
             for fault in drawn:
                 if number and time.monotonic() >= end:
                     return
@@ -121,7 +141,7 @@ class Chaos:
             stack.callback(publisher.close)
             publisher.start()
         self._progress()
-        self._tell("the stream runs")
+        self._tell(f"the {self._subject.value} run, checkpoint: {self._checkpoint}")
 
     def _settle(self) -> None:
         """Everything that was published is consumed and acknowledged."""
@@ -130,36 +150,57 @@ class Chaos:
             publisher.stop(end)
         write(self._history, "faults_stopped")
         self._tell("no more faults")
+        self._healed.touch()
         end = time.monotonic() + LIVENESS_S
-        self._until(lambda: not self._cluster.backlog(end), LIVENESS_S, "a backlog of 0")
+        self._until(lambda: not self._left(end), LIVENESS_S, "a backlog of 0")
+        if self._subject is Subject.HANDLERS and not self._checkpoint:
+            # A broker that died forgets that letters are done; their markers tell the next start.
+            # With a checkpoint that start reads only what came after it, and those stay.
+            self._stream.restart(RANGES[0])
+            end = time.monotonic() + LIVENESS_S
+            self._until(lambda: not self._cluster.resting(end), LIVENESS_S, "letters that are done")
         self._stream.stop()
         left = self._cluster.backlog(end)
         if left:
             raise TimeoutError(f"the backlog is {left} after the end")
         self._tell("everything is consumed")
 
+    def _left(self, end: float) -> int:
+        """Messages that are not acknowledged, and keys that are parked."""
+        status = self._stream.status()
+        return self._cluster.backlog(end) or status.parked or not status.running
+
     def _judge(self, problems: list[str]) -> Report:
         events = list(read_history(self._history))
         verdicts = judge(events)
         forgot = [entries for entries in forgotten(events) if entries]
-        injected = {kind.value: self._injected[kind] for kind in Kind} | {FORGOTTEN: len(forgot)}
-        misrouted = self._stream.total().misrouted
-        if misrouted:
-            problems.append(f"{misrouted} messages were said to be misrouted")
-        if not problems:  # It was not broken off.
-            problems += [f"nothing to check: {name}" for name in unchecked(verdicts)]
+        injected = {kind.value: self._injected[kind] for kind in self._subject.kinds}
+        injected[FORGOTTEN] = len(forgot)
+        total, host = self._stream.total(), Host.BATCHES
+        whole = not problems  # It was not broken off.
+        if total.misrouted:
+            problems.append(f"{total.misrouted} messages were said to be misrouted")
+        if self._subject is Subject.HANDLERS:
+            host = Host.HANDLERS
+            if whole:
+                problems += wrongs_of_handlers(events, checkpoint=self._checkpoint)
+            if whole and not (total.rescales and total.unparked):
+                problems.append("never rescaled, or never let a key out")
+        if whole:
+            problems += [f"nothing to check: {name}" for name in unchecked(verdicts, host)]
             problems += [f"never injected: {name}" for name, times in injected.items() if not times]
         return Report(
             seed=self._seed,
+            subject=self._subject.value,
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,
             unconfirmed=sum(one.refused.total() for one in self._publishers),
             of_bytes=sum(one.key in self._of_bytes for one in events if one.kind == "sent"),
-            misrouted=misrouted,
+            misrouted=total.misrouted,
             starts=self._stream.starts,
             gave_up=self._stream.gave_up,
-            redeliveries_dropped=self._stream.total().duplicates_dropped,
+            redeliveries_dropped=total.duplicates_dropped,
             problems=problems,
             **figures(events),
         )
@@ -230,10 +271,21 @@ class Chaos:
             grow = partial(publisher.reopen, end, grow)
         grow()
 
+    def _restart(self, fault: Fault) -> None:
+        self._progress()
+        self._stream.restart(fault.ranges)
+
+    def _rescale(self, fault: Fault) -> None:
+        self._stream.order(f"RESCALE {fault.ranges}")
+
+    def _unpark(self, _fault: Fault) -> None:
+        self._until(lambda: self._stream.status().parked, _PROGRESS_S, "a parked key")
+        self._stream.order("UNPARK")
+
     # -- waiting ----------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        """Wait until the stream has committed two batches from now on."""
+        """Wait until the program has committed two batches from now on."""
         before = self._stream.total().batches
         self._until(
             lambda: self._stream.total().batches >= before + 2, _PROGRESS_S, "committed batches"
@@ -247,13 +299,13 @@ class Chaos:
         self._until(lambda: time.monotonic() >= end, seconds + 1, "a pause")
 
     def _until(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
-        """Poll until a condition holds; the stream is looked after meanwhile."""
+        """Poll until a condition holds; the program is looked after meanwhile."""
         end = time.monotonic() + limit_s
         while not condition():
             self._stream.tend()
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    f"not within {limit_s:.0f} s: {what}. The stream: {self._stream.log_tail()}"
+                    f"not within {limit_s:.0f} s: {what}. The program: {self._stream.log_tail()}"
                 )
             time.sleep(_POLL_S)
 
@@ -270,6 +322,9 @@ _INJECT: dict[Kind, Callable[[Chaos, Fault], None]] = {
     Kind.CONNECTIONS_STALLED: Chaos._stall_connections,
     Kind.TOPIC_UNLOADED: Chaos._unload_topic,
     Kind.PARTITIONS_ADDED: Chaos._add_partitions,
+    Kind.RESTARTED: Chaos._restart,
+    Kind.RESCALED: Chaos._rescale,
+    Kind.UNPARKED: Chaos._unpark,
 }
 
 
@@ -277,4 +332,6 @@ def _details(fault: Fault) -> str:
     if fault.kind is Kind.STREAM_KILLED:
         where = "at any time" if fault.step is None else fault.step.value
         return f" ({where}; next with {fault.ranges} ranges)"
+    if fault.kind in {Kind.RESTARTED, Kind.RESCALED}:
+        return f" ({fault.ranges} ranges)"
     return f" ({fault.lasts_s:.1f} s)" if fault.lasts_s else ""

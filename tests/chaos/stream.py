@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.pulsar import PulsarBroker
@@ -29,13 +30,13 @@ from keyshard.source import SourceBatch
 from keyshard.verify.history import Event, HistoryWriter
 from keyshard.verify.recorder import Recorder
 
-WORKER = "stream"
+WORKER = "program"
 """Its name in the history."""
 TRY_AGAIN = 75
 """Exit status when the broker could not be reached or still knew the one before."""
 
 _WAIT_S = 0.2
-_CLIENT_TIMEOUT_S = 15
+CLIENT_TIMEOUT_S = 15
 
 
 class Step(Enum):
@@ -61,6 +62,8 @@ class Settings:
     """Where its files are."""
     number: int = 0
     """Which start this is."""
+    checkpoint: bool = True
+    """Whether handlers keep one; a stream always does."""
 
     @property
     def state(self) -> Path:
@@ -73,25 +76,30 @@ class Settings:
         return Path(self.directory) / f"status-{self.number}.json"
 
     @property
+    def healed(self) -> Path:
+        """When it exists, no handler fails any more, and every parked key comes out."""
+        return Path(self.directory) / "healed"
+
+    @property
     def history(self) -> Path:
         """What happened."""
         return Path(self.directory) / "history.jsonl"
 
-    def source(self) -> SourceConfig:
+    def fields(self) -> dict[str, Any]:
         """What is consumed: batches of about a quarter of a second, growth noticed at once."""
-        return SourceConfig(
-            self.topic,
-            subscription=self.subscription,
-            service_url=self.service_url,
-            admin_url=self.admin_url,
-            parallelism=self.ranges,
-            starting_position="earliest",
-            batch_rows_min=50,
-            batch_rows_max=500,
-            batch_delay_max_ms=250,
-            discovery_interval_ms=1_000,
-            operation_timeout_ms=_CLIENT_TIMEOUT_S * 1_000,
-        )
+        return {
+            "topics": self.topic,
+            "subscription": self.subscription,
+            "service_url": self.service_url,
+            "admin_url": self.admin_url,
+            "parallelism": self.ranges,
+            "starting_position": "earliest",
+            "batch_rows_min": 50,
+            "batch_rows_max": 500,
+            "batch_delay_max_ms": 250,
+            "discovery_interval_ms": 1_000,
+            "operation_timeout_ms": CLIENT_TIMEOUT_S * 1_000,
+        }
 
 
 @dataclass(slots=True)
@@ -100,9 +108,14 @@ class Status:
 
     running: bool = False
     batches: int = 0
+    """Of handlers: commits."""
     acknowledged: int = 0
     duplicates_dropped: int = 0
     misrouted: int = 0
+    parked: int = 0
+    """Keys that are parked now."""
+    unparked: int = 0
+    rescales: int = 0
 
 
 class Stream:
@@ -117,8 +130,8 @@ class Stream:
         self._stopping = threading.Event()
         self._die_at: Step | None = None
         self._coordinator = Coordinator(
-            settings.source(),
-            lambda: self._recorder.broker(PulsarBroker(settings.service_url, _CLIENT_TIMEOUT_S)),
+            SourceConfig(**settings.fields()),
+            lambda: self._recorder.broker(PulsarBroker(settings.service_url, CLIENT_TIMEOUT_S)),
             PulsarAdmin(settings.admin_url),
         )
 
@@ -178,7 +191,7 @@ class Stream:
 
     def _store(self, end: Checkpoint, *, committed: bool) -> None:
         text = json.dumps({"checkpoint": end.to_json(), "committed": committed})
-        _replace(self._state, text, durable=True)
+        replace_file(self._state, text, durable=True)
 
     def _tell(self, *, running: bool) -> None:
         counts = self._coordinator.status()
@@ -186,10 +199,11 @@ class Stream:
         self._status.acknowledged = counts["entriesAcknowledged"]
         self._status.duplicates_dropped = counts["duplicatesDropped"]
         self._status.misrouted = counts["misrouted"]
-        _replace(self._settings.status, json.dumps(asdict(self._status)), durable=False)
+        replace_file(self._settings.status, json.dumps(asdict(self._status)), durable=False)
 
 
-def _replace(path: Path, text: str, *, durable: bool) -> None:
+def replace_file(path: Path, text: str, *, durable: bool) -> None:
+    """Write a file whole or not at all."""
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""The stream's process, from outside: starting, killing, freezing, and starting again."""
+"""The program's process, from outside: starting, killing, freezing, and starting again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path
 
 from keyshard.verify.history import Event, HistoryWriter
-from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status, Step
+from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status
 
 ROOT = Path(__file__).parents[2]
 _LOG_LINES = 25
@@ -22,17 +23,19 @@ _STOP_S = 40.0
 
 
 class StreamFailedError(Exception):
-    """The stream ended as no fault explains."""
+    """The program ended as no fault explains."""
 
 
 class StreamProcess:
     """One process after the other, on the same files.
 
     Args:
+        module: The program.
         settings: Of the first start.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, module: str, settings: Settings) -> None:
+        self._module = module
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: list[Status] = []
@@ -57,7 +60,7 @@ class StreamProcess:
         )
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.stream", json.dumps(asdict(self._settings))],
+                [sys.executable, "-m", self._module, json.dumps(asdict(self._settings))],
                 cwd=ROOT,
                 env=_environment(),
                 stdin=subprocess.PIPE,
@@ -80,6 +83,9 @@ class StreamProcess:
             acknowledged=sum(one.acknowledged for one in every),
             duplicates_dropped=sum(one.duplicates_dropped for one in every),
             misrouted=sum(one.misrouted for one in every),
+            parked=every[-1].parked,
+            unparked=sum(one.unparked for one in every),
+            rescales=sum(one.rescales for one in every),
         )
 
     def tend(self) -> None:
@@ -97,7 +103,7 @@ class StreamProcess:
         self._buried()
         self.start()
 
-    def kill_at(self, step: Step | None, timeout_s: float) -> bool:
+    def kill_at(self, step: Enum | None, timeout_s: float) -> bool:
         """Kill it (SIGKILL) at a step of a batch, else after a while; whether it was at the step.
 
         Raises:
@@ -105,9 +111,7 @@ class StreamProcess:
         """
         reached = False
         if step is not None:
-            assert self._child.stdin is not None
-            with suppress(BrokenPipeError):  # It may have ended by itself.
-                self._child.stdin.write(f"{step.name}\n".encode())
+            self.order(step.name)
             with suppress(subprocess.TimeoutExpired):
                 code = self._child.wait(timeout_s)
                 reached = code == -signal.SIGKILL
@@ -118,6 +122,12 @@ class StreamProcess:
         self._buried()
         return reached
 
+    def order(self, text: str) -> None:
+        """Give it a line of its input."""
+        assert self._child.stdin is not None
+        with suppress(BrokenPipeError):  # It may have ended by itself.
+            self._child.stdin.write(f"{text}\n".encode())
+
     def freeze(self) -> None:
         """Stop it (SIGSTOP)."""
         self._child.send_signal(signal.SIGSTOP)
@@ -126,20 +136,36 @@ class StreamProcess:
         """Let it go on (SIGCONT)."""
         self._child.send_signal(signal.SIGCONT)
 
+    def restart(self, ranges: int) -> None:
+        """Ask it to end, wait, and start it again.
+
+        Raises:
+            StreamFailedError: It ended as no fault explains.
+        """
+        code = self._end()
+        if code not in {0, TRY_AGAIN}:
+            raise self._failed(code)
+        write(self._settings.history, "disconnected", WORKER)
+        self._ended.append(self.status())
+        self.start(ranges)
+
     def stop(self) -> None:
         """Ask it to end, and wait.
 
         Raises:
             StreamFailedError: It did not end well.
         """
+        code = self._end()
+        if code != 0:
+            raise self._failed(code)
+
+    def _end(self) -> int:
         assert self._child.stdin is not None
         self._child.stdin.close()
         try:
-            code = self._child.wait(_STOP_S)
+            return self._child.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            raise StreamFailedError(f"the stream did not end. {self.log_tail()}") from None
-        if code != 0:
-            raise self._failed(code)
+            raise StreamFailedError(f"the program did not end. {self.log_tail()}") from None
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -152,7 +178,7 @@ class StreamProcess:
     def log_tail(self) -> str:
         """The end of what it printed."""
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return "\n".join(["The stream's log ends:", *(f"  {line}" for line in lines)])
+        return "\n".join(["Its log ends:", *(f"  {line}" for line in lines)])
 
     @property
     def _child(self) -> subprocess.Popen[bytes]:
@@ -161,10 +187,10 @@ class StreamProcess:
 
     @property
     def _log(self) -> Path:
-        return Path(self._settings.directory) / f"stream-{self._settings.number}.log"
+        return Path(self._settings.directory) / f"program-{self._settings.number}.log"
 
     def _failed(self, code: int) -> StreamFailedError:
-        return StreamFailedError(f"the stream ended with status {code}. {self.log_tail()}")
+        return StreamFailedError(f"the program ended with status {code}. {self.log_tail()}")
 
     def _buried(self) -> None:
         """Note its end before the next one starts; opening the history cuts a torn last line."""

@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.chaos.plan import Kind
+from tests.chaos.plan import Subject
 from tests.chaos.runner import FORGOTTEN
 from tests.chaos.stream_process import ROOT
 
@@ -21,11 +22,26 @@ LIMIT_S = 240
 @pytest.mark.broker
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_every_promise_holds_under_every_fault(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
+    result = chaos(tmp_path, Subject.STREAM)
+    assert result["rows"] == result["messages"]
+    assert result["batches_run_again"] > 0
+
+
+@pytest.mark.broker
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_handlers_keep_every_promise_under_every_fault(tmp_path: Path) -> None:
+    result = chaos(tmp_path, Subject.HANDLERS)
+    assert result["rows"] >= result["messages"]
+    assert result["letters"] > 50
+
+
+def chaos(folder: Path, subject: Subject) -> dict[str, Any]:
+    """A run of one round; its figures."""
+    figures = folder / "figures.json"
     run = subprocess.run(
         [
             *(sys.executable, "-m", "tests.chaos", "--minutes", "0", "--seed", str(SEED)),
-            *("--json", str(figures)),
+            *("--subject", subject.value, "--json", str(figures)),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -34,13 +50,13 @@ def test_every_promise_holds_under_every_fault(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    result = json.loads(figures.read_text())
+    result: dict[str, Any] = json.loads(figures.read_text())
     assert result["holds"]
     assert result["violations"] == 0
-    assert result["faults"].keys() == {*(kind.value for kind in Kind), FORGOTTEN}
+    assert result["faults"].keys() == {*(kind.value for kind in subject.kinds), FORGOTTEN}
     assert all(result["faults"].values())
-    assert result["rows"] == result["messages"] > 1_000
+    assert result["messages"] > 1_000
     assert result["of_bytes"] > 100
     assert result["misrouted"] == 0
     assert result["redeliveries_dropped"] > 0
-    assert result["batches_run_again"] > 0
+    return result

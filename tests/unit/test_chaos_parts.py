@@ -11,26 +11,42 @@ import pytest
 from helpers import wait_until
 from keyshard.devbroker.ports import LOOPBACK, free_port
 from keyshard.verify.history import Event
-from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, Kind, faults
+from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, Kind, Subject, faults
 from tests.chaos.proxy import TcpProxy
-from tests.chaos.report import BROKER, forgotten, judge, redelivered, unchecked
-from tests.chaos.stream import Step
+from tests.chaos.report import (
+    BROKER,
+    forgotten,
+    handled_and_parked,
+    judge,
+    redelivered,
+    unchecked,
+    wrongs_of_handlers,
+)
+from tests.chaos.stream import WORKER
 
 ROUNDS = 30
 
 
+@pytest.mark.parametrize("subject", Subject)
 @pytest.mark.parametrize("seed", range(20))
-def test_every_round_has_every_kind_and_the_first_kill_comes_inside_a_batch(seed: int) -> None:
-    drawn = list(itertools.islice(faults(seed), ROUNDS))
-    assert drawn == list(itertools.islice(faults(seed), ROUNDS)), "a seed gives the same faults"
+def test_every_round_has_every_kind_and_the_first_kill_comes_inside_a_batch(
+    seed: int, subject: Subject
+) -> None:
+    drawn = list(itertools.islice(faults(seed, subject), ROUNDS))
+    assert drawn == list(itertools.islice(faults(seed, subject), ROUNDS)), "a seed, the same faults"
     added = PARTITIONS_MAX - PARTITIONS
     for number, of_round in enumerate(drawn):
-        missing = set(Kind) - {fault.kind for fault in of_round}
+        missing = set(subject.kinds) - {fault.kind for fault in of_round}
         assert missing == (set() if number < added else {Kind.PARTITIONS_ADDED})
     kills = [one for one in itertools.chain(*drawn) if one.kind is Kind.STREAM_KILLED]
-    assert kills[0].step is Step.READING
-    assert {one.step for one in kills} == {*Step, None}
+    assert kills[0].step is subject.first_step
+    assert {one.step for one in kills} == {*subject.steps, None}
     assert max(one.lasts_s for one in drawn[0]) < 15
+
+
+def test_only_handlers_are_rescaled_and_let_keys_out() -> None:
+    of_handlers = {Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED}
+    assert set(Subject.HANDLERS.kinds) - set(Subject.STREAM.kinds) == of_handlers
 
 
 class Wire:
@@ -124,3 +140,39 @@ def test_a_checker_without_anything_to_check_is_named_unless_it_needs_handlers()
         "routed by key",
         "done in time after the faults",
     ]
+
+
+def about(kind: str, seq: int) -> Event:
+    """An event about a message of a key; each is an entry."""
+    return Event(
+        0.0, kind, topic="t", partition=0, ledger=1, entry=seq, index=0, key="k", seq=seq,
+        worker=WORKER,
+    )  # fmt: skip
+
+
+def handling(*numbers: int) -> list[Event]:
+    return [about(kind, seq) for seq in numbers for kind in ("started", "completed")]
+
+
+def test_a_letter_is_told_from_a_handler_that_returned() -> None:
+    failed = [about("started", 1), about("failed", 1), about("completed", 1)]
+    killed = [about("started", 2), Event(0.0, "crashed", worker=WORKER), about("completed", 2)]
+    handled, parked = handled_and_parked([*handling(0), *failed, *killed])
+    assert handled == {about("started", 0).stored}
+    assert parked == {about("started", 1).stored, about("started", 2).stored}
+
+
+def wrongs(*events: Event) -> list[str]:
+    return [text.split(":")[0] for text in wrongs_of_handlers(events, checkpoint=True)]
+
+
+def test_what_checkers_do_not_see_of_handlers_is_named() -> None:
+    failed = [about("started", 1), about("failed", 1), about("completed", 1), about("acked", 1)]
+    assert wrongs(*handling(0), about("acked", 0), *failed, *handling(1, 2)) == []
+    assert wrongs(*handling(0), *failed) == ["parked or begun, and never handled"]
+    again = "handled again though it is in a checkpoint"
+    assert wrongs(*handling(0), about("acked", 0), *handling(0, 1)) == [again]
+    # A broker that forgets, and a key that was let out: 0 1 2 0 1.
+    assert wrongs(*handling(0, 1, 2, 0, 1)) == ["a key ended with an old message"]
+    redelivered = [*handling(0), about("acked", 0), *handling(0, 1)]
+    assert wrongs_of_handlers(redelivered, checkpoint=False) == []

@@ -1,0 +1,258 @@
+"""The program under test with handlers: a process of its own, ``python -m tests.chaos.handlers``.
+
+Some keys fail and succeed later, some park. A line of its input names a step at which it kills
+itself, or is an order: ``RESCALE 5``, ``UNPARK``; the end of the input asks it to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from zlib import crc32
+
+import tenacity
+
+from keyshard import Message, RetryPolicy
+from keyshard.broker.port import Reader
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.letters import Letter, parse
+from keyshard.errors import KeyShardError, NotRunningError, SubscriptionInUseError
+from keyshard.schema.messages import messages_of
+from keyshard.verify.history import Event, HistoryWriter
+from keyshard.verify.recorder import Recorder
+from keyshard.verify.recording_broker import message_name
+from keyshard.verify.workloads import parse_value
+from tests.chaos.stream import CLIENT_TIMEOUT_S, TRY_AGAIN, WORKER, Settings, Status, replace_file
+from tests.recorded_source import RecordedSource
+
+_LOOK_S = 0.2
+_ATTEMPTS = 3
+_EPOCHS = 10_000
+"""More than one start ever has."""
+
+
+class Step(Enum):
+    """Where a message is."""
+
+    HANDLING = "a handler has begun"
+    HANDLED = "a handler is done, nothing is durable"
+    FAILED = "a handler failed"
+    PARKED = "a dead letter is stored, nobody noted it"
+    DURABLE = "the checkpoint is durable, nothing is acknowledged"
+
+
+class DyingHistory:
+    """A history whose process may end after a line of it.
+
+    Args:
+        history: Where events go.
+        steps: The step that a kind of event stands for.
+    """
+
+    def __init__(self, history: HistoryWriter, steps: Mapping[str, Step]) -> None:
+        self._history = history
+        self._steps = steps
+        self.die_at: Step | None = None
+        self.seen: Counter[str] = Counter()
+        """Calls with events of a kind."""
+
+    def write_all(self, events: Iterable[Event]) -> None:
+        written = list(events)
+        self._history.write_all(written)
+        kinds = {event.kind for event in written}
+        self.seen.update(kinds)
+        if self.die_at is not None and any(self._steps.get(kind) is self.die_at for kind in kinds):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TellingBroker(PulsarBroker):
+    """Also writes down letters that are read back: who stored one may have died before it knew."""
+
+    def __init__(self, service_url: str, history: HistoryWriter) -> None:
+        super().__init__(service_url, CLIENT_TIMEOUT_S)
+        self._history = history
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        reader = super().reader(topic_partition, start)
+        read = reader.read
+
+        def read_and_tell(timeout_ms: int) -> list[EntryBlock]:
+            blocks = read(timeout_ms)
+            self._history.write_all(letter_events(topic_partition, blocks))
+            return blocks
+
+        if topic_partition.topic.endswith("-DLQ"):
+            reader.read = read_and_tell  # type: ignore[method-assign]
+        return reader
+
+
+def letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
+    """Each original of stored letters is done, as far as the source is concerned."""
+    for block in blocks:
+        for found in map(parse, messages_of(where, block)):
+            if isinstance(found, Letter):
+                original = found.message
+                ledger, entry, index = original.message_id
+                key, seq = message_name(original.value, original.routing_key)
+                yield Event(
+                    time.time(), "completed", topic=original.topic, partition=original.partition,
+                    ledger=ledger, entry=entry, index=index, key=key, seq=seq, worker=WORKER,
+                )  # fmt: skip
+
+
+class Trouble:
+    """A handler. Which messages fail is a function of key and number, and of what was healed."""
+
+    def __init__(self, healed: Path) -> None:
+        self._healed_all = healed
+        self._failures: Counter[tuple[str, int]] = Counter()
+        self._poison: dict[str, int] = {}
+        self._healed: dict[str, int] = {}
+
+    def __call__(self, message: Message) -> None:
+        key, seq = parse_value(message.value)
+        kind = crc32(key.encode()) % 10
+        if kind == 0 and seq % 25 == 9 and self._is_poison(key, seq):
+            raise ValueError(f"{key}:{seq} fails until it is healed")
+        if kind == 1 and seq % 7 == 3 and self._failures[key, seq] < 1 + seq % 2:
+            self._failures[key, seq] += 1
+            raise ValueError(f"{key}:{seq} fails some times")
+        if kind == 2:
+            time.sleep(0.01)
+
+    def heal(self, key: str) -> None:
+        """What failed of a key succeeds from now on; what follows may fail."""
+        if key in self._poison:
+            self._healed[key] = self._poison[key]
+
+    def _is_poison(self, key: str, seq: int) -> bool:
+        if self._healed_all.exists() or seq <= self._healed.get(key, -1):
+            return False
+        self._poison[key] = seq
+        return True
+
+
+class Handlers:
+    """Handlers that run until they are told to stop."""
+
+    def __init__(self, settings: Settings, history: HistoryWriter) -> None:
+        self._settings = settings
+        self._status = Status()
+        self._ended = threading.Event()
+        self._handle = Trouble(settings.healed)
+        self._passing = DyingHistory(history, {"completed": Step.PARKED, "acked": Step.DURABLE})
+        self._handling = DyingHistory(
+            history,
+            {"started": Step.HANDLING, "completed": Step.HANDLED, "failed": Step.FAILED},
+        )
+        self._source = RecordedSource(**settings.fields())
+        self._source.record(
+            lambda: TellingBroker(settings.service_url, history),
+            Recorder(self._passing, WORKER),
+            settings.number * _EPOCHS,
+        )
+
+    def listen(self) -> None:
+        """Take orders from standard input until its end."""
+        for line in sys.stdin:
+            order, *values = line.split()
+            if order == "RESCALE":
+                threading.Thread(target=self._rescale, args=[int(values[0])], daemon=True).start()
+            elif order == "UNPARK":
+                self._unpark()
+            else:
+                self._handling.die_at = self._passing.die_at = Step[order]
+        while not self._ended.is_set():
+            with suppress(NotRunningError):
+                self._source.stop()
+                return
+            self._ended.wait(_LOOK_S)
+
+    def run(self) -> None:
+        """Handle messages until the input ends."""
+        telling = threading.Thread(target=self._keep_telling, name="status", daemon=True)
+        telling.start()
+        retry = RetryPolicy(
+            wait=tenacity.wait_fixed(0.02), stop=tenacity.stop_after_attempt(_ATTEMPTS)
+        )
+        checkpoint = Path(self._settings.directory) / "handlers.json"
+        try:
+            self._source.run(
+                self._handle,
+                observers=[Recorder(self._handling, WORKER)],
+                lanes=4,
+                retry=retry,
+                checkpoint=checkpoint if self._settings.checkpoint else None,
+                drain_timeout_s=10.0,
+            )
+        finally:
+            self._ended.set()
+            telling.join()
+
+    def _rescale(self, ranges: int) -> None:
+        try:
+            self._source.rescale(ranges)
+        except KeyShardError as exc:  # As when the broker is away; the ranges stay as they were.
+            print(f"rescale to {ranges}: {exc}", file=sys.stderr, flush=True)
+        else:
+            self._status.rescales += 1
+
+    def _unpark(self) -> None:
+        with suppress(NotRunningError):
+            for parked in self._source.status()["parked"]:
+                self._handle.heal(parked["key"])
+                if self._source.unpark(parked["key"]):
+                    self._status.unparked += 1
+
+    def _keep_telling(self) -> None:
+        while not self._ended.is_set():
+            if self._settings.healed.exists():
+                self._unpark()
+            self._tell(running=True)
+            self._ended.wait(_LOOK_S)
+        self._tell(running=False)
+
+    def _tell(self, *, running: bool) -> None:
+        told = self._status
+        with suppress(NotRunningError):
+            status = self._source.status()
+            told.parked = status["parkedKeys"]
+            if (window := status["window"]) is not None:
+                told.acknowledged = window["entriesAcknowledged"]
+                told.duplicates_dropped = window["duplicatesDropped"]
+                told.misrouted = window["misrouted"]
+        told.running = running
+        told.batches = self._passing.seen["acked"]
+        replace_file(self._settings.status, json.dumps(asdict(told)), durable=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run with :class:`Settings` as JSON; returns the exit status."""
+    settings = Settings(**json.loads(arguments[0]))
+    with HistoryWriter(settings.history) as history:
+        handlers = Handlers(settings, history)
+        threading.Thread(target=handlers.listen, name="orders", daemon=True).start()
+        try:
+            handlers.run()
+        except KeyShardError as exc:
+            if not exc.retriable and not isinstance(exc, SubscriptionInUseError):
+                raise
+            print(exc, file=sys.stderr)
+            return TRY_AGAIN
+    return 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))
