@@ -40,6 +40,7 @@ from keyshard.runtime.load_meter import LoadMeter
 from keyshard.runtime.opening import cluster_of, open_window, start_position
 from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer, Seat, routing_of
+from keyshard.runtime.reconnector import Reconnector
 from keyshard.runtime.replay import replay
 from keyshard.runtime.rescale import Rescaler, Work
 from keyshard.runtime.settler import HolesView, Settler
@@ -155,6 +156,7 @@ class Coordinator:
             self._range_consumers.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
         )
         self._settler = Settler(self._broker, self._admin, config, self)
+        self._reconnector = Reconnector(self._broker, self._range_consumers, config, self.changing)
         self._range_consumers.serve(range_consumers)
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
@@ -183,10 +185,12 @@ class Coordinator:
         self.discovery.stop()
         self._range_consumers.stop()
         self._settler.stop()
+        self._reconnector.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
         self._range_consumers.join(deadline)
         self.discovery.join(max(0.1, deadline - time.monotonic()))
         self._settler.join(max(0.1, deadline - time.monotonic()))
+        self._reconnector.join(max(0.1, deadline - time.monotonic()))
         self._broker.close()
         if self._admin:
             self._admin.close()

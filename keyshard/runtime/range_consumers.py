@@ -214,7 +214,7 @@ class RangeConsumers:
         self._only_held -= set(held)
         for topic_partition in held:
             for range_consumer in self.by_partition.pop(topic_partition, ()):
-                close_quietly(range_consumer)
+                close_quietly(range_consumer.consumer)
 
     def connected(self) -> list[tuple[Seat, bool]]:
         """Every seat that is received from, and whether its consumer is connected now."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -57,6 +57,12 @@ class RangeConsumer:
     """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
     ringing: Consumer | None = None
     """The consumer that was asked to ring and has not yet: it must not be received from."""
+    ring: Callable[[], None] = lambda: None
+    """Makes the receive thread look at it, where that waits for ``ringing``."""
+    successor: Consumer | None = None
+    """A consumer that is to take the place of ``consumer``, which has no connection."""
+    replace_at_s: float = 0.0
+    """When a successor is due for want of a connection; 0: it was connected when last seen."""
     subscribed_s: float = field(default_factory=time.monotonic)
     """When its first consumer was there, on the monotonic clock."""
 
@@ -88,12 +94,12 @@ class Drop:
     """Set when nothing more is to be closed."""
 
 
-def close_quietly(range_consumer: RangeConsumer) -> None:
-    """Close a range consumer's consumer; a broker that is away or refuses forgets it by itself."""
+def close_quietly(consumer: Consumer) -> None:
+    """Close a consumer; a broker that is away or refuses forgets it by itself."""
     try:
-        range_consumer.consumer.close()
+        consumer.close()
     except BrokerError as exc:
-        _log.debug("closing a consumer of %s failed: %s", range_consumer.seat.topic_partition, exc)
+        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
 
 
 class Receiver:
@@ -196,7 +202,9 @@ class Receiver:
             for range_consumer in dropped.values():
                 self.range_consumers -= 1
                 drop.closed.add(range_consumer.seat)
-                close_quietly(range_consumer)
+                close_quietly(range_consumer.consumer)
+                if range_consumer.successor is not None:
+                    close_quietly(range_consumer.successor)
         finally:
             drop.done.set()
 
@@ -222,6 +230,9 @@ class Receiver:
     def _serve(self, range_consumer: RangeConsumer) -> None:
         if range_consumer.ringing is range_consumer.consumer:
             return
+        if range_consumer.successor is not None:
+            # Also while it pauses: acknowledgements need a connection.
+            self._sink.reopen(range_consumer)
         resting = time.monotonic() < range_consumer.rest_until_s
         if resting or self._sink.is_paused(range_consumer.seat):
             self._paused.append(range_consumer)
@@ -265,6 +276,10 @@ class Receiver:
                     self._changed.notify_all()
 
         with self._changed:
+            if range_consumer.successor is not None:
+                self._ready.append(range_consumer)
+                return
+            range_consumer.ring = ring
             range_consumer.ringing = consumer
             self._idle[id(range_consumer)] = range_consumer
         consumer.when_ready(ring)

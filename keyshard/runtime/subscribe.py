@@ -103,7 +103,7 @@ def open_range_consumers(
     if errors:
         for future in futures:
             if future.exception() is None:
-                close_quietly(future.result())
+                close_quietly(future.result().consumer)
     for error in errors:
         if isinstance(error, RangeConflictError):
             raise _in_use(admin, config, sorted(firsts)) from error
@@ -138,14 +138,44 @@ def close_range_consumers(range_consumers: Iterable[RangeConsumer]) -> None:
 def reopen_range_consumer(
     broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event
 ) -> None:
-    """Give a range consumer a new consumer; everything unacknowledged is delivered to it again."""
-    range_consumer.consumer.close()
-    earliest = StartPosition.EARLIEST
-    range_consumer.consumer = _subscribe(
-        broker, config, range_consumer.seat, earliest, stop, queue=range_consumer.queue
-    )
+    """Give a range consumer a new consumer; everything unacknowledged is delivered to it again.
+
+    One that was subscribed for it meanwhile takes the place.
+    """
+    close_quietly(range_consumer.consumer)
+
+    def attempt() -> Consumer:
+        successor, range_consumer.successor = range_consumer.successor, None
+        return successor or subscribe_once(
+            broker, config, range_consumer.seat, range_consumer.queue
+        )
+
+    range_consumer.consumer = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
     range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
     range_consumer.silent_from_s = 0.0
+
+
+def subscribe_once(
+    broker: Broker,
+    config: SourceConfig,
+    seat: Seat,
+    queue: ClientQueue,
+    start: StartPosition = StartPosition.EARLIEST,
+) -> Consumer:
+    """One attempt to own what a seat says.
+
+    Raises:
+        RangeConflictError: Somebody else has it, or a part of it.
+        BrokerError: The broker cannot be reached, or refused.
+    """
+    return broker.subscribe(
+        seat.topic_partition,
+        config.subscription,
+        seat.hash_range,
+        start=start,
+        consumer_name=f"keyshard-{socket.gethostname()}-range-{seat.range_index}",
+        receiver_queue_size=queue.size,
+    )
 
 
 def _subscribe(
@@ -157,17 +187,11 @@ def _subscribe(
     *,
     queue: ClientQueue,
 ) -> Consumer:
-    def attempt() -> Consumer:
-        return broker.subscribe(
-            seat.topic_partition,
-            config.subscription,
-            seat.hash_range,
-            start=start,
-            consumer_name=f"keyshard-{socket.gethostname()}-range-{seat.range_index}",
-            receiver_queue_size=queue.size,
-        )
-
-    return retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
+    return retry_until(
+        lambda: subscribe_once(broker, config, seat, queue, start),
+        config.subscribe_timeout_ms / 1000,
+        stop=stop,
+    )
 
 
 def _in_use(

@@ -6,6 +6,7 @@ That is ranges, deliveries, acknowledgements, and the dead letters with which me
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class RecordingBroker:
         self._subscription = subscription
         self._lock = threading.Lock()
         self._open: set[_RecordingConsumer] = set()
+        self._owners: Counter[tuple[TopicPartition, HashRange]] = Counter()
+        """Consumers of each range: one that takes a lost one's place comes before that goes."""
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._broker.missing(topics)
@@ -93,6 +96,7 @@ class RecordingBroker:
         recording = _RecordingConsumer(consumer, self)
         with self._lock:
             self._open.add(recording)
+            self._owners[topic_partition, hash_range] += 1
         gained = self._event("range_gained", consumer, range=str(hash_range), epoch=self._epoch())
         self._write([gained])
         return recording
@@ -119,7 +123,11 @@ class RecordingBroker:
             if recording not in self._open:
                 return
             self._open.remove(recording)
-        consumer = recording.consumer
+            consumer = recording.consumer
+            owned = consumer.topic_partition, consumer.hash_range
+            self._owners[owned] -= 1
+            if self._owners[owned]:
+                return
         self._write([self._event("range_lost", consumer, range=str(consumer.hash_range))])
 
     def delivered(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> None:

@@ -24,6 +24,10 @@ ACK_GROUP_S = 0.1
 """Time that a client groups acknowledgements, seconds."""
 RECONNECT_S = (0.01, 0.4)
 """Time until a client that lost its connection has it again, seconds."""
+LATE_S = (5.0, 60.0)
+"""The same for one that has tried in vain, and waits longer and longer."""
+LATE_SHARE = 0.1
+"""Share of lost connections whose client is late."""
 UNNOTICED_S = 3.0
 """Longest time until the broker notices that a client is gone, seconds."""
 OPERATION_TIMEOUT_S = 30.0
@@ -110,10 +114,14 @@ class Network:
                 consumer.flush()
         lost = [consumer for consumer in consumers if consumer.lose()]
         if lost:
-            back = self.random.uniform(*RECONNECT_S) if back_s is None else back_s
+            back = self._back_off_s() if back_s is None else back_s
             self.record.add("disconnected", worker=lost[0].worker)
             self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
         return bool(lost)
+
+    def _back_off_s(self) -> float:
+        late = self.random.random() < LATE_SHARE
+        return self.random.uniform(*(LATE_S if late else RECONNECT_S))
 
     def lose_readers(self, of: Collection[TopicPartition] | None = None) -> None:
         """Cut Readers off, of all topic partitions by default; their clients bring them back."""
@@ -307,7 +315,9 @@ class Consumer:
             return
         self._network.travel()
         self.closed = True
-        self._network.record.lost(self)
+        if not any(one.hash_range == self.hash_range and not one.closed
+                   for one in self._neighbours()):  # fmt: skip
+            self._network.record.lost(self)
         self._inner.close()
 
     def shares_connection(self, leaving: Collection[Consumer]) -> bool:

@@ -40,6 +40,7 @@ class FakeSink:
     def reopen(self, range_consumer: RangeConsumer) -> None:
         range_consumer.consumer.close()
         range_consumer.consumer = self.next_consumers.pop(0)
+        range_consumer.successor = None
         range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
 
     def fail(self, error: KeyShardError) -> None:
@@ -128,6 +129,36 @@ def test_a_thread_whose_partitions_are_all_full_wakes_up_again(start: Started) -
     assert consumer.received == 0
     start.sink.full.clear()
     wait_until(lambda: start.sink.of(range_consumer))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full: bool) -> None:
+    range_consumer, lost = lane_of([block(1, 0)])
+    lost.connected = False
+    start(range_consumer)
+    wait_until(lambda: start.sink.of(range_consumer))
+    if full:
+        start.sink.full.add(P0)
+        lost.give([block(1, 1)])
+    wait_until(lambda: full or range_consumer.ringing is lost)
+    successor = FakeConsumer(script=[[block(1, 1)]])
+    start.sink.next_consumers = [successor]
+    range_consumer.successor = successor
+    range_consumer.ring()
+    wait_until(lambda: range_consumer.consumer is successor)
+    assert lost.closed
+    start.sink.full.clear()
+    wait_until(lambda: ids(start.sink.of(range_consumer)) == [(1, 0), (1, 1)])
+
+
+def test_who_is_dropped_takes_its_successor_with_it(start: Started) -> None:
+    range_consumer, lost = lane_of()
+    made = start(range_consumer)
+    wait_until(lambda: range_consumer.ringing is lost)
+    successor = range_consumer.successor = FakeConsumer()
+    assert made.drop({range_consumer.seat}).done.wait(10)
+    assert lost.closed
+    assert successor.closed
 
 
 def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Started) -> None:

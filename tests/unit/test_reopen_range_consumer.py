@@ -10,6 +10,7 @@ from keyshard.core.assembly import EntryAssembly
 from keyshard.core.client_queue import ClientQueue
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
+from keyshard.errors import RangeConflictError
 from keyshard.runtime.receiver import RangeConsumer, Seat
 from keyshard.runtime.subscribe import reopen_range_consumer
 
@@ -41,3 +42,27 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
     assert range_consumer.assembly.doubted == {EntryId(1, 0): ((0,), 1)}, (
         "what ended early is remembered"
     )
+
+
+def test_a_successor_that_was_subscribed_meanwhile_takes_the_place() -> None:
+    old, successor = FakeConsumer(), FakeConsumer()
+    range_consumer = RangeConsumer(
+        Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), successor=successor
+    )
+
+    class Taken:
+        """Somebody else has the range, until the range consumer has its successor."""
+
+        def subscribe(self, *_: object, **__: object) -> FakeConsumer:
+            range_consumer.successor = successor
+            raise RangeConflictError("It has a consumer.")
+
+    broker: Any = Taken()
+    for at_once in (True, False):
+        range_consumer.successor = successor if at_once else None
+        range_consumer.consumer = old
+        reopen_range_consumer(broker, config("t"), range_consumer, threading.Event())
+        assert range_consumer.consumer is successor
+        assert range_consumer.successor is None
+        assert old.closed
+        assert not successor.closed
