@@ -145,6 +145,9 @@ class Program:
             self.disturbed()
         else:
             self.record.note("the run has ended in order")
+            if self.client is not None and self.client.loses_acks:
+                # It ended before its connection was cut: what got lost on it comes again.
+                self.record.add("disconnected", worker=process.name)
 
     def _run(self, source: KeyShardSource) -> None:
         shape = self.world.shape
