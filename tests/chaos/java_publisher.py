@@ -6,6 +6,7 @@ them without a compiler.
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import subprocess
@@ -78,6 +79,8 @@ class JavaPublisher(Publisher):
     def close(self) -> None:
         super().close()
         if self._process is not None:
+            # Handles freed later would be told to a JVM that is gone, with a traceback each.
+            logging.getLogger("py4j").addHandler(logging.NullHandler())
             self._process.kill()
             self._process.wait(_END_S)
 

@@ -50,6 +50,10 @@ class Report:
     batches_run_again: int
     letters: int
     """Messages of handlers that were parked, each once."""
+    rescales: int
+    """Of those that were asked for, those that were done; others met another fault."""
+    unparked: int
+    """Times that a key was let out."""
     starts: int
     """Starts of the program."""
     gave_up: int

@@ -33,6 +33,7 @@ def test_handlers_keep_every_promise_under_every_fault(tmp_path: Path) -> None:
     result = chaos(tmp_path, Subject.HANDLERS)
     assert result["rows"] >= result["messages"]
     assert result["letters"] > 50
+    assert result["unparked"] > 0
 
 
 def chaos(folder: Path, subject: Subject) -> dict[str, Any]:
