@@ -42,8 +42,8 @@ class Consumer(Protocol):
 
         Returns:
             Blocks in delivery order. Neighbouring messages of one entry are one block; an entry may
-            be spread over several blocks or calls. A reconnect lies between calls, never between
-            blocks of one call.
+            be spread over several blocks or calls. A reconnect lies between calls; between blocks
+            of one call only where the queue holds at most ``POLLED_MAX`` messages.
 
         Raises:
             ChunkedMessageError: A chunked message came; nothing of it is acknowledged.

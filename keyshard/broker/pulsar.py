@@ -21,6 +21,7 @@ from keyshard.broker.first_question import missing_topics
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar_errors import answer_of, translated
 from keyshard.broker.pulsar_producer import PulsarProducer
+from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import slots_of
@@ -253,12 +254,17 @@ class PulsarConsumer:
     """One plain single-topic consumer: it clears its queue on a reconnect."""
 
     def __init__(
-        self, consumer: pulsar.Consumer, topic_partition: TopicPartition, hash_range: HashRange
+        self,
+        consumer: pulsar.Consumer,
+        topic_partition: TopicPartition,
+        hash_range: HashRange,
+        queue: int,
     ) -> None:
         self._consumer = consumer
         self._raw = consumer._consumer
         self._topic_partition = topic_partition
         self._hash_range = hash_range
+        self._queue = queue
         self._first: deque[Any] = deque()
         self._closed = False
 
@@ -274,10 +280,21 @@ class PulsarConsumer:
         deadline = time.monotonic() + timeout_ms / 1000
         with translated("receive from", self._topic_partition):
             # Alone: a reconnect may lie between it and what is in the client's queue now.
-            messages = self._take_first() or self._raw.batch_receive()
+            messages = self._take_first()
+            if not messages:
+                polled = self._queue <= POLLED_MAX
+                messages = self._poll() if polled else self._raw.batch_receive()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._raw.batch_receive()
         return _to_blocks(messages, self._topic_partition, self._hash_range)
+
+    def _poll(self) -> list[Any]:
+        """What is in the client's queue, without waiting."""
+        messages: list[Any] = []
+        with suppress(pulsar.Timeout):
+            while len(messages) < self._queue:
+                messages.append(self._raw.receive(0))
+        return messages
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         def arrived(result: pulsar.Result, message: Any) -> None:
@@ -412,7 +429,7 @@ class PulsarBroker:
                     receiver_queue_size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
                 ),
             )
-        return PulsarConsumer(consumer, topic_partition, hash_range)
+        return PulsarConsumer(consumer, topic_partition, hash_range, receiver_queue_size)
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
         with translated("open a reader on", topic_partition):

@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 
 MESSAGE_BYTES_GUESS = 10_000
 """Size of a message as long as none was seen, bytes."""
+FIRST_MIN = 20
+"""Messages that a queue begins with although so many of the guessed size do not fit, if so many
+empty ones do: of two or three the broker waits for the client after every entry."""
+POLLED_MAX = 30
+"""Messages up to which a queue is taken message by message. A round of the client's batch receive
+waits for more while the queue is not full, and so small a queue has many consumers beside it."""
 MESSAGE_OVERHEAD_BYTES = 1_024
 """Memory that a message takes in the client beside its payload, bytes."""
 SHRINK_MIN = 1.5
@@ -31,7 +37,12 @@ class ClientQueue:
     _message_bytes: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self.size = self._fitting(MESSAGE_BYTES_GUESS)
+        self.size = max(self._fitting(MESSAGE_BYTES_GUESS), min(FIRST_MIN, self._fitting(0)))
+
+    @property
+    def polled(self) -> bool:
+        """Whether messages are taken one by one: then a reconnect may lie between any two."""
+        return self.size <= POLLED_MAX
 
     def suits(self, messages: int, payload_bytes: int) -> bool:
         """Take a delivery into account; whether ``size`` stays. Otherwise subscribe anew.

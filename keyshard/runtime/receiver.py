@@ -252,9 +252,11 @@ class Receiver:
             self._reopen(range_consumer)
             return
         entries: list[EntryBlock] = []
+        polled = range_consumer.queue.polled
         try:
             for i, block in enumerate(blocks):
-                entries.extend(range_consumer.assembly.add(block, after_gap=i == 0))
+                after_gap = polled or i == 0
+                entries.extend(range_consumer.assembly.add(block, after_gap=after_gap))
         except RedeliveryNeeded as need:
             self._ask_again(range_consumer, entries, need)
             return

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyshard.core.client_queue import (
+    FIRST_MIN,
     MESSAGE_BYTES_GUESS,
     MESSAGE_OVERHEAD_BYTES,
+    POLLED_MAX,
     SHRINK_MIN,
     ClientQueue,
 )
@@ -61,3 +63,18 @@ def test_it_only_ever_becomes_smaller(share: int, sizes: list[int]) -> None:
         before = queue.size
         stays = queue.suits(1, size)
         assert queue.size == before if stays else queue.size * SHRINK_MIN <= before
+
+
+def test_it_begins_with_a_few_messages_where_the_guess_leaves_room_for_two() -> None:
+    queue = ClientQueue(FIRST_MIN * 1_500, 1_000)
+    assert queue.size == FIRST_MIN
+    assert queue.suits(10, 10 * 400)
+    assert not queue.suits(10, 10 * 100_000)
+    assert queue.size == 1
+    assert ClientQueue(3 * MESSAGE_OVERHEAD_BYTES, 1_000).size == 3
+    assert ClientQueue(FIRST_MIN * 1_500, 5).size == 5
+
+
+def test_small_queues_are_polled() -> None:
+    assert ClientQueue(SHARE, POLLED_MAX).polled
+    assert not ClientQueue(SHARE, 1_000).polled

@@ -82,7 +82,7 @@ def lane_of(
     *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
 ) -> tuple[RangeConsumer, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
-    return RangeConsumer(Seat(where, 0, RING), consumer, ClientQueue(10**6, 1)), consumer
+    return RangeConsumer(Seat(where, 0, RING), consumer, ClientQueue(10**6, 100)), consumer
 
 
 def part(entry: int, *indices: int, of: int) -> EntryBlock:
@@ -171,6 +171,17 @@ def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Start
     assert start.sink.of(range_consumer)[2].indices == [0, 1]
     assert first.closed
     assert range_consumer.assembly.open is None
+
+
+def test_in_a_queue_taken_one_by_one_two_early_ends_are_no_proof(start: Started) -> None:
+    again = [part(1, 0, 1, of=3), block(1, 2)]
+    range_consumer, _ = lane_of(again)
+    range_consumer.queue = ClientQueue(10**6, 1)
+    whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
+    start.sink.next_consumers = [FakeConsumer(script=[again]), FakeConsumer(script=[whole])]
+    start(range_consumer)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 2)
+    assert [entry.indices for entry in start.sink.of(range_consumer)] == [[0, 1, 2], [0]]
 
 
 def test_a_half_received_entry_comes_whole_after_the_question(start: Started) -> None:
