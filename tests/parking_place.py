@@ -73,7 +73,9 @@ class Place:
         return sum(self.cluster.backlog(one, subscription) for one in where)
 
     def stored(self) -> list[Message]:
-        """Everything in the dead-letter topic."""
+        """Everything in the dead-letter topic, which the first letter creates."""
+        if self.dead_letters.topic not in self.cluster.topics():
+            return []
         log = self.cluster.log(self.dead_letters)
         entries = [log.get(ordinal) for ordinal in range(log.first, len(log))]
         return [
@@ -90,9 +92,12 @@ class Place:
     def markers(self) -> list[Marker]:
         return [one for one in map(parse, self.stored()) if isinstance(one, Marker)]
 
-    def resting(self) -> int:
-        """Entries that the subscription of the dead-letter topic keeps."""
-        return self.cluster.backlog(self.dead_letters, "keyshard-parked")
+    def resting(self, where: TopicPartition | None = None) -> int:
+        """Entries that the subscription of the dead-letter topic, or of another, keeps."""
+        where = where or self.dead_letters
+        if where.topic not in self.cluster.topics():
+            return 0
+        return self.cluster.backlog(where, "keyshard-parked")
 
 
 class Record:

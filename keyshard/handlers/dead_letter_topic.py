@@ -21,6 +21,7 @@ from keyshard.core.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import ConfigError, TopicNotFoundError
 from keyshard.handlers.letter_reading import has_parked
+from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 from keyshard.runtime.topics import PARKED
 
@@ -51,8 +52,7 @@ def find_dead_letter_topic(
 
     Args:
         broker: Connection to look through.
-        admin: Admin REST interface, where there is one; without it, looking at a topic that does
-            not exist may create it for a while.
+        admin: Admin REST interface, where there is one.
         config: The source.
         named: What the user named.
         known: Part of the checkpoint about parked keys.
@@ -89,7 +89,11 @@ def find_dead_letter_topic(
 def _holds(
     broker: Broker, admin: Admin | None, config: SourceConfig, where: TopicPartition
 ) -> bool:
-    if admin is not None and f"{config.subscription}{PARKED}" not in admin.subscriptions(where):
+    if admin is None:
+        timeout_s = config.operation_timeout_ms / 1000
+        if retry_until(lambda: broker.missing([where.topic]), timeout_s):
+            return False
+    elif f"{config.subscription}{PARKED}" not in admin.subscriptions(where):
         return False
     try:
         return has_parked(broker, where, config)

@@ -1,27 +1,25 @@
 """The dead-letter topic of a source: what is written to it, and read back from it.
 
-A subscription of its own, ``<subscription>-parked``, keeps the letters: a topic without one loses
-them. Its only consumer never receives; it holds the whole ring, so that two sources cannot park in
-one topic as the same subscription, and acknowledges what is finished with: letters that were
-replayed, markers, and whatever is neither. Rejected letters and dead letters of keys that went on
-stay until somebody acknowledges them.
+A subscription of its own, ``<subscription>-parked``, keeps the letters; see
+:mod:`keyshard.handlers.letter_keeper`. Its only consumer holds the whole ring, so that two sources
+cannot park in one topic as the same subscription, and acknowledges what is finished with: letters
+that were replayed, markers, and whatever is neither. Rejected letters and dead letters of keys that
+went on stay until somebody acknowledges them.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from keyshard.broker.port import Broker, Consumer, Producer, StartPosition
+from keyshard.broker.port import Broker, Producer
 from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import split_ring
 from keyshard.core.letters import (
     HEAD,
     NOTED,
@@ -45,18 +43,16 @@ from keyshard.core.selection import Selection
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
-    ConfigError,
     DataLossTrimmedError,
     MessageTooLargeError,
     RangeConflictError,
-    SubscriptionInUseError,
 )
+from keyshard.handlers.letter_keeper import LetterKeeper
 from keyshard.handlers.letter_reading import FIRST, fold, position_of, read
 from keyshard.handlers.letter_replay import Replay
 from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
-from keyshard.runtime.topics import PARKED
 
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
@@ -80,7 +76,7 @@ class DeadLetters:
         broker: Connection to write and read through.
         topic_partition: The dead-letter topic.
         config: The source.
-        consumer: Acknowledges.
+        keeper: Holds the subscription that keeps the letters.
         parked: What the topic says.
         checkpointed: Whether :meth:`saved` will be called.
     """
@@ -90,7 +86,7 @@ class DeadLetters:
         broker: Broker,
         topic_partition: TopicPartition,
         config: SourceConfig,
-        consumer: Consumer,
+        keeper: LetterKeeper,
         parked: Parked,
         *,
         checkpointed: bool = False,
@@ -101,7 +97,7 @@ class DeadLetters:
         """Guards :attr:`parking`; told when something is confirmed."""
         self._broker = broker
         self._config = config
-        self._consumer = consumer
+        self._keeper = keeper
         self._producer: Producer | None = None
         self._producer_lock = threading.Lock()
         self._stopping = threading.Event()
@@ -211,7 +207,9 @@ class DeadLetters:
             ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
             BrokerError: The broker cannot be reached, or refused.
         """
-        last = self._consumer.last_entry()
+        if self._keeper.consumer is None:
+            return 0
+        last = self._keeper.consumer.last_entry()
         found: list[EntryId] = []
         now_ms = round(time.time() * 1000)
         with self.scan(FIRST, last or FIRST) as scan:
@@ -317,9 +315,9 @@ class DeadLetters:
     def close(self) -> None:
         """Flush acknowledgements and free the handles. Idempotent."""
         self._stopping.set()
-        for handle in (self._producer, self._consumer):
-            if handle is not None:
-                handle.close()
+        if self._producer is not None:
+            self._producer.close()
+        self._keeper.close()
 
     # -- called by replays ------------------------------------------------------------------------
 
@@ -508,11 +506,15 @@ class DeadLetters:
                 value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
             )
 
-        return retry_until(attempt, self._timeout_s, stop=self._stopping)
+        try:
+            return retry_until(attempt, self._timeout_s, stop=self._stopping)
+        except RangeConflictError as exc:
+            raise self._keeper.in_use() from exc
 
     def _open_producer(self) -> Producer:
         with self._producer_lock:
             if self._producer is None:
+                self._keeper.hold_for_the_first()
                 self._producer = self._broker.producer(
                     self.topic_partition, send_timeout_ms=self._config.operation_timeout_ms
                 )
@@ -524,8 +526,12 @@ class DeadLetters:
             known = self.parking.parked.parts
             parts = [known.pop(one) for one in entries if one in known]
         entries = [*entries, *chain.from_iterable(parts)]
+        if not entries:
+            return
+        consumer = self._keeper.consumer
+        assert consumer is not None, "there are entries, so the topic is held"
         try:
-            self._consumer.acknowledge(entries)
+            consumer.acknowledge(entries)
         except BrokerError as exc:
             # They are read once more at the next start, and found to be finished with.
             _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc)
@@ -558,7 +564,7 @@ def open_dead_letters(
 
     Args:
         broker: Connection to write and read through.
-        topic: Full name of the dead-letter topic; Pulsar creates a missing one.
+        topic: Full name of the dead-letter topic; a missing one is created for the first letter.
         config: The source.
         parked: What :meth:`DeadLetters.checkpoint` gave; ``None``: the whole topic is read.
         checkpointed: Whether :meth:`DeadLetters.checkpoint` will be stored.
@@ -572,24 +578,27 @@ def open_dead_letters(
     """
     timeout_s = config.operation_timeout_ms / 1000
     where = TopicPartition(topic)
-    if retry_until(lambda: broker.partitions(topic), timeout_s) != (where,):
-        raise ConfigError(
-            f"The dead-letter topic {topic} is partitioned, and letters need one order. Name a "
-            "topic without partitions as dead_letter_topic."
-        )
+    keeper = LetterKeeper(broker, where, config)
+    # A checkpoint that knows of a resting letter has lost it where there is no topic.
+    rests = parked is not None and Parked.from_dict(parked).claimed is not None
+    if not rests and retry_until(keeper.is_missing, timeout_s):
+        return DeadLetters(broker, where, config, keeper, Parked(), checkpointed=checkpointed)
+    try:
+        consumer = retry_until(keeper.hold, config.subscribe_timeout_ms / 1000)
+    except RangeConflictError as exc:
+        raise keeper.in_use() from exc
 
     def folded() -> tuple[Parked, list[EntryId]]:
         state = Parked() if parked is None else Parked.from_dict(parked)
         return state, fold(broker, where, state, consumer, config)
 
-    consumer = _hold(broker, where, config)
     try:
         replay_s = config.replay_timeout_ms / 1000
         state, finished = retry_until(folded, replay_s)
     except BaseException:
-        consumer.close()
+        keeper.close()
         raise
-    letters = DeadLetters(broker, where, config, consumer, state, checkpointed=checkpointed)
+    letters = DeadLetters(broker, where, config, keeper, state, checkpointed=checkpointed)
     for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
         letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
     if state.claimed is not None:
@@ -600,24 +609,3 @@ def open_dead_letters(
             len(state.keys), config.subscription, topic, next(iter(state.keys)),
         )  # fmt: skip
     return letters
-
-
-def _hold(broker: Broker, where: TopicPartition, config: SourceConfig) -> Consumer:
-    def attempt() -> Consumer:
-        return broker.subscribe(
-            where,
-            f"{config.subscription}{PARKED}",
-            split_ring(1)[0],
-            start=StartPosition.EARLIEST,
-            consumer_name=f"keyshard-{socket.gethostname()}-parked",
-            receiver_queue_size=1,
-        )
-
-    try:
-        return retry_until(attempt, config.subscribe_timeout_ms / 1000)
-    except RangeConflictError as exc:
-        raise SubscriptionInUseError(
-            f"Subscription '{config.subscription}{PARKED}' of {where} is in use: another source "
-            "parks there as the same subscription. Stop it, or name another dead_letter_topic.",
-            holders=[],
-        ) from exc

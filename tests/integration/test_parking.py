@@ -25,6 +25,7 @@ from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.letters import Kind, Letter, parse
 from keyshard.core.message import MessageId
+from keyshard.core.selection import Selection
 from keyshard.devbroker import DevBroker
 from keyshard.errors import NotRunningError, SubscriptionInUseError
 from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
@@ -115,6 +116,24 @@ def letter(world: World, number: int, key: str = "k") -> Letter:
         redelivered=False,
     )  # fmt: skip
     return Letter(message, "keyshard", Kind.PARKED, 3, "broken")
+
+
+def test_the_dead_letter_topic_is_created_for_the_first_letter(world: World) -> None:
+    first = world.open()
+    first.close()
+    with_none = world.open()
+    assert with_none.discard_rejected(Selection(all=True)) == 0
+    assert world.client.missing([world.where.topic]) == {world.where.topic}
+    assert world.admin.subscription(world.where, "keyshard-parked") is None
+    with_none.send(letter(world, 0))
+    assert world.client.missing([world.where.topic]) == frozenset()
+    with pytest.raises(SubscriptionInUseError):
+        world.open(subscribe_timeout_ms=300)
+    with_none.close()
+    again = world.open()
+    assert list(again.parking.states()) == ["k"]
+    assert world.resting() == 1
+    again.close()
 
 
 def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) -> None:

@@ -564,7 +564,7 @@ def test_letters_in_two_topics_are_not_forgotten(place: Place) -> None:
     for topic in (place.topic, other):
         dead = TopicPartition(f"{topic}-keyshard-DLQ")
         with place.run(topics=topic):
-            wait_until(lambda dead=dead: place.cluster.backlog(dead, "keyshard-parked") == 1)
+            wait_until(lambda dead=dead: place.resting(dead) == 1)
     with place.run(topics=[other, place.topic]) as run:
         run.thread.join(20)
     assert isinstance(run.error, ConfigError)
