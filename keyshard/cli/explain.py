@@ -34,12 +34,15 @@ def explain(  # noqa: PLR0917 - one argument per option
 
 def _offline(key: str, parallelism: int) -> dict[str, Any]:
     from keyshard.core.hash_range import range_index, split_ring
-    from keyshard.core.key_slot import key_slot
+    from keyshard.core.key_slot import possible_slots
 
-    slot = key_slot(key)
     ring = split_ring(parallelism)
-    index = range_index(slot, parallelism)
-    return {"key": key, "slot": slot, "range": index, "hashRange": str(ring[index])}
+    places = [
+        {"slot": slot, "range": index, "hashRange": str(ring[index])}
+        for slot in possible_slots(key)
+        for index in [range_index(slot, parallelism)]
+    ]
+    return {"key": key, **places[0], "ifBytes": places[1] if len(places) > 1 else None}
 
 
 def _text(told: dict[str, Any]) -> str:
@@ -48,6 +51,12 @@ def _text(told: dict[str, Any]) -> str:
         f"slot    {told['slot']}",
         f"range   {told['range']} (slots {told['hashRange']})",
     ]
+    as_bytes = told.get("ifBytes")
+    if as_bytes is not None:
+        lines.append(
+            f"        if its producer set it as bytes: slot {as_bytes['slot']}, range "
+            f"{as_bytes['range']} (slots {as_bytes['hashRange']})"
+        )
     if "owner" not in told:
         return "\n".join(lines)
     lane = told["lane"]

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from keyshard.core.circuit import Circuit
 from keyshard.core.entry import TopicPartition
 from keyshard.core.hash_range import HashRange, gaps
 from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
-from keyshard.core.key_slot import key_slot
+from keyshard.core.key_slot import possible_slots
 from keyshard.core.lane_facts import lane_of, range_facts
 from keyshard.core.lanes import Lanes
 from keyshard.core.selection import Selection
@@ -194,19 +194,21 @@ class StatusView:
         """
         if not self._subject.coordinator.started:
             raise NotRunningError("The source is still starting. Ask again in a moment.")
-        slot = key_slot(key)
+        slot, *others = possible_slots(key)
         lanes, parked = self._subject.lanes, self._subject.parked()
         with self._subject.changed:
-            index = lanes.owner_of(slot)
+            index, *other_indices = map(lanes.owner_of, (slot, *others))
             queue = lanes.queue(key)
             lane = lane_of(queue, time.monotonic())
             waiting = 0 if queue is None else len(queue.work) - queue.running
-        owned = self._seats().owned.get(index, [])
+        owned = self._seats().owned
+        of_bytes = [
+            _place(at, by, owned.get(by, [])) for at, by in zip(others, other_indices, strict=True)
+        ]
         return {
             "key": key,
-            "slot": slot,
-            "range": index,
-            "hashRange": " ".join(str(one) for one in owned if slot in one),
+            **_place(slot, index, owned.get(index, [])),
+            "ifBytes": of_bytes[0] if of_bytes else None,
             "owner": self._owner,
             "lane": lane,
             "waiting": waiting,
@@ -293,3 +295,9 @@ def _key(facts: KeyFacts) -> dict[str, Any]:
         "attempts": facts.attempts,
         "reason": facts.reason,
     }
+
+
+def _place(slot: int, index: int, owned: Collection[HashRange]) -> dict[str, Any]:
+    """Where a slot lies."""
+    ranges = " ".join(str(one) for one in owned if slot in one)
+    return {"slot": slot, "range": index, "hashRange": ranges}

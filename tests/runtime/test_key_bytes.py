@@ -16,6 +16,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.key_slot import key_slot
 from keyshard.runtime.coordinator import Coordinator
 from keyshard.source import SourceBatch
+from parking_place import Place
 
 KEYS = [b64encode(b"customer-%d" % number).decode() for number in range(40)]
 
@@ -94,3 +95,32 @@ def test_order_holds_while_ranges_that_left_it_open_become_ranges_that_tell() ->
     of_bytes = {key_slot(b"customer-%d" % number) for number in range(len(KEYS))}
     assert len(of_bytes & set(slots)) > len(KEYS) / 2
     world.cluster.validate()
+
+
+def test_a_key_of_bytes_parks_and_is_let_out_by_its_text_in_order() -> None:
+    place = Place("parked-keys-of-bytes")
+    bad, good = KEYS[0], KEYS[1]
+
+    def publish(count: int) -> None:
+        for key in [bad, good] * count:
+            value = b"%d" % place.published[key]
+            place.published[key] += 1
+            place.cluster.publish(place.topic, Stored(value, key=key, key_is_base64=True))
+
+    place.broken = {bad}
+    publish(3)
+    with place.run():
+        wait_until(lambda: place.resting() == 3)
+    # They are known again after a restart, with other ranges, which tell the slot of the bytes.
+    with place.run(parallelism=64) as run:
+        publish(2)
+        wait_until(lambda: place.resting() == 5)
+        assert place.handled[bad] == []
+        run.source.rescale(5)
+        place.broken = set()
+        assert run.source.unpark(bad)
+        publish(2)
+        wait_until(lambda: len(place.handled[bad]) == 7)
+        wait_until(lambda: len(place.handled[good]) == 7)
+        wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
+    assert place.handled[bad] == place.handled[good] == list(range(7))

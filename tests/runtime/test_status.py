@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,9 @@ def test_a_key_that_waits_for_its_retry_blocks_its_range_and_is_explained(
     assert (told["range"], told["waiting"], told["parked"]) == (1, 2, False)
     assert told["slot"] == key_slot(KEYS[1])
     assert told["hashRange"] == "16384-32767"
+    as_bytes = running_source("jobs").ask("explain", key=b64encode(b"k").decode())["ifBytes"]
+    assert as_bytes["slot"] == key_slot(b"k")
+    assert as_bytes["hashRange"]
     other = running_source("jobs").ask("explain", key="never seen")
     assert other["range"] == range_index(key_slot("never seen"), RANGES)
     assert other["lane"]["state"] == "empty"

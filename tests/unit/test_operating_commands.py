@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +203,21 @@ def test_a_key_is_explained_without_a_source(capsys: pytest.CaptureFixture[str])
     slot = key_slot("order-17")
     assert json.loads(out) == {
         "key": "order-17", "slot": slot, "range": slot * 10 // 65_536, "hashRange": "32768-39321",
+        "ifBytes": None,
     }  # fmt: skip
+
+
+def test_a_key_that_may_have_been_set_as_bytes_has_two_places(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = b64encode(b"customer-0").decode()
+    code, out, _ = run(capsys, "explain", key, "--parallelism", "10")
+    assert code == 0
+    for number in (key_slot(key), key_slot(b"customer-0")):
+        assert f"slot {number}, range {number * 10 // 65_536}" in " ".join(
+            out.replace("slot    ", "slot ").replace("\nrange   ", ", range ").split()
+        )
+    assert "if its producer set it as bytes" in out
 
 
 def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) -> None:
