@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,34 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
             leave.set()
             run.end()
     run.judge(sent.per_key)
+
+
+def test_a_restart_goes_on_with_the_rescaled_ranges(
+    dev_broker: DevBroker, topic_name: str, tmp_path: Path
+) -> None:
+    load = Workload(2_000, keys=60, batching="none")
+    create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
+    topic = full_topic_name(topic_name)
+    per_key: Counter[str] = Counter()
+    before: RecordedRun | None = None
+    checkpoint = tmp_path / "orders.json"
+    try:
+        for ranges in (4, 7):
+            run = before = RecordedRun(
+                handle, lambda: PulsarBroker(dev_broker.service_url), topic,
+                {"checkpoint": checkpoint}, before=before,
+                service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
+            )  # fmt: skip
+            assert run.source.__dict__["_made"]._range_consumers.assignment == assign(ranges)
+            assert ring(dev_broker, topic) == RING_SIZE
+            if ranges == 4:
+                per_key.update(produce(load, dev_broker.service_url, topic_name).per_key)
+                wait_until(lambda run=run: run.count == 2_000)
+                run.rescale(7)
+                run.end()
+    finally:
+        run.end()
+    run.judge(per_key)
 
 
 def ring(broker: DevBroker, topic: str) -> int:

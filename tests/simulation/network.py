@@ -215,6 +215,8 @@ class Client:
 
     def close(self) -> None:
         self.network.travel()
+        if self.loses_acks:
+            self.network.lose(self.consumers)
         for consumer in self.consumers:
             consumer.close()
         self._inner.close()
