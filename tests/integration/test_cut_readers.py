@@ -117,7 +117,7 @@ def cut_at_each_step(cluster: Cluster, look: Callable[[Broker], None]) -> None:
                 look(broker)
             finally:
                 broker.close()
-            assert broker.steps > 2, "nothing was cut"
+            assert broker.steps >= 2, "nothing was cut"
 
 
 def test_a_replay_gives_its_whole_batch(cluster: Cluster, entries: list[EntryId]) -> None:
