@@ -35,7 +35,8 @@ from keyshard.core.message import MessageId
 from keyshard.errors import CheckpointError
 
 DONE_IDS_MAX = 100_000
-"""Ids of replayed messages that are remembered, about 20 MB."""
+"""Ids of replayed messages that are remembered, about 20 MB; those of the key that was replayed
+longest ago go first, one by one."""
 
 
 @dataclass(slots=True)
@@ -50,6 +51,16 @@ class _Originals:
         while self.order[0] not in self.positions:
             heappop(self.order)
         return self.order[0]
+
+
+@dataclass(slots=True)
+class _Done:
+    """Replayed messages of one key in one topic partition."""
+
+    ids: OrderedDict[MessageId, None] = field(default_factory=OrderedDict)
+    """In the order in which they were replayed."""
+    newest: MessageId | None = None
+    """None of them is newer."""
 
 
 @dataclass(slots=True)
@@ -141,7 +152,7 @@ class Parked:
         self._not_resting: set[EntryId] = set()
         self._marking: set[EntryId] = set()
         self._swept: dict[str, EntryId] = {}
-        self._done: OrderedDict[str, set[tuple[TopicPartition, MessageId]]] = OrderedDict()
+        self._done: OrderedDict[tuple[str, TopicPartition], _Done] = OrderedDict()
         self._done_ids = 0
 
     # -- folding ----------------------------------------------------------------------------------
@@ -164,10 +175,8 @@ class Parked:
             return False
         parked.add(where, message_id, position)
         heappush(self._positions, position)
-        done = self._done.get(key)
-        if done is not None and (where, message_id) in done:
-            done.discard((where, message_id))
-            self._done_ids -= 1
+        if self.was_replayed(key, where, message_id):
+            self._forget(key, where, [message_id])
         return True
 
     def replayed(
@@ -244,17 +253,22 @@ class Parked:
     # -- looking ----------------------------------------------------------------------------------
 
     def was_replayed(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
-        """Whether a message was a letter, is done, and no other of its key has run since."""
-        done = self._done.get(key)
-        return done is not None and (where, message_id) in done
+        """Whether a message was a letter, is done, and none before it has run since."""
+        done = self._done.get((key, where))
+        return done is not None and message_id in done.ids
 
-    def runs(self, key: str) -> None:
+    def runs(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
         """A handler gets a message of a key that is no letter.
 
-        When it comes again, so does what was replayed after it, which has to run after it again.
+        When it comes again, so do newer ones of its topic partition that were replayed before it,
+        and they have to run behind it again. Older ones have not: they would run behind a newer
+        one.
         """
-        if self._done:
-            self._done_ids -= len(self._done.pop(key, ()))
+        done = self._done.get((key, where))
+        if done is None or done.newest is None or done.newest < message_id:
+            return
+        self._forget(key, where, [one for one in done.ids if one > message_id])
+        done.newest = message_id
 
     @property
     def remembers(self) -> bool:
@@ -283,7 +297,11 @@ class Parked:
             resting += found
         assert self._oldest(()) == min(resting, default=None)
         assert len(self._positions) == len(resting) + len(self._not_resting)
-        assert self._done_ids == sum(map(len, self._done.values()))
+        assert self._done_ids == sum(len(done.ids) for done in self._done.values())
+        for done in self._done.values():
+            assert done.newest is not None
+            assert done.ids, "nothing is remembered of a key"
+            assert max(done.ids) <= done.newest
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
@@ -335,10 +353,23 @@ class Parked:
         return found
 
     def _remember(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
-        self._done.setdefault(key, set()).add((where, message_id))
+        done = self._done.setdefault((key, where), _Done())
+        self._done.move_to_end((key, where))
+        done.ids[message_id] = None
+        done.newest = message_id if done.newest is None else max(done.newest, message_id)
         self._done_ids += 1
         while self._done_ids > DONE_IDS_MAX:
-            self._done_ids -= len(self._done.popitem(last=False)[1])
+            # When one of them comes again it runs, and so do the newer ones, behind it.
+            (oldest, of), ids = next((one, found.ids) for one, found in self._done.items())
+            self._forget(oldest, of, [next(iter(ids))])
+
+    def _forget(self, key: str, where: TopicPartition, message_ids: Collection[MessageId]) -> None:
+        done = self._done[key, where]
+        for message_id in message_ids:
+            del done.ids[message_id]
+        self._done_ids -= len(message_ids)
+        if not done.ids:
+            del self._done[key, where]
 
 
 class State(Enum):

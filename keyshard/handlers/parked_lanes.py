@@ -105,7 +105,7 @@ class ParkedLanes:
         with self.letters.lock:
             course = parking.course(key, where, message.message_id)
             if course is Course.HANDLE:
-                parking.parked.runs(key)
+                parking.parked.runs(key, where, message.message_id)
                 return False
         if course is Course.DONE:
             self._run.lanes.completed(work)

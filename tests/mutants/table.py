@@ -177,8 +177,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/subscribe.py",
-                "    close_quietly(range_consumer.consumer)\n\n    def attempt",
-                "    def attempt",
+                "    range_consumer.consumer.close()\n    earliest = ",
+                "    earliest = ",
             ),
         ),
         killers=(killer("unit/test_reopen_range_consumer"),),

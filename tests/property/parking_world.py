@@ -169,11 +169,11 @@ class World:
             assert head is not None
             self.send(key, Stored(key, head), twice=twice)
         elif head is not None and (key, head) not in self.bad:
-            parking.parked.runs(key)
+            parking.parked.runs(key, *self.original(key, head))
             self.handled[key].append(head)
             self.complete(key)
         elif head is not None:
-            parking.parked.runs(key)
+            parking.parked.runs(key, *self.original(key, head))
             parking.park(key)
             self.send(key, Stored(key, head), twice=twice)
 

@@ -90,7 +90,7 @@ def test_what_was_not_looked_at_yet_of_a_sweep_is_seen_by_a_marker() -> None:
     assert not parked.keys
 
 
-def test_a_replayed_message_that_comes_again_is_known_until_another_runs() -> None:
+def test_a_replayed_message_that_comes_again_is_known_until_an_older_one_runs() -> None:
     parked = folded((0, "a", 1), (1, "a", 2))
     assert not parked.was_replayed("a", P0, original(1)), "it rests"
     assert not parked.remembers
@@ -99,9 +99,11 @@ def test_a_replayed_message_that_comes_again_is_known_until_another_runs() -> No
     assert parked.was_replayed("a", P0, original(1))
     assert not parked.was_replayed("a", P1, original(1))
     assert not parked.was_replayed("b", P0, original(1))
-    parked.runs("b")
+    parked.runs("b", P0, original(0))
+    parked.runs("a", P1, original(0))
+    parked.runs("a", P0, original(3))
     assert parked.was_replayed("a", P0, original(1))
-    parked.runs("a")
+    parked.runs("a", P0, original(0))
     assert not parked.was_replayed("a", P0, original(1)), "it has to run after the other one"
     parked.validate()
 
@@ -125,7 +127,11 @@ def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.Monke
         parked.was_replayed(key, P0, original(n))
         for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
     ]
-    assert known == [False, False, False, True]
+    assert known == [False, False, True, True], "the oldest ones went"
+    parked.runs("b", P0, original(2))
+    parked.validate()
+    assert not parked.was_replayed("b", P0, original(3)), "it runs behind the one that went"
+    assert parked.was_replayed("c", P0, original(4))
 
 
 def test_a_checkpoint_says_from_where_to_fold() -> None:
@@ -215,7 +221,7 @@ def test_what_is_done_with_a_message() -> None:
     assert keys.course("b", P0, original(6)) is Course.HANDLE
     keys.park("b")
     assert keys.course("b", P0, original(6)) is Course.LETTER, "none is confirmed yet"
-    parked.runs("a")
+    parked.runs("a", P0, original(2))
     assert keys.course("a", P0, original(3)) is Course.HANDLE
 
 

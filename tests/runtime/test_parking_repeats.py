@@ -1,0 +1,161 @@
+"""Messages of a parked key that come again: dropped once replayed, whenever they come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from helpers import wait_until
+from keyshard import Message
+from keyshard.broker.memory import Message as Stored
+from keyshard.core.entry import EntryId, TopicPartition
+from parking_place import Place, numbers
+
+LETTERS = 5
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
+    yield made
+    made.cluster.validate()
+
+
+class Repeating:
+    """A key of which letters rest, some of whose originals the broker will deliver again.
+
+    Args:
+        place: Where.
+        forgotten: How many of the originals a crash of the broker brings back.
+        moved: Whether newer messages of the key lie in the other topic partition.
+    """
+
+    def __init__(self, place: Place, forgotten: int, *, moved: bool) -> None:
+        self.place = place
+        self.stops_at = -1
+        """Before which message the handler waits."""
+        self.waits, self.go_on = threading.Event(), threading.Event()
+        old, new = place.cluster.partitions(place.topic)
+        self._partitions = {False: old, True: new if moved else old}
+        self._forgotten = forgotten
+        self._originals: list[EntryId] = []
+
+    def handle(self, message: Message) -> None:
+        if not self.place.broken and int(message.value) == self.stops_at and message.key == "b":
+            self.waits.set()
+            assert self.go_on.wait(20)
+        self.place.handle(message)
+
+    def publish(self, count: int, *, newer: bool = False) -> None:
+        for _ in range(count):
+            seq = self.place.published["b"]
+            self.place.published["b"] += 1
+            where = self._partitions[newer]
+            ((_, entry),) = self.place.cluster.publish(where, Stored(b"%d" % seq, "b"))
+            self._originals.append(entry)
+
+    def park(self) -> None:
+        """A process gives the key letters, and ends; the next one has never seen the originals.
+
+        The acknowledgements of the last ones are not written yet.
+        """
+        place, kept = self.place, LETTERS - self._forgotten
+        place.broken = {"b"}
+        with place.run(self.handle):
+            self.publish(kept)
+            wait_until(lambda: len(place.letters()) == kept and place.backlog() == 0)
+            place.cluster.unload(place.topic)
+            self.publish(self._forgotten)
+            wait_until(lambda: len(place.letters()) == LETTERS and place.backlog() == 0)
+        place.broken = set()
+
+    def come_again(self) -> None:
+        """The last originals are delivered once more; they have come when this returns."""
+        where = self._partitions[False]
+        # What is newer has come before.
+        self._mark(self._partitions[True])
+        entries = self._originals[LETTERS - self._forgotten : LETTERS]
+        count = self.place.cluster.deliver_again(where, "keyshard", *entries)
+        assert count == self._forgotten
+        self._mark(where)
+
+    def _mark(self, where: TopicPartition) -> None:
+        seq = self.place.published["a"]
+        self.place.published["a"] += 1
+        self.place.cluster.publish(where, Stored(b"%d" % seq, "a"))
+        wait_until(lambda: seq in self.place.handled["a"])
+
+    def end(self) -> None:
+        """Everything is done, once and in order."""
+        place = self.place
+        self.publish(1, newer=True)
+        wait_until(lambda: place.published["b"] - 1 in place.handled["b"])
+        wait_until(lambda: place.backlog() == 0)
+        assert place.handled["b"] == list(range(place.published["b"])), "each once, in order"
+        assert numbers(place.letters())[:LETTERS] == list(range(LETTERS))
+
+
+@pytest.fixture(params=[False, True], ids=["stays", "moves"])
+def moved(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("forgotten", [2, LETTERS])
+def test_what_comes_again_before_its_key_is_let_out_runs_once(
+    place: Place, forgotten: int, moved: bool
+) -> None:
+    key = Repeating(place, forgotten, moved=moved)
+    key.park()
+    with place.run(key.handle) as run:
+        key.come_again()
+        run.source.unpark("b")
+        key.end()
+
+
+@pytest.mark.parametrize("forgotten", [2, LETTERS])
+def test_what_comes_again_during_the_replay_behind_newer_ones_runs_once(
+    place: Place, forgotten: int, moved: bool
+) -> None:
+    key = Repeating(place, forgotten, moved=moved)
+    key.stops_at = LETTERS - 1
+    key.park()
+    with place.run(key.handle) as run:
+        run.source.unpark("b")
+        assert key.waits.wait(20)
+        key.publish(3, newer=True)
+        key.come_again()
+        key.go_on.set()
+        key.end()
+
+
+@pytest.mark.parametrize("forgotten", [2, LETTERS])
+def test_what_comes_again_behind_the_replay_and_a_newer_one_runs_once(
+    place: Place, forgotten: int, moved: bool
+) -> None:
+    key = Repeating(place, forgotten, moved=moved)
+    key.stops_at = LETTERS + 1
+    key.park()
+    with place.run(key.handle) as run:
+        run.source.unpark("b")
+        wait_until(lambda: not run.source.status()["parked"])
+        key.publish(3, newer=True)
+        assert key.waits.wait(20)
+        key.come_again()
+        key.go_on.set()
+        key.end()
+
+
+@pytest.mark.parametrize("forgotten", [2, LETTERS])
+def test_what_comes_again_after_a_restart_that_lets_its_key_out_runs_once(
+    place: Place, forgotten: int, moved: bool
+) -> None:
+    key = Repeating(place, forgotten, moved=moved)
+    key.park()
+    place.cluster.crash()
+    key.publish(3, newer=True)
+    with place.run(key.handle) as run:
+        run.source.unpark("b")
+        key.end()
