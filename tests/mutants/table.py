@@ -116,11 +116,11 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/broker/pulsar.py",
-                "            messages = self._take_first() or self._raw.batch_receive()\n",
-                "            messages = self._take_first() or self._raw.batch_receive()\n"
-                "            for message in messages:\n"
-                "                if message.redelivery_count() > 0:\n"
-                "                    self._raw.negative_acknowledge(message)\n",
+                "        return _to_blocks(messages, self._topic_partition, self._hash_range)\n",
+                "        for message in messages:\n"
+                "            if message.redelivery_count() > 0:\n"
+                "                self._raw.negative_acknowledge(message)\n"
+                "        return _to_blocks(messages, self._topic_partition, self._hash_range)\n",
             ),
         ),
         killers=(
@@ -151,9 +151,9 @@ MUTANTS = (
             Edit(
                 "keyshard/runtime/receiver.py",
                 "                entries.extend("
-                "range_consumer.assembly.add(block, after_gap=i == 0))\n",
+                "range_consumer.assembly.add(block, after_gap=after_gap))\n",
                 "                entries.extend("
-                "range_consumer.assembly.add(block, after_gap=i == 0))\n"
+                "range_consumer.assembly.add(block, after_gap=after_gap))\n"
                 "            range_consumer.assembly.open = None\n",
             ),
         ),
@@ -364,8 +364,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/core/health.py",
-                "key.running_s is not None and key.running_s >= STALL_S:",
-                "key.running_s is not None and key.running_s < 0:",
+                "            and (running_s >= (STALL_S if key.parking else slow_s))\n",
+                "            and running_s < 0\n",
             ),
         ),
         killers=(

@@ -17,6 +17,7 @@ from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
 from keyshard.broker.pulsar_errors import answer_of, translated
 from keyshard.broker.pulsar_producer import PulsarProducer
+from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, TopicNotFoundError
@@ -75,6 +76,13 @@ class RawConsumer:
         self.asked.append(name)
         return lambda *_: None
 
+    def receive(self, timeout_ms: int) -> RawMessage:
+        self.asked.append("receive")
+        assert timeout_ms == 0, "who polls does not wait"
+        if not self._messages:
+            raise pulsar.Timeout("nothing is there")
+        return self._messages.pop(0)
+
     def batch_receive(self) -> list[RawMessage]:
         self.asked.append("batch_receive")
         messages, self._messages = self._messages, []
@@ -102,14 +110,14 @@ def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     return client
 
 
-def subscribed(client: RecordedClient) -> PulsarConsumer:
+def subscribed(client: RecordedClient, queue: int = 10) -> PulsarConsumer:
     return PulsarBroker("pulsar://nowhere").subscribe(
         P0,
         "unit",
         split_ring(1)[0],
         start=StartPosition.EARLIEST,
         consumer_name="c",
-        receiver_queue_size=10,
+        receiver_queue_size=queue,
     )
 
 
@@ -121,14 +129,17 @@ def test_a_subscription_switches_on_nothing_that_queues_messages_anew(
     assert not REQUEUE_OPTIONS & client.options.keys()
 
 
+@pytest.mark.parametrize(
+    ("queue", "taken"), [(POLLED_MAX, ["receive"] * 3), (POLLED_MAX + 1, ["batch_receive"])]
+)
 def test_a_message_that_comes_again_is_received_and_acknowledged_and_nothing_else(
-    client: RecordedClient,
+    client: RecordedClient, queue: int, taken: list[str]
 ) -> None:
-    consumer = subscribed(client)
+    consumer = subscribed(client, queue)
     entries = consumer.receive(0)
     assert ids(entries) == [(7, 1), (7, 2)]
     consumer.acknowledge([EntryId(7, 1)])
-    assert client.raw.asked == ["batch_receive", "acknowledge"]
+    assert client.raw.asked == [*taken, "acknowledge"]
 
 
 def test_the_names_of_what_must_not_be_used_are_those_of_this_client() -> None:
