@@ -177,8 +177,8 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/subscribe.py",
-                "    range_consumer.consumer.close()\n    earliest = ",
-                "    earliest = ",
+                "    close_quietly(range_consumer.consumer)\n\n    def attempt",
+                "    def attempt",
             ),
         ),
         killers=(killer("unit/test_reopen_range_consumer"),),
