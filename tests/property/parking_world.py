@@ -43,6 +43,8 @@ class Lane:
     """What one key is at."""
 
     waiting: deque[int] = field(default_factory=deque)
+    coming: deque[int] = field(default_factory=deque)
+    """Of one topic partition: not delivered yet."""
     replaying: deque[EntryId] = field(default_factory=deque)
     sending: EntryId | None = None
     """A letter or marker that is stored and not yet folded."""
@@ -90,16 +92,31 @@ class World:
 
     # -- the process ------------------------------------------------------------------------------
 
-    def start(self, checkpoint: dict[str, Any] | None) -> None:
-        """Fold what is stored, and receive what is not acknowledged."""
+    def start(self, checkpoint: dict[str, Any] | None, late: int | None = None) -> None:
+        """Fold what is stored, and receive what is not acknowledged.
+
+        Args:
+            checkpoint: From where to fold.
+            late: Which topic partition delivers only when :meth:`arrive` says so.
+        """
         parked = Parked() if checkpoint is None else Parked.from_dict(checkpoint)
         self.fold_all(parked)
         self.parking = Parking(parked)
         self.completed = {key: set() for key in self.acked}
+        self.ran: dict[str, list[int]] = {key: [] for key in self.acked}
         self.lanes = {
-            key: Lane(deque(seq for seq in range(self.messages) if seq not in acked))
+            key: Lane(
+                deque(seq for seq in range(self.messages) if seq not in acked and seq % 2 != late),
+                deque(seq for seq in range(self.messages) if seq not in acked and seq % 2 == late),
+            )
             for key, acked in self.acked.items()
         }
+
+    def arrive(self, key: str) -> None:
+        """The late messages of a key come, behind what waits."""
+        lane = self.lanes[key]
+        lane.waiting += lane.coming
+        lane.coming.clear()
 
     def fold_all(self, parked: Parked) -> None:
         begin, claimed = parked.begin, parked.claimed
@@ -119,19 +136,26 @@ class World:
         what = parked.replayed if one.marks else parked.letter
         what(position, one.key, *self.original(one.key, one.seq))
 
-    def crash(self, *, forget: bool, checkpoint: dict[str, Any] | None = None) -> None:
+    def crash(
+        self,
+        *,
+        forget: bool,
+        checkpoint: dict[str, Any] | None = None,
+        late: int | None = None,
+    ) -> None:
         """Kill the process, or stop it in an orderly way, and start it again.
 
         Args:
             forget: Whether the broker dies too, with the acknowledgements that it did not write.
             checkpoint: Where the next one begins; ``None``: with all that is stored.
+            late: Which topic partition delivers late to it.
         """
         self.crashes += 1
         if forget:
             self.acked = {key: set(durable) for key, durable in self.acked_durably.items()}
         else:
             self.write()
-        self.start(checkpoint)
+        self.start(checkpoint, late)
 
     def stop(self) -> None:
         """Finish what is under way and acknowledge everything that is completed."""
@@ -144,7 +168,7 @@ class World:
 
     def idle(self, key: str) -> bool:
         lane = self.lanes[key]
-        return not (lane.waiting or lane.replaying or lane.sending)
+        return not (lane.waiting or lane.coming or lane.replaying or lane.sending)
 
     def step(self, key: str, *, twice: bool = False) -> None:
         """The next thing that happens in the lane of a key.
@@ -170,12 +194,22 @@ class World:
             self.send(key, Stored(key, head), twice=twice)
         elif head is not None and (key, head) not in self.bad:
             parking.parked.runs(key, *self.original(key, head))
-            self.handled[key].append(head)
+            self.run(key, head)
             self.complete(key)
         elif head is not None:
             parking.parked.runs(key, *self.original(key, head))
             parking.park(key)
             self.send(key, Stored(key, head), twice=twice)
+
+    def run(self, key: str, seq: int) -> None:
+        """A handler gets a message done; a second time only behind an older one."""
+        ran = self.ran[key]
+        if seq in ran:
+            since = ran[len(ran) - ran[::-1].index(seq) :]
+            older = [one for one in since if one < seq and one % 2 == seq % 2]
+            assert older, f"{seq} of {key} ran again for no reason: {ran}"
+        ran.append(seq)
+        self.handled[key].append(seq)
 
     def replay(self, key: str, *, twice: bool) -> None:
         lane, parking = self.lanes[key], self.parking
@@ -187,7 +221,7 @@ class World:
         letter = lane.replaying[0]
         if parking.parked.claims([letter]):
             return
-        self.handled[key].append(seq)
+        self.run(key, seq)
         parking.parked.marking([letter])
         self.send(key, Stored(key, seq, marks=True), twice=twice)
 

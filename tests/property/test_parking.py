@@ -18,7 +18,7 @@ EXAMPLES = 400
 STEP = st.tuples(
     st.sampled_from(
         ["step"] * 14 + ["unpark", "unpark", "ack", "write", "save", "trim", "crash", "stop"]
-        + ["heal"]
+        + ["heal", "arrive"]
     ),
     st.sampled_from(KEYS),
     st.integers(0, 7),
@@ -41,13 +41,16 @@ def happen(world: World, what: str, key: str, how: int) -> None:
         # What a checkpoint needs is trimmed only when the next one is stored.
         if not world.saved:
             world.trim()
+    elif what == "arrive":
+        world.arrive(key)
     elif what == "heal":
         world.bad.discard((key, how))
     else:
         if what == "stop":
             world.stop()
         saved = world.saved[-1 - how // 4 % len(world.saved)] if world.saved and how % 4 else None
-        world.crash(forget=how % 2 == 0, checkpoint=saved)
+        late = how % 3 if how % 3 < 2 else None
+        world.crash(forget=how % 2 == 0, checkpoint=saved, late=late)
 
 
 def finish(world: World) -> None:
@@ -56,6 +59,7 @@ def finish(world: World) -> None:
     for _ in range(40 * MESSAGES):
         for key in KEYS:
             world.parking.unpark(key)
+            world.arrive(key)
             world.step(key)
             world.validate()
     for key in KEYS:
