@@ -234,6 +234,9 @@ class Program:
             return False
         except (RuntimeStoppedError, BrokerError) as exc:
             self.record.note(f"no ack: {exc}")
+            # The source ended with the batch in hand: it comes again.
+            if self.process is not None:
+                self.record.add("disconnected", worker=self.process.name)
             self.disturbed()
         return True
 
