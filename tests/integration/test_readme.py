@@ -206,7 +206,8 @@ def look(page: Page, lines: list[str]) -> None:
     for text, expected in zip(
         told,
         ["subscription", "running: 'billing' on", "lane    empty", "10 ranges to 16",
-         "10 ranges to 16", "Key 'k17' is not parked."],
+         "10 ranges to 16", "Key 'k17' is not parked.", "0 keys on the way out",
+         "0 letters given up"],
         strict=True,
     ):  # fmt: skip
         assert expected in text
