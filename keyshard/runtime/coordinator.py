@@ -31,7 +31,7 @@ from keyshard.core.pauses import Pauses
 from keyshard.core.settling import Proofs
 from keyshard.core.slot_load import SlotLoad
 from keyshard.core.window import Budget, Receipt
-from keyshard.errors import KeyShardError, RuntimeStoppedError
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.available_now import AvailableNow, last_entries
 from keyshard.runtime.discovery import Discovery
@@ -48,6 +48,9 @@ from keyshard.runtime.subscribe import Admin, reopen_range_consumer
 from keyshard.runtime.topics import Catalog, look
 from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
+
+LET_GO_S = 1.0
+"""Longest wait for a thread that the client's end lets go, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +194,15 @@ class Coordinator:
         self.discovery.join(max(0.1, deadline - time.monotonic()))
         self._settler.join(max(0.1, deadline - time.monotonic()))
         self._reconnector.join(max(0.1, deadline - time.monotonic()))
-        self._broker.close()
+        try:
+            self._broker.close()
+        except BrokerError as exc:
+            # All that was to be handed over is; an outage at the end is no error of this run.
+            _log.warning("the end was not in order: %s", exc)
+        # The client's end lets go who still waits in it. A daemon thread that comes back from it
+        # while the interpreter ends would abort the process.
+        for thread in (self.discovery, self._settler, self._reconnector):
+            thread.join(LET_GO_S)
         if self._admin:
             self._admin.close()
 

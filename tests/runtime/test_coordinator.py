@@ -647,6 +647,22 @@ def test_stopping_gives_the_ranges_back_and_leaves_no_thread(bench: Bench) -> No
         pass
 
 
+def test_an_outage_at_the_end_is_no_error_of_the_run(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. A source stops while connections stall. 2. The client's close times out."""
+
+    class Stalled(MemoryBroker):
+        def close(self) -> None:
+            super().close()
+            raise BrokerUnavailableError("Could not disconnect.")
+
+    coordinator = Coordinator(bench.source, lambda: Stalled(bench.cluster))
+    coordinator.start()
+    coordinator.stop()
+    assert "Could not disconnect" in caplog.text
+
+
 def test_the_threads_of_a_source_are_daemons(bench: Bench) -> None:
     before = set(threading.enumerate())
     with running(bench.cluster, bench.source):
