@@ -19,8 +19,6 @@ ENTRIES_WAITING_MAX = 5_000_000
 
 RETRY_S = 0.1
 """Pause when nothing of what waits can be handed over, seconds."""
-SURE_S = 0.5
-"""Time after which a connected client has sent what it took, seconds; it groups for 0.1."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ class Acknowledger:
         self._queue: deque[tuple[TopicPartition, Sequence[EntryId]]] = deque()
         self._waiting = 0
         self._away_since_s: dict[TopicPartition, float] = {}
-        self._unsure: deque[tuple[float, TopicPartition, Consumer, Sequence[EntryId]]] = deque()
-        """What consumers took lately, and when."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self.acknowledged = 0
@@ -99,15 +95,12 @@ class Acknowledger:
         stuck = 0
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._queue or self._stopping.is_set(), SURE_S if self._unsure else None
-                )
+                self._changed.wait_for(lambda: self._queue or self._stopping.is_set())
                 if self._stopping.is_set():
                     return
-                topic_partition, entries = self._queue[0] if self._queue else (None, ())
+                topic_partition, entries = self._queue[0]
             try:
-                self._look_back()
-                done = 0 if topic_partition is None else self._hand_over(topic_partition, entries)
+                done = self._hand_over(topic_partition, entries)
             except KeyShardError as exc:
                 self._fail(exc)
                 return
@@ -115,8 +108,6 @@ class Acknowledger:
                 _log.exception("acknowledging ended unexpectedly")
                 self._fail(KeyShardError(f"Acknowledging ended unexpectedly: {exc!r}."))
                 return
-            if topic_partition is None:
-                continue
             with self._changed:
                 self._queue.popleft()
                 if done < len(entries):
@@ -149,7 +140,6 @@ class Acknowledger:
                 _log.debug("%d entries of %s: nobody to tell", len(turn), topic_partition)
                 continue
             self.acknowledged += len(turn)
-            self._unsure.append((time.monotonic(), topic_partition, consumer, turn))
         return done
 
     def _check_time(
@@ -163,18 +153,3 @@ class Acknowledger:
             f"{self._timeout_s:.0f} s: {error}. They are delivered again and dropped.",
             topic_partition=topic_partition.name,
         ) from error
-
-    def _look_back(self) -> None:
-        """Hand over again what a consumer took that is not connected now.
-
-        Its client sends groups of acknowledgements; what it has not sent when the connection ends
-        is sent after a reconnect, or never.
-        """
-        now_s = time.monotonic()
-        while self._unsure and now_s - self._unsure[0][0] >= SURE_S:
-            _, topic_partition, consumer, entries = self._unsure.popleft()
-            if not consumer.is_connected():
-                with self._changed:
-                    self._queue.append((topic_partition, entries))
-                    self._waiting += len(entries)
-                self.acknowledged -= len(entries)

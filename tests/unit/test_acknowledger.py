@@ -107,22 +107,6 @@ def test_a_topic_partition_that_is_away_keeps_no_other_waiting(bench: Bench) -> 
     assert acks.waiting == 2
 
 
-def test_what_a_consumer_took_before_it_went_away_goes_to_another(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acknowledger, "SURE_S", 0.02)
-    first = bench.consumers[P0]
-    acks = bench.start()
-    first.connected = False
-    acks.submit(P0, entries(3))
-    wait_until(lambda: first.acknowledged)
-    other = bench.consumers[P0] = FakeConsumer(P0)
-    wait_until(lambda: other.acknowledged == entries(3))
-    wait_until(lambda: not acks.waiting)
-    assert acks.acknowledged == 3
-    assert bench.failures == []
-
-
 def test_a_failure_past_the_limit_fails_the_source_and_names_the_partition(bench: Bench) -> None:
     bench.away.set()
     acks = bench.start(timeout_s=0.05)
