@@ -164,8 +164,8 @@ class SourceConfig:
         object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
-                "topics_pattern needs the admin REST interface, which lists topics. Set admin_url "
-                "(admin_url), or name the topics."
+                "topics_pattern needs the admin REST interface, which lists topics. Set admin_url, "
+                "or name the topics."
             )
 
     def _check_numbers(self) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import certifi
 
+from keyshard.broker.protobuf import Value, fields_of, message
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
 ANSWER_S = 3.0
@@ -25,7 +26,6 @@ ANSWER_S = 3.0
 FRAME_BYTES_MAX = 1 << 20
 """Longest answer; what says it is longer does not speak Pulsar's protocol."""
 
-Value = int | bytes
 _CONNECT, _CONNECTED, _ERROR, _PING, _PONG = 2, 3, 14, 18, 19
 _METADATA, _METADATA_RESPONSE = 21, 22
 _PROTOCOL_VERSION = 21
@@ -66,7 +66,7 @@ class _Connection:
         self._deadline = 0.0
         connected = self._ask(_CONNECT, {1: b"keyshard", 4: _PROTOCOL_VERSION}, _CONNECTED)
         flags = connected.get(4, b"")
-        features = _fields_of(flags) if isinstance(flags, bytes) else {}
+        features = fields_of(flags) if isinstance(flags, bytes) else {}
         self._tells_missing = bool(features.get(_SUPPORTS_NO_CREATION))
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
@@ -88,10 +88,10 @@ class _Connection:
                 raise ValueError("not a frame")
             frame = self._exactly(size)
             (length,) = struct.unpack_from(">I", frame)
-            command = _fields_of(frame[4 : 4 + length])
+            command = fields_of(frame[4 : 4 + length])
             got = command.get(1)
             content = command.get(got, b"") if isinstance(got, int) else b""
-            told = _fields_of(content) if isinstance(content, bytes) else {}
+            told = fields_of(content) if isinstance(content, bytes) else {}
             if got == answer:
                 return told
             if got == _ERROR:
@@ -104,7 +104,7 @@ class _Connection:
                 self._send(_PONG, {})
 
     def _send(self, kind: int, fields: dict[int, Value]) -> None:
-        command = _message({1: kind, kind: _message(fields)})
+        command = message({1: kind, kind: message(fields)})
         self._stream.sendall(struct.pack(">II", 4 + len(command), len(command)) + command)
 
     def _exactly(self, size: int) -> bytes:
@@ -166,52 +166,3 @@ def _secured(stream: socket.socket, host: str) -> ssl.SSLSocket:
     context = ssl.create_default_context(cafile=certifi.where())
     context.check_hostname = False
     return context.wrap_socket(stream, server_hostname=host)
-
-
-def _message(fields: dict[int, Value]) -> bytes:
-    """A protobuf message of integers and byte strings."""
-    data = b""
-    for number, value in fields.items():
-        if isinstance(value, int):
-            data += _varint(number << 3) + _varint(value)
-        else:
-            data += _varint(number << 3 | 2) + _varint(len(value)) + value
-    return data
-
-
-def _varint(value: int) -> bytes:
-    data = b""
-    while value > 0x7F:
-        data += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return data + bytes([value])
-
-
-def _fields_of(data: bytes) -> dict[int, Value]:
-    """Integers and byte strings of a protobuf message; of repeated ones the last."""
-    found: dict[int, Value] = {}
-    position = 0
-    while position < len(data):
-        tag, position = _read_varint(data, position)
-        if tag & 7 == 0:
-            found[tag >> 3], position = _read_varint(data, position)
-        elif tag & 7 == 2:
-            size, position = _read_varint(data, position)
-            found[tag >> 3] = data[position : position + size]
-            position += size
-        elif tag & 7 in (1, 5):
-            position += 8 if tag & 7 == 1 else 4
-        else:
-            raise ValueError("not a message")
-    return found
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7

@@ -191,9 +191,9 @@ class Coordinator:
         self._reconnector.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
         self._range_consumers.join(deadline)
-        self.discovery.join(max(0.1, deadline - time.monotonic()))
-        self._settler.join(max(0.1, deadline - time.monotonic()))
-        self._reconnector.join(max(0.1, deadline - time.monotonic()))
+        asking = (self.discovery, self._settler, self._reconnector)
+        for thread in asking:
+            thread.join(max(0.1, deadline - time.monotonic()))
         try:
             self._broker.close()
         except BrokerError as exc:
@@ -201,7 +201,7 @@ class Coordinator:
             _log.warning("the end was not in order: %s", exc)
         # The client's end lets go who still waits in it. A daemon thread that comes back from it
         # while the interpreter ends would abort the process.
-        for thread in (self.discovery, self._settler, self._reconnector):
+        for thread in asking:
             thread.join(LET_GO_S)
         if self._admin:
             self._admin.close()

@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 
 from keyshard.broker.memory import Message
-
-Value = int | bytes
+from keyshard.broker.protobuf import Value, fields_of, message
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
 PING, PONG = 18, 19
@@ -138,53 +137,4 @@ def _fields(
         found[ordering_key] = one.ordering_key.encode()
     if one.event_ms:
         found[event_ms] = one.event_ms
-    return found
-
-
-def message(fields: dict[int, Value]) -> bytes:
-    """A protobuf message of integers and strings."""
-    data = b""
-    for number, value in fields.items():
-        if isinstance(value, int):
-            data += varint(number << 3) + varint(value)
-        else:
-            data += varint(number << 3 | 2) + varint(len(value)) + value
-    return data
-
-
-def varint(value: int) -> bytes:
-    """An integer as protobuf writes it."""
-    data = b""
-    while value > 0x7F:
-        data += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return data + bytes([value])
-
-
-def fields_of(data: bytes) -> dict[int, Value]:
-    """Integers and strings of a protobuf message; of repeated ones the last."""
-    found: dict[int, Value] = {}
-    position = 0
-
-    def read_varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-
-    while position < len(data):
-        tag = read_varint()
-        if tag & 7 == 0:
-            found[tag >> 3] = read_varint()
-        elif tag & 7 == 2:
-            size = read_varint()
-            found[tag >> 3] = data[position : position + size]
-            position += size
-        else:
-            position += {1: 8, 5: 4}[tag & 7]
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
+from typing import Any
 
 from tests.simulation.spark import Step
 
@@ -109,11 +111,25 @@ Reached = Counter[tuple[Kind, Step]]
 
 def table(reached: Reached) -> str:
     """The counts, as a table for people; ``-`` where a fault cannot happen."""
-    width = max(len(kind.value) for kind in Kind)
-    lines = [" " * width + "".join(f" {step.value:>11}" for step in Step)]
-    for kind in Kind:
+    return drawn(reached, Kind, Step, CELLS, column=11)
+
+
+def drawn(
+    reached: Counter[Any],
+    kinds: Iterable[Any],
+    steps: Iterable[Any],
+    possible: Collection[tuple[Any, Any]],
+    *,
+    column: int,
+) -> str:
+    """A table of any world's faults by its steps, with columns of a width."""
+    kinds, steps = list(kinds), list(steps)
+    width = max(len(kind.value) for kind in kinds)
+    lines = [" " * width + "".join(f" {step.value:>{column}}" for step in steps)]
+    for kind in kinds:
         cells = (
-            f"{reached[kind, step]:>11}" if _possible(kind, step) else f"{'-':>11}" for step in Step
+            f"{reached[kind, step] if (kind, step) in possible else '-':>{column}}"
+            for step in steps
         )
         lines.append(f"{kind.value:{width}} " + " ".join(cells))
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import hashlib
 import traceback
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -73,6 +73,18 @@ class Outcome:
     """More about the error."""
 
 
+def broken_by(scheduler: Scheduler, process: Process, main: Callable[[], None]) -> tuple[str, str]:
+    """Run a world; what broke a promise and more about it, both empty when nothing did."""
+    try:
+        scheduler.run(process, main)
+    except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
+        where = f" in {scheduler.failed_in}" if scheduler.failed_in else ""
+        what = str(exc) if isinstance(exc, BrokenPromiseError) else repr(exc)
+        error = f"{what}{where} at {scheduler.now_s:.3f} s"
+        return error, "".join(traceback.format_tb(exc.__traceback__))
+    return "", ""
+
+
 class World:
     """Everything of one run.
 
@@ -108,18 +120,11 @@ class World:
 
     def run(self) -> Outcome:
         """Run it to its end, or to the first broken promise."""
-        error = details = ""
         with (
             installed(self.scheduler, Random(f"{self.seed}:waits")),
             without_processes(rows_per_partition_min=self.shape.rows_per_partition_min),
         ):
-            try:
-                self.scheduler.run(self.process, self._main)
-            except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
-                where = f" in {self.scheduler.failed_in}" if self.scheduler.failed_in else ""
-                what = str(exc) if isinstance(exc, BrokenPromiseError) else repr(exc)
-                error = f"{what}{where} at {self.scheduler.now_s:.3f} s"
-                details = "".join(traceback.format_tb(exc.__traceback__))
+            error, details = broken_by(self.scheduler, self.process, self._main)
         return Outcome(
             self.seed, self.shape, self.injector.faults, self.injector.reached,
             list(self.record.trace), self.scheduler.now_s, self._lives,

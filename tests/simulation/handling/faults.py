@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
+from tests.simulation.faults import drawn
+
 
 class Step(str, Enum):
     """Moments in the life of a program, in any of its threads."""
@@ -125,14 +127,7 @@ Reached = Counter[tuple[Kind, Step]]
 
 def table(reached: Reached) -> str:
     """The counts, as a table for people; ``-`` where a fault cannot happen."""
-    width = max(len(kind.value) for kind in Kind)
-    lines = [" " * width + "".join(f" {step.value:>9}" for step in Step)]
-    for kind in Kind:
-        cells = (
-            f"{reached[kind, step]:>9}" if _possible(kind, step) else f"{'-':>9}" for step in Step
-        )
-        lines.append(f"{kind.value:{width}} " + " ".join(cells))
-    return "\n".join(lines)
+    return drawn(reached, Kind, Step, CELLS, column=9)
 
 
 def events(reached: Reached) -> int:

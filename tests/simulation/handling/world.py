@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from random import Random
@@ -25,7 +24,13 @@ from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import value_of
 from tests.simulation.scheduler import Scheduler
-from tests.simulation.world import BATCH_MESSAGES_MAX, TRACE_MAX, BrokenPromiseError, Outcome
+from tests.simulation.world import (
+    BATCH_MESSAGES_MAX,
+    TRACE_MAX,
+    BrokenPromiseError,
+    Outcome,
+    broken_by,
+)
 
 SIMULATED = (run, batches)
 """What only this world runs; named so that it is imported, and so simulated."""
@@ -63,20 +68,13 @@ class HandlerWorld:
 
     def run(self) -> Outcome:
         """Run it to its end, or to the first broken promise."""
-        error = details = ""
         disks: dict[str, Any] = {program.name: program for program in self.programs}
         with (
             _without_outside(self._admin),
             installed(self.scheduler, Random(f"{self.seed}:waits")),
             simulated_files(disks),
         ):
-            try:
-                self.scheduler.run(self.process, self._main)
-            except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
-                where = f" in {self.scheduler.failed_in}" if self.scheduler.failed_in else ""
-                what = str(exc) if isinstance(exc, BrokenPromiseError) else repr(exc)
-                error = f"{what}{where} at {self.scheduler.now_s:.3f} s"
-                details = "".join(traceback.format_tb(exc.__traceback__))
+            error, details = broken_by(self.scheduler, self.process, self._main)
         return Outcome(
             self.seed, self.shape, self.injector.faults, self.injector.reached, self._trace(),
             self.scheduler.now_s, sum(program.lives for program in self.programs),
