@@ -276,13 +276,21 @@ class Parked:
         return bool(self._done)
 
     @property
+    def folded(self) -> EntryId | None:
+        """Everything before it is folded, also what is on its way; ``None``: nothing is."""
+        begins = [one for one in [self._next, *self._sending.values()] if one is not None]
+        return min(begins) if len(begins) == 1 + len(self._sending) else None
+
+    @property
     def begin(self) -> EntryId | None:
         """From where to fold to know the same; ``None``: from the first message that is stored."""
-        begins = [self._next, *self._sending.values()]
-        if None in begins:
-            return None
-        oldest = self._oldest(())
-        return min(one for one in [*begins, oldest] if one is not None)
+        folded, oldest = self.folded, self._oldest(())
+        return folded if folded is None or oldest is None else min(folded, oldest)
+
+    def rests(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
+        """Whether a letter of an original rests."""
+        parked = self.keys.get(key)
+        return parked is not None and parked.position(where, message_id) is not None
 
     def validate(self) -> None:
         """Assert the invariants; tests call it after every step."""

@@ -30,6 +30,10 @@ class ParkedKeys(Protocol):
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable."""
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether something waits for :meth:`saved`."""
+
 
 class Committer:
     """Commits of one source, one after the other; its owner calls it from one thread at a time.
@@ -58,8 +62,11 @@ class Committer:
 
     @property
     def behind(self) -> bool:
-        """Whether the stored checkpoint lacks a rescale."""
-        return self._store is not None and self._coordinator.rescaled != self._rescaled
+        """Whether the stored checkpoint lacks a rescale, or letters that are done."""
+        if self._store is None:
+            return False
+        unsaved = self._parked is not None and self._parked.unsaved
+        return unsaved or self._coordinator.rescaled != self._rescaled
 
     def plan(self, completed: Entries) -> dict[TopicPartition, list[EntryId]]:
         """Take completed entries into the next checkpoint; memory only.

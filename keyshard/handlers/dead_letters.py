@@ -48,8 +48,9 @@ from keyshard.errors import (
     RangeConflictError,
 )
 from keyshard.handlers.letter_keeper import LetterKeeper
-from keyshard.handlers.letter_reading import FIRST, fold, position_of, read
+from keyshard.handlers.letter_reading import FIRST, fold, is_finished, position_of, read
 from keyshard.handlers.letter_replay import Replay
+from keyshard.handlers.letter_returns import LetterReturns
 from keyshard.runtime.replay import stretches
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.scan import Scan
@@ -79,6 +80,7 @@ class DeadLetters:
         keeper: Holds the subscription that keeps the letters.
         parked: What the topic says.
         checkpointed: Whether :meth:`saved` will be called.
+        stored: Everything before it is folded in the checkpoint that is stored.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class DeadLetters:
         parked: Parked,
         *,
         checkpointed: bool = False,
+        stored: EntryId | None = None,
     ) -> None:
         self.topic_partition = topic_partition
         self.parking = Parking(parked)
@@ -104,8 +107,13 @@ class DeadLetters:
         self._checkpointed = checkpointed
         self._finished_with: list[EntryId] = []
         self._saving: list[EntryId] = []
+        self._stored = stored
+        self._storing: EntryId | None = None
+        self._returns: LetterReturns | None = None
         self._near: dict[EntryId, Letter] = {}
         self._near_bytes = 0
+        if keeper.consumer is not None:
+            self._returns = LetterReturns(keeper.consumer, self._came_again)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -159,7 +167,7 @@ class DeadLetters:
             marks={letter},
         )
         self.acknowledge([letter])
-        self._finished([position])
+        self.finished([position])
 
     def discard(self, key: str) -> int:
         """Give up the letters of a parked key that are confirmed now; how many those were.
@@ -184,7 +192,7 @@ class DeadLetters:
             marks=gone,
         )
         self.acknowledge(sorted(gone))
-        self._finished([position])
+        self.finished([position])
         return len(gone)
 
     def note(self) -> None:
@@ -198,7 +206,7 @@ class DeadLetters:
             lambda claim: self._send(b"", key=None, properties=properties | claim),
             self.parking.parked.passed,
         )
-        self._finished([position])
+        self.finished([position])
 
     def discard_rejected(self, selection: Selection) -> int:
         """Give up rejected letters, and those that went without their key; how many are stored.
@@ -227,8 +235,7 @@ class DeadLetters:
                 ):
                     found.append(position_of(message))
                     found += parts_of(message)
-        for at in range(0, len(found), ACKNOWLEDGE_AT_ONCE_MAX):
-            self.acknowledge(found[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+        self._acknowledge_all(found)
         return len(found)
 
     def selected(self, selection: Selection) -> list[str]:
@@ -303,18 +310,26 @@ class DeadLetters:
         with self.lock:
             self._saving += self._finished_with
             self._finished_with = []
+            self._storing = self.parking.parked.folded
             return {"topic": self.topic_partition.topic, **self.parking.parked.to_dict()}
 
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable: markers before it have nothing more to prove."""
         with self.lock:
             entries, self._saving = self._saving, []
-        for at in range(0, len(entries), ACKNOWLEDGE_AT_ONCE_MAX):
-            self.acknowledge(entries[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+            self._stored = self._storing
+        self._acknowledge_all(entries)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether something is acknowledged only when another checkpoint is stored."""
+        return bool(self._finished_with or self._saving)
 
     def close(self) -> None:
         """Flush acknowledgements and free the handles. Idempotent."""
         self._stopping.set()
+        if self._returns is not None:
+            self._returns.close()
         if self._producer is not None:
             self._producer.close()
         self._keeper.close()
@@ -468,13 +483,13 @@ class DeadLetters:
             return None
         return unpacked(letter, message, b"".join(found[one] for one in parts))
 
-    def _finished(self, entries: Sequence[EntryId]) -> None:
+    def finished(self, entries: Sequence[EntryId]) -> None:
         """Markers are finished with once a checkpoint, where there is one, begins behind them.
 
         Until then they prove that their letters are done, and not lost.
         """
         if not self._checkpointed:
-            self.acknowledge(entries)
+            self._acknowledge_all(entries)
             return
         with self.lock:
             self._finished_with += entries
@@ -514,7 +529,9 @@ class DeadLetters:
     def _open_producer(self) -> Producer:
         with self._producer_lock:
             if self._producer is None:
-                self._keeper.hold_for_the_first()
+                consumer = self._keeper.hold_for_the_first()
+                if self._returns is None:
+                    self._returns = LetterReturns(consumer, self._came_again)
                 self._producer = self._broker.producer(
                     self.topic_partition, send_timeout_ms=self._config.operation_timeout_ms
                 )
@@ -525,7 +542,8 @@ class DeadLetters:
         with self.lock:
             known = self.parking.parked.parts
             parts = [known.pop(one) for one in entries if one in known]
-        entries = [*entries, *chain.from_iterable(parts)]
+        # Where only some of them are remembered, a letter that comes again names its parts.
+        entries = [*chain.from_iterable(parts), *entries]
         if not entries:
             return
         consumer = self._keeper.consumer
@@ -535,6 +553,24 @@ class DeadLetters:
         except BrokerError as exc:
             # They are read once more at the next start, and found to be finished with.
             _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc)
+
+    def _acknowledge_all(self, entries: Sequence[EntryId]) -> None:
+        for at in range(0, len(entries), ACKNOWLEDGE_AT_ONCE_MAX):
+            self.acknowledge(entries[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+
+    def _came_again(self, message: Message) -> None:
+        """Acknowledge what was received of the topic, if it is finished with."""
+        with self.lock:
+            parked = self.parking.parked
+            stored = self._stored if self._checkpointed else parked.folded
+            if not is_finished(parked, message, self._config.subscription, stored):
+                return
+        position = position_of(message)
+        try:
+            parts = parts_of(message)
+        except ValueError:
+            parts = EntrySet()
+        self._acknowledge_all([*(parts - parts.above(position)), position])
 
 
 def _bytes(letter: Letter) -> int:
@@ -598,9 +634,11 @@ def open_dead_letters(
     except BaseException:
         keeper.close()
         raise
-    letters = DeadLetters(broker, where, config, keeper, state, checkpointed=checkpointed)
-    for at in range(0, len(finished), ACKNOWLEDGE_AT_ONCE_MAX):
-        letters.acknowledge(finished[at : at + ACKNOWLEDGE_AT_ONCE_MAX])
+    stored = None if parked is None else Parked.from_dict(parked).begin
+    letters = DeadLetters(
+        broker, where, config, keeper, state, checkpointed=checkpointed, stored=stored
+    )
+    letters.finished(finished)
     if state.claimed is not None:
         letters.note()
     if state.keys:

@@ -18,6 +18,9 @@ from keyshard.errors import ConfigError, SubscriptionInUseError
 from keyshard.handlers.letter_reading import fold
 from keyshard.runtime.topics import PARKED
 
+RECEIVER_QUEUE_SIZE = 8
+"""Messages that the client asks for ahead; each may be as large as the broker takes."""
+
 
 class LetterKeeper:
     """Holds the subscription. Any thread may call it; nothing is tried again here."""
@@ -28,7 +31,7 @@ class LetterKeeper:
         self._config = config
         self._lock = threading.Lock()
         self.consumer: Consumer | None = None
-        """Never receives, and acknowledges what is finished with; ``None``: no topic yet."""
+        """Acknowledges what is finished with; ``None``: no topic yet."""
 
     def is_missing(self) -> bool:
         """Whether there is no dead-letter topic; an old broker cannot tell, and says no."""
@@ -47,7 +50,7 @@ class LetterKeeper:
                 self.consumer = self._subscribe()
             return self.consumer
 
-    def hold_for_the_first(self) -> None:
+    def hold_for_the_first(self) -> Consumer:
         """Before each letter: when there was no topic at the start, hold what is there now.
 
         Raises:
@@ -56,7 +59,7 @@ class LetterKeeper:
         """
         with self._lock:
             if self.consumer is not None:
-                return
+                return self.consumer
             consumer, found = self._subscribe(), Parked()
             try:
                 finished = fold(self._broker, self._where, found, consumer, self._config)
@@ -73,6 +76,7 @@ class LetterKeeper:
                 consumer.close()
                 raise
             self.consumer = consumer
+            return consumer
 
     def close(self) -> None:
         """Free the consumer. Idempotent."""
@@ -100,5 +104,5 @@ class LetterKeeper:
             split_ring(1)[0],
             start=StartPosition.EARLIEST,
             consumer_name=f"keyshard-{socket.gethostname()}-parked",
-            receiver_queue_size=1,
+            receiver_queue_size=RECEIVER_QUEUE_SIZE,
         )

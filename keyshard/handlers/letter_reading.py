@@ -11,9 +11,11 @@ from keyshard.config import SourceConfig
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.letters import (
     OLDEST,
+    PART,
     PARTS,
     PREFIX,
     Kind,
+    Letter,
     Marker,
     Sweep,
     parse,
@@ -156,6 +158,38 @@ def read(
                 yield from messages
         if enough():
             return
+
+
+def is_finished(state: Parked, message: Message, subscription: str, stored: EntryId | None) -> bool:
+    """Whether nothing needs a message of the topic that was received, whoever starts next.
+
+    A part never is: only its letter tells whether it is needed.
+
+    Args:
+        state: What is known.
+        message: It.
+        subscription: Of the source.
+        stored: Everything before it is folded in the checkpoint that is stored; ``None``: none is.
+    """
+    position, folded = position_of(message), state.folded
+    if folded is None or position >= folded:
+        return False
+    own = message.properties.get(f"{PREFIX}subscription") == subscription
+    try:
+        found = parse(message)
+    except ValueError:
+        found = None
+    if own and isinstance(found, Letter):
+        where, message_id = found.topic_partition, found.message.message_id
+        return (
+            found.kind is Kind.PARKED
+            and found.key is not None
+            and not state.rests(found.key, where, message_id)
+        )
+    if own and message.properties.get(f"{PREFIX}kind") == PART:
+        return False
+    # It proves that what a checkpoint says to rest is done, and not lost.
+    return not own or (stored is not None and position < stored)
 
 
 def _take(state: Parked, message: Message, subscription: str) -> str:

@@ -1,0 +1,133 @@
+"""A cluster with a dead-letter topic, and a source that opens it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from helpers import P0, config
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.port import Producer, Reader
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.message import Message, MessageId
+from keyshard.errors import BrokerUnavailableError
+from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
+
+KEEPS = "unit-parked"
+PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
+
+
+class World:
+    """A cluster, and a source that opens its dead letters again and again."""
+
+    def __init__(self, entries_per_ledger: int = 3) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=entries_per_ledger)
+        self.where = TopicPartition(self.cluster.create_topic("letters"))
+        self.clients: list[FaultyBroker] = []
+
+    def open(
+        self,
+        parked: Mapping[str, Any] | None = None,
+        *,
+        checkpointed: bool = False,
+        **changes: Any,
+    ) -> DeadLetters:
+        self.clients.append(FaultyBroker(self.cluster))
+        source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
+        return open_dead_letters(
+            self.clients[-1], self.where.topic, source, parked, checkpointed=checkpointed
+        )
+
+    def die(self) -> None:
+        """SIGKILL the newest client."""
+        self.clients[-1].kill()
+
+    @property
+    def kept(self) -> int:
+        return self.cluster.backlog(self.where, KEEPS)
+
+
+class FaultyBroker(MemoryBroker):
+    """One whose producer may not get its confirmation, and whose readers may be slow."""
+
+    fails = 0
+    """Sends that are stored and not confirmed."""
+    stuck = False
+    """Whether readers give nothing."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.starts: list[EntryId] = []
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        inner = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        return _Producer(self, inner)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+        self.starts.append(start)
+        reader = super().reader(topic_partition, start)
+        return _StuckReader(reader) if self.stuck else reader
+
+
+class _Producer:
+    def __init__(self, broker: FaultyBroker, inner: Producer) -> None:
+        self._broker, self._inner = broker, inner
+
+    def send(self, value: bytes, **fields: Any) -> EntryId:
+        sent = self._inner.send(value, **fields)
+        if self._broker.fails:
+            self._broker.fails -= 1
+            raise BrokerUnavailableError("No confirmation.")
+        return sent
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _StuckReader:
+    def __init__(self, inner: Reader) -> None:
+        self._inner = inner
+
+    def read(self, _timeout_ms: int) -> list[Any]:
+        return []
+
+    def at_end(self) -> bool:
+        return False
+
+    def stayed_connected(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def letter(number: int, key: str = "k", kind: Kind = Kind.PARKED, by: str = "unit") -> Letter:
+    message = Message(
+        b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
+        PUBLISHED, None, {}, None, redelivered=False,
+    )  # fmt: skip
+    return Letter(message, by, kind, 3, "broken")
+
+
+def replay(letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]:
+    """Let a key out; numbers of the letters that were done."""
+    assert letters.unpark(key)
+    first = letters.first(key)
+    assert first is not None
+    rest = letters.replay(key, first)
+    done: list[int] = []
+    resting: Resting | None = first
+    while resting is not None and len(done) < most:
+        letters.done(key, resting)
+        done.append(int(resting.letter.message.value.split()[0]))
+        resting = rest.next()
+    return done
+
+
+def large(number: int, size: int, kind: Kind = Kind.PARKED, **properties: str) -> Letter:
+    """One that is kept in parts."""
+    made = letter(number)
+    value = b"%d " % number + bytes(size)
+    return Letter(made.message._replace(value=value, properties=properties), "unit", kind, 3, "no")
