@@ -69,7 +69,7 @@ class LetterReturns:
             for message in messages_of(self._consumer.topic_partition, block):
                 self._take(message)
         if not blocks:
-            self._ready.clear()
-            self._consumer.when_ready(self._ready.set)
+            ready = self._ready = threading.Event()
+            self._consumer.when_ready(ready.set)
             if not self._closed:
-                self._ready.wait()
+                ready.wait()
