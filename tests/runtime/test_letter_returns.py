@@ -152,6 +152,7 @@ def test_the_backlog_of_letters_becomes_empty_without_further_traffic(
     place: Place, tmp_path: Path
 ) -> None:
     path = tmp_path / "checkpoint.json"
+    before = set(threading.enumerate())
     place.broken = {"b"}
     place.publish(*"ab" * 5)
     with place.run(checkpoint=f"file://{path}") as run:
@@ -166,4 +167,4 @@ def test_the_backlog_of_letters_becomes_empty_without_further_traffic(
     with place.run(checkpoint=f"file://{path}"):
         wait_until(lambda: place.resting() == 0)
     assert place.handled["b"] == list(range(5))
-    assert not [one for one in threading.enumerate() if "letter-returns" in one.name]
+    assert not {one for one in threading.enumerate() if "letter-returns" in one.name} - before
