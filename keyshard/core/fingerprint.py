@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from keyshard.core.broker_state import BrokerState
 from keyshard.core.checkpoint import PartitionCheckpoint
-from keyshard.core.entry import EntryBlock, TopicPartition
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
+from keyshard.core.settling import FIRST
 from keyshard.errors import TopicRecreatedError
 
 CLOCK_SKEW_MS = 10_000
@@ -17,21 +21,52 @@ def lowest_known_ledger(state: PartitionCheckpoint) -> int:
     return min(known, default=-1)
 
 
-def check_delivered(
-    topic_partition: TopicPartition, state: PartitionCheckpoint, block: EntryBlock
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The entries of a topic partition that were known at one moment.
+
+    What a cluster that was wiped since stores under these ids is newer than all of them.
+    """
+
+    state: PartitionCheckpoint
+    held: EntrySet
+    """Entries that were received, whether a batch has them or not."""
+    published_ms: int
+    """Latest publish time of all."""
+
+    def __contains__(self, entry_id: EntryId) -> bool:
+        return self.state.settled(entry_id) or entry_id in self.held
+
+    @property
+    def span(self) -> tuple[EntryId, EntryId]:
+        """The first and the last position of which anything is known."""
+        delivered, held, floor = self.state.delivered, self.held, self.state.floor
+        ends = [delivered.first, delivered.last, held.first, held.last, floor]
+        known = [one for one in ends if one is not None]
+        return FIRST if floor is not None else min(known), max(known)
+
+    def __bool__(self) -> bool:
+        return self.state.floor is not None or bool(self.state.delivered) or bool(self.held)
+
+
+def check_delivered(topic_partition: TopicPartition, published_ms: int, block: EntryBlock) -> None:
     """Check an entry whose id is settled.
 
+    Args:
+        topic_partition: Where it lies.
+        published_ms: Latest time at which it may have been published.
+        block: The entry.
+
     Raises:
-        TopicRecreatedError: It was published later than everything delivered.
+        TopicRecreatedError: It was published later.
     """
     newest = block.publish_ms
-    if newest > state.published_ms:
+    if newest > published_ms:
         raise _recreated(
             topic_partition,
             f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} is delivered according "
-            f"to the checkpoint, but was published {newest - state.published_ms} ms after "
-            "everything delivered",
+            f"to the checkpoint, but was published {newest - published_ms} ms after everything "
+            "delivered",
         )
 
 

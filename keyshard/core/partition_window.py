@@ -10,6 +10,7 @@ from keyshard.core.checkpoint import PartitionCheckpoint
 from keyshard.core.checkpoint_size import fitting, paused_ranges
 from keyshard.core.entry import EntryBlock, EntryId
 from keyshard.core.entry_set import EntrySet
+from keyshard.core.fingerprint import Known
 from keyshard.core.settling import Proofs, Settled, settle, settles_more
 
 ROW_OVERHEAD_BYTES = 512
@@ -52,6 +53,9 @@ class PartitionWindow:
     """Received rows that no cut takes before something else comes."""
     lowest_ledger: int = -1
     """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
+    doubted: Known | None = None
+    """What was known when nothing showed any longer that this is the same topic partition; ``None``
+    while that is sure."""
     gone: bool = False
     """Whether the topic partition exists no more: the next checkpoint leaves it out."""
 
@@ -143,8 +147,20 @@ class PartitionWindow:
         """Latest time at which an entry that is held, or going to be read again, was published."""
         published_ms = self.held.get(entry_id)
         if published_ms is None and self.expected and entry_id in self.expected:
-            return self.state.published_ms
+            return self.latest_ms_of(entry_id)
         return published_ms
+
+    def latest_ms_of(self, entry_id: EntryId) -> int:
+        """Latest time at which an entry that is settled may have been published."""
+        known = self.doubted
+        return (known if known and entry_id in known else self.state).published_ms
+
+    def doubt(self) -> None:
+        """From now on another topic may be behind the same ids."""
+        if self.doubted is None:
+            newest_ms = max([self.state.published_ms, *self.held.values()])
+            known = Known(self.state, EntrySet.of(self.held), newest_ms)
+            self.doubted = known or None
 
     def hold(self, block: EntryBlock) -> tuple[int, int]:
         """Count an entry as held; its rows and memory."""

@@ -24,6 +24,7 @@ from keyshard.core.checkpoint_size import PARTITION_BYTES
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
 from keyshard.core.fingerprint import (
+    Known,
     check_delivered,
     check_held,
     check_unknown,
@@ -136,6 +137,7 @@ class Window:
         if window is None:
             window = self._partitions[topic_partition] = PartitionWindow(PartitionCheckpoint())
         window.gone = False
+        window.doubt()
         self._active[topic_partition] = self._changing[topic_partition] = None
 
     def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
@@ -185,15 +187,9 @@ class Window:
         """
         window = self._partitions[topic_partition]
         rows = block.rows
-        published_ms = window.published_ms_of(block.id)
-        if published_ms is not None:
-            check_held(topic_partition, published_ms, block)
+        if block.id in window.held or window.state.settled(block.id):
             self.counters.duplicates_dropped += rows
-            return Receipt.HELD
-        if window.state.settled(block.id):
-            check_delivered(topic_partition, window.state, block)
-            self.counters.duplicates_dropped += rows
-            return Receipt.COMMITTED
+            return self._check_known(topic_partition, window, block)
         check_unknown(topic_partition, window.state, window.lowest_ledger, block)
         self.received_rows += rows + window.waiting_rows
         if not window.received:
@@ -357,6 +353,46 @@ class Window:
             if oldest == batch_id:
                 break
         return released
+
+    def doubt(self, topic_partition: TopicPartition) -> None:
+        """Nothing shows any longer that a topic partition is the one that was received from."""
+        window = self._partitions.get(topic_partition)
+        if window is not None:
+            window.doubt()
+
+    def doubted(self, topic_partition: TopicPartition) -> Known | None:
+        """What was known of a topic partition that may be another one by now."""
+        window = self._partitions.get(topic_partition)
+        return None if window is None else window.doubted
+
+    def compare(self, topic_partition: TopicPartition, block: EntryBlock) -> bool:
+        """Whether what a topic partition that is doubted stores ends the doubt.
+
+        It does where the id is known and the entry as old as it should be; and where the id is
+        higher than all that are known, because ids only grow.
+
+        Raises:
+            TopicRecreatedError: The ids were handed out a second time.
+        """
+        window = self._partitions.get(topic_partition)
+        if window is None or window.doubted is None:
+            return True
+        if block.id in window.doubted:
+            self._check_known(topic_partition, window, block)
+        elif block.id < window.doubted.span[1]:
+            return False
+        window.doubted = None
+        return True
+
+    def _check_known(
+        self, topic_partition: TopicPartition, window: PartitionWindow, block: EntryBlock
+    ) -> Receipt:
+        published_ms = window.published_ms_of(block.id)
+        if published_ms is not None:
+            check_held(topic_partition, published_ms, block)
+            return Receipt.HELD
+        check_delivered(topic_partition, window.latest_ms_of(block.id), block)
+        return Receipt.COMMITTED
 
     def holes_view(
         self, topic_partition: TopicPartition

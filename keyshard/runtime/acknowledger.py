@@ -32,6 +32,8 @@ class Acknowledger:
     Args:
         consumer_of: A live consumer of a topic partition, or a retriable error; ``None`` for one
             that is gone, whose entries are dropped.
+        still: Those of some entries that are still what was received, or a retriable error; the
+            rest is dropped.
         timeout_s: Time after which a failing acknowledgement fails the source, seconds.
         fail: Told the error that ends this thread.
     """
@@ -39,10 +41,12 @@ class Acknowledger:
     def __init__(
         self,
         consumer_of: Callable[[TopicPartition], Consumer | None],
+        still: Callable[[TopicPartition, Sequence[EntryId]], Sequence[EntryId]],
         timeout_s: float,
         fail: Callable[[KeyShardError], None],
     ) -> None:
         self._consumer_of = consumer_of
+        self._still = still
         self._timeout_s = timeout_s
         self._fail = fail
         self._queue: deque[tuple[TopicPartition, Sequence[EntryId]]] = deque()
@@ -129,7 +133,7 @@ class Acknowledger:
             try:
                 consumer = self._consumer_of(topic_partition)
                 if consumer is not None:
-                    consumer.acknowledge(turn)
+                    consumer.acknowledge(self._still(topic_partition, turn))
             except BrokerError as exc:
                 # The consumer may just be re-opened: the next attempt asks for another one.
                 self._check_time(topic_partition, entries, exc)

@@ -121,7 +121,7 @@ def _check_newest(
                 raise _unread(topic_partition)
             for block in retry_until(scan.read, left_s):
                 if block.id == newest:
-                    check_delivered(topic_partition, state, block)
+                    check_delivered(topic_partition, state.published_ms, block)
                     return
 
 

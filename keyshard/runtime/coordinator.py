@@ -34,6 +34,7 @@ from keyshard.core.window import Budget, Receipt
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
 from keyshard.runtime.acknowledger import Acknowledger
 from keyshard.runtime.available_now import AvailableNow, last_entries
+from keyshard.runtime.continuity import Continuity
 from keyshard.runtime.discovery import Discovery
 from keyshard.runtime.layouts import Layouts
 from keyshard.runtime.load_meter import LoadMeter
@@ -51,6 +52,8 @@ from keyshard.schema.columns import SCHEMA, record_batches
 
 LET_GO_S = 1.0
 """Longest wait for a thread that the client's end lets go, seconds."""
+COMPARE_AGAIN_S = 0.5
+"""Pause of a range of which nothing shows yet that it is what it was, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -155,11 +158,15 @@ class Coordinator:
         self.discovery = Discovery(
             catalog, self._admin, self, config.subscription, config.discovery_interval_ms / 1000
         )
+        self._continuity = Continuity(self._broker, self._range_consumers, self._lock, self._window)
         self._acknowledger = Acknowledger(
-            self._range_consumers.consumer_of, config.acknowledge_timeout_ms / 1000, self.fail
-        )
+            self._range_consumers.consumer_of, self._continuity.acknowledgeable,
+            config.acknowledge_timeout_ms / 1000, self.fail,
+        )  # fmt: skip
         self._settler = Settler(self._broker, self._admin, config, self)
-        self._reconnector = Reconnector(self._broker, self._range_consumers, config, self.changing)
+        self._reconnector = Reconnector(
+            self._broker, self._range_consumers, config, self.changing, self._continuity
+        )
         self._range_consumers.serve(range_consumers)
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
@@ -432,10 +439,9 @@ class Coordinator:
         return self._pauses.include(seat.topic_partition, seat.range_index)
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
-        if self._available_now is not None:
-            entries = self._available_now.admit(range_consumer, entries)
-            if not entries:
-                return
+        entries = self._admitted(range_consumer, entries)
+        if not entries:
+            return
         seat = range_consumer.seat
         again: list[EntryId] = []
         misrouted = keyless = unreadable = 0
@@ -471,6 +477,18 @@ class Coordinator:
             self._lock.notify_all()
         if again:
             self._acknowledger.submit(seat.topic_partition, again)
+
+    def _admitted(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
+    ) -> Sequence[EntryBlock]:
+        """Those of some entries that are to be taken now."""
+        if not self._continuity.may_receive(range_consumer.seat.topic_partition):
+            # Everything comes again to the consumer that is subscribed then.
+            range_consumer.rest_until_s = time.monotonic() + COMPARE_AGAIN_S
+            return ()
+        if self._available_now is None:
+            return entries
+        return self._available_now.admit(range_consumer, entries)
 
     def reopen(self, range_consumer: RangeConsumer) -> None:
         reopen_range_consumer(self._broker, self._config, range_consumer, self._stopping)

@@ -224,6 +224,14 @@ class RangeConsumers:
             for one in list(consumers)
         ]
 
+    def away(self) -> list[TopicPartition]:
+        """Topic partitions none of whose consumers is connected now."""
+        return [
+            where
+            for where, consumers in list(self.by_partition.items())
+            if not any(one.consumer.is_connected() for one in consumers)
+        ]
+
     def consumer_of(self, topic_partition: TopicPartition) -> Consumer | None:
         """A connected consumer: its acknowledgements reach the broker. ``None``: it has none.
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from keyshard.broker.port import Broker
 from keyshard.config import SourceConfig
 from keyshard.errors import BrokerError
+from keyshard.runtime.continuity import Continuity
 from keyshard.runtime.range_consumers import RangeConsumers
 from keyshard.runtime.receiver import RangeConsumer
 from keyshard.runtime.subscribe import subscribe_once
@@ -40,16 +41,18 @@ class Reconnector:
         range_consumers: Whose consumers are looked after.
         config: The source.
         changing: Held while consumers come and go.
+        continuity: Looks at the connections, too.
     """
 
     def __init__(
         self, broker: Broker, range_consumers: RangeConsumers, config: SourceConfig,
-        changing: threading.Lock,
+        changing: threading.Lock, continuity: Continuity,
     ) -> None:  # fmt: skip
         self._broker = broker
         self._range_consumers = range_consumers
         self._config = config
         self._changing = changing
+        self._continuity = continuity
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keyshard-reconnect", daemon=True)
         self._thread.start()
@@ -68,6 +71,7 @@ class Reconnector:
 
     def _look(self) -> None:
         try:
+            self._continuity.look()
             self._replace(self._long_away())
         except BrokerError as exc:
             _log.debug("no consumer was replaced: %s", exc)

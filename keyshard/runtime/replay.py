@@ -70,7 +70,7 @@ def replay(
         found = {tp: future.result() for tp, future in futures.items()}
     for tp, blocks in found.items():
         for block in blocks:
-            check_delivered(tp, wanted[tp], block)
+            check_delivered(tp, wanted[tp].published_ms, block)
         missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
         if missing:
             loss = _trimmed(tp, missing)

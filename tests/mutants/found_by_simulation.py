@@ -64,7 +64,7 @@ FOUND_BY_SIMULATION = (
             Edit(
                 "keyshard/runtime/replay.py",
                 "        for block in blocks:\n"
-                "            check_delivered(tp, wanted[tp], block)\n",
+                "            check_delivered(tp, wanted[tp].published_ms, block)\n",
                 "",
             ),
         ),

@@ -26,6 +26,8 @@ FOREIGN_MAX = 5
 """Entries that somebody else acknowledges at once, at most."""
 AWAY_S = (0.05, 3.0)
 """Time that a killed broker is away, seconds."""
+WIPED_S = (3.5, 10.0)
+"""The same, where its data are deleted meanwhile: nobody does that and starts it any faster."""
 OUTAGE_S = (20.0, 50.0)
 """The same, when it is longer than clients wait; a query may fail then, with a named error."""
 PATIENCE_S = 5.0
@@ -172,7 +174,8 @@ class Injector:
 
         outage = self._random.random() < 0.1
         world.network.outages += outage
-        away_s = self._random.uniform(*(OUTAGE_S if outage else AWAY_S))
+        away = AWAY_S if wipe is None else WIPED_S
+        away_s = self._random.uniform(*(OUTAGE_S if outage else away))
 
         def back() -> None:
             world.scheduler.sleep(away_s)

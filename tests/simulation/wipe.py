@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from keyshard.broker.memory import Message
+from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.entry import TopicPartition
 from keyshard.errors import (
     AvailableNowTimeoutError,
@@ -14,6 +14,7 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from tests.simulation.debts import Debts
+from tests.simulation.shape import SUBSCRIPTION
 from tests.simulation.spark import Storage
 
 LIVES = 2
@@ -58,19 +59,12 @@ class Wiped:
         self.named += named
         return named
 
-    def settled(self, backlog: int) -> bool:
+    def settled(self) -> bool:
         """Whether the source stays ended with the error, or has committed all that came since.
 
-        It knows nothing of a topic partition from which it has committed nothing. And what it had
-        acknowledged at that moment, and was on its way, may have met new entries under those ids:
-        then nothing shows the next life what the first one named.
-
-        Args:
-            backlog: Entries that are not acknowledged.
+        It knows nothing of a topic partition from which it has committed nothing.
         """
-        if self.named >= LIVES or (self.named and not backlog):
-            return True
-        return self.sent <= self._committed().keys()
+        return self.named >= LIVES or self.sent <= self._committed().keys()
 
     def _committed(self) -> Counter[Name]:
         return Counter(
@@ -80,8 +74,8 @@ class Wiped:
             for row in rows
         )
 
-    def problems(self) -> list[str]:
-        """What came twice, or in the place of something else."""
+    def problems(self, cluster: MemoryCluster, where: Iterable[TopicPartition]) -> list[str]:
+        """What came twice or in the place of something else, or was lost in silence."""
         committed = self._committed()
         found = [f"{name} is committed {n} times" for name, n in committed.items() if n > 1]
         for batch in self._logged & self._storage.commits:
@@ -91,6 +85,16 @@ class Wiped:
                     for row in rows
                     if (row["__topic"], row["value"]) in self.sent
                 ]
-        # What was received before and is acknowledged after meets the new entries of the same ids:
-        # no source can tell them apart before something new comes, so those are not judged.
+        for one in where:
+            subscription = cluster.subscriptions(one).get(SUBSCRIPTION)
+            for ordinal in range(len(subscription.log) if subscription else 0):
+                assert subscription is not None
+                entry = subscription.log.get(ordinal)
+                if entry is None or entry.hidden or not subscription.cursor.is_acked(ordinal):
+                    continue
+                found += [
+                    f"{message.value!r} of {one} is acknowledged and in no batch"
+                    for message in entry.messages
+                    if (one.topic, message.value) not in committed
+                ]
         return found

@@ -185,8 +185,6 @@ class World:
         while not self._settled():
             if scheduler.now_s > end:
                 self._judge()
-                if self.wiped is not None and not self._backlog():
-                    break  # See Wiped.problems: not all that came after can be told apart.
                 raise BrokenPromiseError(
                     f"{len(self.debts.owed)} of {self.messages} rows are not committed and the "
                     f"backlog is {self._backlog()}, {SETTLE_S:.0f} s after the last fault"
@@ -248,7 +246,7 @@ class World:
 
     def _settled(self) -> bool:
         if self.wiped is not None:
-            return self.wiped.settled(self._backlog())
+            return self.wiped.settled()
         return not self._owed() and not self._backlog()
 
     def _all_happened(self) -> bool:
@@ -274,7 +272,7 @@ class World:
         wiped = self.wiped
         if wiped is None:
             self._owed()
-        elif problems := wiped.problems():
+        elif problems := wiped.problems(self.cluster, self.topics.partitions()):
             raise BrokenPromiseError(f"{len(problems)} problems, the first: {problems[0]}")
         events = self.record.judged(
             self.debts if wiped is None else wiped.debts,

@@ -35,7 +35,7 @@ class Bench:
         return self.consumers.get(topic_partition)
 
     def start(self, timeout_s: float = 10.0) -> Acknowledger:
-        made = Acknowledger(self.consumer_of, timeout_s, self.failures.append)
+        made = Acknowledger(self.consumer_of, lambda _, ids: ids, timeout_s, self.failures.append)
         self.made.append(made)
         return made
 

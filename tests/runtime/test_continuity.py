@@ -1,0 +1,157 @@
+"""A cluster that was wiped hands out the same ids again: named, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from helpers import commit, config, key_in, received, rows_of, wait_until
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import split_ring
+from keyshard.errors import KeyShardError, TopicRecreatedError
+from keyshard.runtime import continuity, reconnector
+from keyshard.runtime.coordinator import Coordinator
+from rescale_world import RescaleWorld
+
+LOW, HIGH = (key_in(hash_range) for hash_range in split_ring(2))
+BEFORE_MS, AFTER_MS = 1_000, 100_000
+TOPIC = "persistent://public/default/orders"
+
+
+class World:
+    """A running source with two ranges of one topic partition, and eight messages in each."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster()
+        self.where = TopicPartition(self.cluster.create_topic("orders"))
+        self.broker = MemoryBroker(self.cluster)
+        self.coordinator = Coordinator(
+            config(TOPIC, parallelism=2, discovery_interval_ms=86_400_000), lambda: self.broker
+        )
+        self.coordinator.start()
+        self.publish(BEFORE_MS, *[LOW, HIGH] * 4)
+        received(self.coordinator, 8)
+
+    def publish(self, publish_ms: int, *keys: str) -> None:
+        for key in keys:
+            self.cluster.publish(self.where, Message(b"", key=key), publish_ms=publish_ms)
+
+    def lose(self) -> None:
+        """The source loses its connections, and somebody looks at them."""
+        self.broker.drop()
+        seats = self.coordinator._range_consumers.by_partition[self.where]
+        wait_until(lambda: all(one.replace_at_s for one in seats))
+
+    def wipe(self) -> None:
+        self.cluster.wipe()
+        self.lose()
+        self.cluster.create_topic("orders")
+
+    def reconnect(self, range_index: int) -> None:
+        seats = self.coordinator._range_consumers.by_partition[self.where]
+        self.broker.reconnect([seats[range_index].consumer])  # type: ignore[list-item]
+
+    @property
+    def backlog(self) -> int:
+        return self.cluster.backlog(self.where, "unit")
+
+    @property
+    def error(self) -> KeyShardError | None:
+        try:
+            self.coordinator.check()
+        except KeyShardError as exc:
+            return exc
+        return None
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
+    made = World()
+    yield made
+    made.coordinator.stop()
+
+
+def test_what_was_received_before_a_wipe_acknowledges_nothing_after_it(world: World) -> None:
+    """1. Eight entries are in a batch. 2. The cluster is wiped. 3. Others have their ids, and
+    nothing of them comes before the batch is durable."""
+    end = world.coordinator.cut()
+    assert end is not None
+    rows_of(world.coordinator, end)
+    world.wipe()
+    world.reconnect(1)
+    world.publish(AFTER_MS, *[LOW] * 8)
+    world.coordinator.release(end)
+    status = world.coordinator.status
+    wait_until(lambda: world.error or not status()["entriesToAcknowledge"])
+    assert world.backlog == 8
+    assert isinstance(world.error, TopicRecreatedError)
+
+
+def test_new_entries_under_delivered_ids_are_not_taken_for_redeliveries(world: World) -> None:
+    """One range gets a new entry under a new id; then the other new ones under delivered ids."""
+    commit(world.coordinator)
+    wait_until(lambda: not world.backlog)
+    world.wipe()
+    world.reconnect(1)
+    world.publish(AFTER_MS, *[LOW] * 8)
+    world.publish(AFTER_MS + 1, HIGH)
+    wait_until(lambda: world.error or world.coordinator.status()["rowsReceived"] == 9)
+    if world.error is None:
+        commit(world.coordinator)
+    world.reconnect(0)
+    status = world.coordinator.status
+    wait_until(lambda: world.error or status()["duplicatesDropped"] >= 8)
+    assert isinstance(world.error, TopicRecreatedError)
+    assert world.backlog == 9
+
+
+def test_what_is_the_same_goes_on_after_an_absence(world: World) -> None:
+    end = world.coordinator.cut()
+    assert end is not None
+    rows_of(world.coordinator, end)
+    world.lose()
+    world.coordinator.release(end)
+    world.publish(AFTER_MS, LOW, HIGH)
+    world.broker.reconnect()
+    received(world.coordinator, 10)
+    commit(world.coordinator)
+    wait_until(lambda: not world.backlog)
+    assert world.error is None
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_known_and_stored_no_more_keeps_nothing_waiting(
+    world: World, *, early: bool
+) -> None:
+    """Retention has removed all that was delivered; what comes has higher ids."""
+    commit(world.coordinator)
+    wait_until(lambda: not world.backlog)
+    world.lose()
+    world.cluster.roll_ledger(world.where)
+    world.cluster.trim(world.where, EntryId(2**40, 0))
+    if early:
+        world.publish(AFTER_MS, LOW)
+    world.broker.reconnect()
+    if not early:
+        world.publish(AFTER_MS, LOW)
+    received(world.coordinator, 9)
+    commit(world.coordinator)
+    wait_until(lambda: not world.backlog)
+    assert world.error is None
+
+
+def test_a_process_that_stands_still_again_and_again_only_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is known of the connections at any moment: everything is compared, nothing lost."""
+    monkeypatch.setattr(continuity, "LOOKS_S", 0.0)
+    world = RescaleWorld()
+    try:
+        world.keep_publishing()
+        world.more(300)
+        world.check()
+    finally:
+        world.end()
