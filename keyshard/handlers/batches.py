@@ -86,12 +86,14 @@ class BatchRun:
         self._rows_max = rows_max
         self._wait_max_s = wait_max_s
         self._full_timeout_s = config.operation_timeout_ms / 1000
-        """Time after which a full window that nobody empties is an error, seconds."""
+        """Time after which a full window that nobody empties is an error, seconds; also the
+        longest wait at the end for an ack in progress."""
         self._store = None if checkpoint is None else CheckpointStore(checkpoint)
-        self._lock = threading.Lock()
+        # Taken again in one thread where an iteration that nobody holds any more ends inside an ack.
+        self._lock = threading.RLock()
         self._left: dict[TopicPartition, list[EntryId]] = {}
         self._rows: deque[tuple[TopicPartition, EntryBlock]] = deque()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._monitor: Monitor | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
@@ -131,9 +133,7 @@ class BatchRun:
         finally:
             if self._monitor is not None:
                 self._monitor.close()
-            self._coordinator.stop()
-            if self._store is not None:
-                self._store.close()
+            self._end()
 
     def status(self) -> dict[str, Any]:
         """What goes on, as plain JSON values; no lane works on anything."""
@@ -142,13 +142,17 @@ class BatchRun:
 
     def commit(self, entries: dict[TopicPartition, list[EntryId]]) -> None:
         """Commit the entries of a batch, which is emptied, and what was left of others before."""
-        with self._lock:
-            completed = {where: list(ids) for where, ids in self._left.items()}
-            for topic_partition, ids in entries.items():
-                completed.setdefault(topic_partition, []).extend(ids)
-            self._left = self._committer.plan(completed)
-            entries.clear()
-            self._committer.store()
+        try:
+            with self._lock:
+                completed = {where: list(ids) for where, ids in self._left.items()}
+                for topic_partition, ids in entries.items():
+                    completed.setdefault(topic_partition, []).extend(ids)
+                self._left = self._committer.plan(completed)
+                entries.clear()
+                self._committer.store()
+        finally:
+            if self._ended:
+                self._let_checkpoint_go()
 
     def unpark(self, key: str) -> bool:
         """Nothing is parked here.
@@ -160,6 +164,27 @@ class BatchRun:
             f"Key {key!r} cannot be unparked: batches() parks no keys. A source that runs a "
             "handler by run() does."
         )
+
+    def _end(self) -> None:
+        """An ack that another thread is in ends first; those that follow find the source ended.
+
+        Else it would replace the checkpoint of whoever comes next with its own, or return when
+        nobody can acknowledge any more. One that hangs keeps the checkpoint from others.
+        """
+        alone = self._lock.acquire(timeout=self._full_timeout_s)
+        try:
+            self._coordinator.stop()
+        finally:
+            if alone:
+                self._lock.release()
+            self._ended = True
+            self._let_checkpoint_go()
+
+    def _let_checkpoint_go(self) -> None:
+        """Unless an ack is in progress, which does it then."""
+        if self._store is not None and self._lock.acquire(blocking=False):
+            self._store.close()
+            self._lock.release()
 
     def _next(self) -> Batch | None:
         deadline = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +14,10 @@ import pytest
 from handler_place import Place
 from helpers import wait_until
 from keyshard.broker.memory import Message as Stored
-from keyshard.errors import CheckpointError, KeyShardError, NotRunningError
+from keyshard.errors import CheckpointError, CheckpointInUseError, KeyShardError, NotRunningError
 from keyshard.handlers import batches as module
 from keyshard.handlers.batches import Batch
+from keyshard.handlers.checkpoint_store import CheckpointStore
 
 
 @pytest.fixture
@@ -129,6 +131,67 @@ def test_two_threads_may_acknowledge_the_same_batch(place: Place) -> None:
             source.stop()
     assert not errors
     assert place.backlog() == 0
+
+
+def test_the_source_ends_when_an_ack_in_progress_has(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its checkpoint replaces a newer one, or it returns and nothing is acknowledged."""
+    place.publish(keys=5, per_key=4)
+    checkpoint = tmp_path / "c.json"
+    saving, go_on = threading.Event(), threading.Event()
+
+    def sync(_: int) -> None:
+        saving.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr("os.fsync", sync)
+    source = place.source()
+    batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
+    acking = threading.Thread(target=next(batches).ack)
+    acking.start()
+    assert saving.wait(30)
+    source.stop()
+    ending = threading.Thread(target=lambda: list(batches))
+    ending.start()
+    ending.join(1.0)
+    assert ending.is_alive(), "the source ended while an ack wrote its checkpoint"
+    with pytest.raises(CheckpointInUseError):
+        next(place.source().batches(checkpoint=checkpoint))
+    go_on.set()
+    for thread in (acking, ending):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert place.backlog() == 0
+
+
+def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.publish(keys=5, per_key=4)
+    checkpoint = tmp_path / "c.json"
+    saving, go_on = threading.Event(), threading.Event()
+
+    def sync(_: int) -> None:
+        saving.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr("os.fsync", sync)
+    source = place.source(operation_timeout_ms=1_000)
+    batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
+    acking = threading.Thread(target=next(batches).ack)
+    acking.start()
+    assert saving.wait(30)
+    source.stop()
+    assert list(batches) == []
+    assert place.backlog() == 20
+    with pytest.raises(CheckpointInUseError):
+        next(place.source().batches(checkpoint=checkpoint))
+    go_on.set()
+    acking.join(30)
+    assert not acking.is_alive()
+    with closing(CheckpointStore(checkpoint)) as store:
+        assert store.open() is not None
 
 
 def test_nothing_can_be_unparked_of_batches(place: Place) -> None:
