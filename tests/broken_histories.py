@@ -94,6 +94,19 @@ def handlers_go_back_without_a_fault(script: Script) -> Sequence[Event]:
     return first[1:]
 
 
+def handlers_go_back_twice_after_one_fault(script: Script) -> Sequence[Event]:
+    for seq in (0, 1, 2):
+        script.add("started", message(seq), worker="w")
+    script.add("crashed", worker="broker")
+    return [script.add("started", message(seq), worker="w") for seq in (3, 1, 0)][1:]
+
+
+def handlers_go_back_to_what_came_after_the_fault(script: Script) -> Sequence[Event]:
+    script.add("started", message(0), worker="w")
+    script.add("crashed", worker="broker")
+    return [script.add("started", message(seq), worker="w") for seq in (1, 2, 1)][1:]
+
+
 def new_message_after_a_later_one_in_spite_of_a_fault(script: Script) -> Sequence[Event]:
     top = script.add("delivered", message(1))
     script.add("crashed", worker="w")
@@ -316,6 +329,8 @@ BROKEN: dict[str, list[Change]] = {
         key_in_two_parts,
         handlers_inverted,
         handlers_go_back_without_a_fault,
+        handlers_go_back_twice_after_one_fault,
+        handlers_go_back_to_what_came_after_the_fault,
         new_message_after_a_later_one_in_spite_of_a_fault,
     ],
     "exactly_once": [in_two_batches, twice_in_a_batch, in_no_batch],

@@ -30,8 +30,8 @@ def key_order(events: Sequence[Event]) -> Verdict:
 
     Without ``seq``, in the order of their positions. In batches: over all committed batches, in the
     order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
-    from an earlier message after a fault, but a message that comes for the first time never comes
-    after a later one.
+    from an earlier message, once after a fault, but a message that comes for the first time never
+    comes after a later one.
     """
     view = HistoryView.of(events)
     found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
@@ -67,28 +67,35 @@ def _order_of_commits(view: HistoryView, found: Findings) -> None:
 
 
 def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
-    last: dict[Name, tuple[Event, int]] = {}
+    last: dict[Name, Event] = {}
     highest: dict[Name, Event] = {}
-    known: set[Name] = set()
+    faults_of: dict[Name, int] = {}
+    """Faults before a message came last."""
+    used: dict[Name, int] = {}
+    """Faults before a key started again last. What one brings back may come late: a handler has
+    another message of the key in hand, or they wait in a process, when a broker forgets."""
     stored_twice = _StoredTwice(view)
     for event, faults in view.seen_between_faults():
         if event.key is None:
             continue
         found.checked += 1
-        routing_name, order, new = event.routing_name, _order(event), event.stored not in known
-        known.add(event.stored)
-        before, faults_then = last.get(routing_name, (event, faults))
-        top = highest.get(routing_name, event)
-        last[routing_name] = event, faults
+        routing_name, order = event.routing_name, _order(event)
+        faults_then = faults_of.get(event.stored)
+        faults_of[event.stored] = faults
+        before, top = last.get(routing_name, event), highest.get(routing_name, event)
+        last[routing_name] = event
         if order >= _order(top):
             highest[routing_name] = event
-        elif new and event not in stored_twice:
+        elif faults_then is None and event not in stored_twice:
             found.violation(
                 f"{_text(event)} came for the first time after {_text(top)}", top, event
             )
             continue
-        if not new and order < _order(before) and faults == faults_then:
+        if faults_then is None or order >= _order(before):
+            continue
+        if faults == max(faults_then, used.get(routing_name, 0)):
             found.violation(f"{_text(event)} came after {_text(before)}", before, event)
+        used[routing_name] = faults
 
 
 def exactly_once(events: Sequence[Event]) -> Verdict:

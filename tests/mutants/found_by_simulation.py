@@ -27,6 +27,51 @@ FOUND_BY_SIMULATION = (
         ),
     ),
     Mutant(
+        name="excuse what a fault brings back only where it comes before all else of its key",
+        promise="No false alarm: what was received before a broker forgot goes on meanwhile.",
+        edits=(
+            Edit(
+                "keyshard/verify/check_messages.py",
+                "        last[routing_name] = event\n",
+                "        last[routing_name] = event\n"
+                "        used_then = used.get(routing_name, 0)\n"
+                "        used[routing_name] = faults\n",
+            ),
+            Edit(
+                "keyshard/verify/check_messages.py",
+                "used.get(routing_name, 0))",
+                "used_then)",
+            ),
+        ),
+        killers=(killer("unit/test_checkers", "test_what_is_allowed_passes"),),
+    ),
+    Mutant(
+        name="let a key start again as often as it likes after a fault",
+        promise="Order: after a fault a key starts again once, and from there in order.",
+        edits=(
+            Edit(
+                "keyshard/verify/check_messages.py",
+                "max(faults_then, used.get(routing_name, 0))",
+                "faults_then",
+            ),
+        ),
+        killers=(killer("unit/test_checkers", "test_a_broken_promise_is_found_and_shown"),),
+    ),
+    Mutant(
+        name="end batches while an ack writes its checkpoint",
+        promise="Twice: the checkpoint of a source that ended never replaces a newer one.",
+        edits=(
+            Edit(
+                "keyshard/handlers/batches.py",
+                "self._lock.acquire(timeout=self._full_timeout_s)",
+                "self._lock.acquire(blocking=False)",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_batches", "test_the_source_ends_when_an_ack_in_progress_has"),
+        ),
+    ),
+    Mutant(
         name="settle in silence what somebody else acknowledged",
         promise="No loss without a word: failOnDataLoss ends a source that runs, too.",
         edits=(

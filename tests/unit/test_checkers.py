@@ -104,6 +104,29 @@ def again_after_a_fault(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
+def again_behind_what_waited_when_the_broker_forgot(script: Script) -> str:
+    """Found by the simulation, seed 917176806: a life that ended had acknowledged 0 and 1."""
+    for seq in (0, 1):
+        script.add("started", message(seq), worker="first")
+    script.add("started", message(2), worker="second")
+    script.add("crashed", worker="broker")
+    for seq in (3, 0, 1, 2, 3):
+        script.add("started", message(seq), worker="second")
+    return "key_order bounded_duplicates"
+
+
+def again_behind_an_attempt_of_what_was_in_hand(script: Script) -> str:
+    """Found by the simulation, seed 917175287: the next life gets what the broker forgot."""
+    for seq in (0, 1, 2):
+        script.add("started", message(seq), worker="first")
+    script.add("crashed", worker="broker")
+    script.add("failed", message(2), worker="first")
+    script.add("started", message(2), worker="first")
+    for seq in (0, 1, 2):
+        script.add("started", message(seq), worker="second")
+    return "key_order bounded_duplicates"
+
+
 def one_key_in_two_partitions(script: Script) -> str:
     script.add("started", message(1, partition=0), worker="a")
     script.add("started", message(0, partition=1), worker="b")
@@ -181,6 +204,8 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         stored_twice_by_the_producer,
         delivered_twice_by_the_producer,
         again_after_a_fault,
+        again_behind_what_waited_when_the_broker_forgot,
+        again_behind_an_attempt_of_what_was_in_hand,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,

@@ -35,6 +35,8 @@ from tests.simulation.scheduler import Process
 if TYPE_CHECKING:
     from tests.simulation.handling.world import HandlerWorld
 
+_Row = tuple[Name, str | None, int]
+"""Name, key and sequence number of a message."""
 DRAIN_TIMEOUT_S = 20.0
 """Longest wait of a stop for handlers; none of the world takes that long."""
 STOP_S = DRAIN_TIMEOUT_S + 20.0
@@ -67,6 +69,8 @@ class Program:
         self._random = Random(f"{world.seed}:{name}:program")
         self._source: KeyShardSource | None = None
         self._excuses = 0
+        self._in_hand: dict[Batch, list[_Row]] = {}
+        """Batches of the process that lives which are not acknowledged, with their rows."""
 
     def connect(self, cluster: MemoryCluster) -> None:
         """Get a network of its own to the cluster that all share."""
@@ -104,11 +108,15 @@ class Program:
                 self.forgets = False
                 self.world.forget()
             self.lives += 1
+            self.promises.life_begins()
             process = self.process = scheduler.process(f"{self.name}-{self.lives}")
             life = scheduler.spawn(process, "run", lambda process=process: self._live(process))
             scheduler.join(life)
             if not process.dead:
+                if self._in_hand:
+                    self.record.add("disconnected", worker=process.name)
                 self.end(process, killed=False)
+            self._leave_batches()
             self.process = self._source = None
             scheduler.sleep(self._random.random() * 0.3)
 
@@ -121,6 +129,12 @@ class Program:
             self.record.add("crashed", worker=process.name)
             self.disturbed()
         self.world.scheduler.kill(process)
+
+    def _leave_batches(self) -> None:
+        """A process is gone: what it had in hand comes again."""
+        for rows in self._in_hand.values():
+            self.promises.left(name for name, _, _ in rows)
+        self._in_hand.clear()
 
     def _live(self, process: Process) -> None:
         excuses = self._excuses if self.network.up else -1
@@ -202,7 +216,7 @@ class Program:
         assert process is not None
         try:
             for batch in batches:
-                rows = [_row(row) for row in batch.records.to_pylist()]
+                rows = self._in_hand[batch] = [_row(row) for row in batch.records.to_pylist()]
                 for row in rows:
                     self._note("started", *row)
                 self.at(Step.HANDLING)
@@ -214,7 +228,7 @@ class Program:
         finally:
             batches.close()
 
-    def _acknowledging(self, batch: Batch, rows: list[Any], wait_s: float) -> Callable[[], None]:
+    def _acknowledging(self, batch: Batch, rows: list[_Row], wait_s: float) -> Callable[[], None]:
         def action() -> None:
             self.world.scheduler.sleep(wait_s * self._random.random())
             for row in rows:
@@ -234,10 +248,8 @@ class Program:
             return False
         except (RuntimeStoppedError, BrokerError) as exc:
             self.record.note(f"no ack: {exc}")
-            # The source ended with the batch in hand: it comes again.
-            if self.process is not None:
-                self.record.add("disconnected", worker=self.process.name)
-            self.disturbed()
+        else:
+            self._in_hand.pop(batch, None)
         return True
 
     # -- an observer, a disk, and what is told about letters -------------------------------------
@@ -380,6 +392,6 @@ def _name(message: Message) -> Name:
     return Name(message.topic, message.partition, message.message_id)
 
 
-def _row(row: dict[str, Any]) -> tuple[Name, str | None, int]:
+def _row(row: dict[str, Any]) -> _Row:
     position = MessageId(*map(int, row["__messageId"].split(":")))
     return (Name(row["__topic"], row["__partition"], position), *parse_value(row["value"]))

@@ -5,6 +5,7 @@ Each is judged when it happens, against what is durable at that moment.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from keyshard.core.checkpoint import Checkpoint
@@ -47,8 +48,23 @@ class Promises:
         """Letters that stay in the dead-letter topic until somebody acknowledges them."""
         self._disturbances = 0
         self._handled: dict[Name, int] = {}
+        self._of_this_life: set[Name] = set()
+        """What the process received and did; it remembers that, whatever the broker forgets."""
         self._resting: dict[str, dict[Name, tuple[Place, Rest]]] = {}
+        self._stored: dict[Name, int] = {}
+        """Disturbances before the newest letter of a message, whose original was received then."""
+        self._replayed: dict[Place, dict[Name, int]] = {}
+        """Messages that were done as letters, with their sequence numbers."""
         self._saved: Checkpoint | None = None
+
+    def life_begins(self) -> None:
+        """A process begins, and remembers nothing."""
+        self._of_this_life.clear()
+
+    def left(self, names: Iterable[Name]) -> None:
+        """A process ended before these were acknowledged: they come again, done or not."""
+        for name in names:
+            self._handled.pop(name, None)
 
     def disturbed(self) -> None:
         """Something happened after which what was done may come again."""
@@ -69,6 +85,10 @@ class Promises:
                 self._break(f"{text} was started while {rest.seq} before it rests as a letter")
         if self._handled.get(name) == self._disturbances:
             self._break(f"{text} came again, though nothing was forgotten")
+        if name in self._of_this_life and name not in resting:
+            self._break(f"{text} came again to the process that had done it")
+        if name not in resting:
+            self._older_runs(place, seq)
         if name not in resting and self._is_saved(name):
             self._break(f"{text} is done in the checkpoint, and came again")
 
@@ -76,6 +96,12 @@ class Promises:
         """User code is done with a message."""
         self.finished.add(name)
         self._handled[name] = self._disturbances
+        letters = [resting[name] for resting in self._resting.values() if name in resting]
+        for place, rest in letters:
+            self._replayed.setdefault(place, {})[name] = rest.seq
+        if not letters:
+            # What rested may have come to an earlier process, and not to this one.
+            self._of_this_life.add(name)
 
     def stored(self, position: EntryId, found: Letter | Marker | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
@@ -90,6 +116,8 @@ class Promises:
             return
         key = found.key
         assert key is not None
+        self._of_this_life.add(name)
+        self._stored[name] = self._disturbances
         resting = self._resting.setdefault(key, {})
         resting.setdefault(name, (Place(message.topic, message.partition, key),
                                   Rest(position, seq)))  # fmt: skip
@@ -102,6 +130,12 @@ class Promises:
     def unfinished(self) -> list[str]:
         """What rests yet; keys."""
         return sorted(key for key, resting in self._resting.items() if resting)
+
+    def _older_runs(self, place: Place, seq: int) -> None:
+        """What was replayed runs again behind an older one, if its original may come again."""
+        for name, newer in self._replayed.get(place, {}).items():
+            if newer > seq and self._stored[name] < self._disturbances:
+                self._handled.pop(name, None)
 
     def _released(self, found: Marker | Sweep) -> None:
         resting = self._resting.get(found.key, {})

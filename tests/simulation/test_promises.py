@@ -1,0 +1,103 @@
+"""The judge of a program with handlers excuses what may come again, and nothing else."""
+
+from __future__ import annotations
+
+from keyshard import Message
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.letters import Kind, Letter, Marker
+from keyshard.core.message import MessageId
+from tests.simulation.handling.promises import Name, Promises
+
+TOPIC = "persistent://public/default/orders"
+NOTHING_FORGOTTEN = f"{TOPIC} a:{{}} came again, though nothing was forgotten"
+SAME_PROCESS = f"{TOPIC} a:{{}} came again to the process that had done it"
+
+
+def name(seq: int) -> Name:
+    return Name(TOPIC, 0, MessageId(1, seq, 0))
+
+
+class Course:
+    """What happens to messages of one key, each named by its sequence number."""
+
+    def __init__(self) -> None:
+        self.promises = Promises()
+        self.letters = 0
+
+    @property
+    def broken(self) -> str:
+        return self.promises.broken
+
+    def done(self, *seqs: int) -> Course:
+        for seq in seqs:
+            self.promises.started(name(seq), "a", seq)
+            self.promises.completed(name(seq))
+        return self
+
+    def parked(self, seq: int) -> Course:
+        self.promises.started(name(seq), "a", seq)
+        original = Message.for_test(b"", key="a")._replace(
+            topic=TOPIC, partition=0, message_id=name(seq).id
+        )
+        self.letters += 1
+        letter = Letter(original, "billing", Kind.PARKED, 1, "cannot")
+        self.promises.stored(EntryId(9, self.letters), letter, seq)
+        return self
+
+    def replayed(self, seq: int) -> Course:
+        self.done(seq)
+        self.letters += 1
+        marker = Marker("a", "billing", TopicPartition(TOPIC, 0), name(seq).id)
+        self.promises.stored(EntryId(9, self.letters), marker, -1)
+        return self
+
+    def forgotten(self) -> Course:
+        self.promises.disturbed()
+        return self
+
+    def next_life(self) -> Course:
+        self.promises.life_begins()
+        return self
+
+
+def test_nothing_comes_again_after_a_stop() -> None:
+    assert not Course().done(0, 1).next_life().done(2).broken
+    assert Course().done(0, 1).next_life().done(1).broken == NOTHING_FORGOTTEN.format(1)
+
+
+def test_what_a_broker_forgot_comes_again_to_the_next_process() -> None:
+    assert not Course().done(0, 1).forgotten().next_life().done(0, 1).broken
+
+
+def test_a_process_knows_what_it_did_whatever_the_broker_forgets() -> None:
+    assert Course().done(0, 1).forgotten().done(0).broken == SAME_PROCESS.format(0)
+    again = Course().parked(0).replayed(0).forgotten().done(0)
+    assert again.broken == SAME_PROCESS.format(0)
+
+
+def test_a_batch_in_hand_comes_again_and_no_other() -> None:
+    course = Course().done(0, 1, 2)
+    course.promises.left([name(1), name(2)])
+    assert not course.next_life().done(1, 2).broken
+    assert course.done(0).broken == NOTHING_FORGOTTEN.format(0)
+
+
+def test_a_letter_of_an_earlier_life_may_come_as_a_message_when_its_broker_forgot_that() -> None:
+    course = Course().parked(1).next_life().replayed(1).forgotten()
+    assert not course.done(1).broken
+
+
+def test_what_was_replayed_runs_again_behind_an_older_one_that_came_again() -> None:
+    """Found by the simulation, seed 917176947."""
+    course = Course().done(0).parked(1).forgotten().next_life().replayed(1)
+    assert not course.done(0, 1).broken
+
+
+def test_what_was_replayed_does_not_run_again_without_an_older_one() -> None:
+    course = Course().done(0).parked(1).forgotten().next_life().replayed(1).done(2)
+    assert course.done(1).broken == NOTHING_FORGOTTEN.format(1)
+
+
+def test_what_was_replayed_does_not_run_again_when_its_original_was_not_forgotten() -> None:
+    course = Course().forgotten().parked(1).next_life().replayed(1)
+    assert course.done(0, 1).broken == NOTHING_FORGOTTEN.format(1)
