@@ -89,7 +89,7 @@ class BatchRun:
         """Time after which a full window that nobody empties is an error, seconds; also the
         longest wait at the end for an ack in progress."""
         self._store = None if checkpoint is None else CheckpointStore(checkpoint)
-        # Where an iteration that nobody holds any more ends inside an ack, one thread takes it twice.
+        # One thread takes it twice where an iteration that nobody holds ends inside an ack.
         self._lock = threading.RLock()
         self._left: dict[TopicPartition, list[EntryId]] = {}
         self._rows: deque[tuple[TopicPartition, EntryBlock]] = deque()

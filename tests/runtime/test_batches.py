@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -133,24 +134,37 @@ def test_two_threads_may_acknowledge_the_same_batch(place: Place) -> None:
     assert place.backlog() == 0
 
 
+@dataclass
+class SlowDisk:
+    """What is written to it waits until somebody lets it."""
+
+    writing: threading.Event = field(default_factory=threading.Event)
+    free: threading.Event = field(default_factory=threading.Event)
+
+    def sync(self, _: int) -> None:
+        self.writing.set()
+        assert self.free.wait(30)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk()
+    monkeypatch.setattr("os.fsync", disk.sync)
+    yield disk
+    disk.free.set()
+
+
 def test_the_source_ends_when_an_ack_in_progress_has(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, disk: SlowDisk
 ) -> None:
     """Else its checkpoint replaces a newer one, or it returns and nothing is acknowledged."""
     place.publish(keys=5, per_key=4)
     checkpoint = tmp_path / "c.json"
-    saving, go_on = threading.Event(), threading.Event()
-
-    def sync(_: int) -> None:
-        saving.set()
-        assert go_on.wait(30)
-
-    monkeypatch.setattr("os.fsync", sync)
     source = place.source()
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
-    assert saving.wait(30)
+    assert disk.writing.wait(30)
     source.stop()
     ending = threading.Thread(target=lambda: list(batches))
     ending.start()
@@ -158,7 +172,7 @@ def test_the_source_ends_when_an_ack_in_progress_has(
     assert ending.is_alive(), "the source ended while an ack wrote its checkpoint"
     with pytest.raises(CheckpointInUseError):
         next(place.source().batches(checkpoint=checkpoint))
-    go_on.set()
+    disk.free.set()
     for thread in (acking, ending):
         thread.join(30)
         assert not thread.is_alive()
@@ -166,28 +180,21 @@ def test_the_source_ends_when_an_ack_in_progress_has(
 
 
 def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, disk: SlowDisk
 ) -> None:
     place.publish(keys=5, per_key=4)
     checkpoint = tmp_path / "c.json"
-    saving, go_on = threading.Event(), threading.Event()
-
-    def sync(_: int) -> None:
-        saving.set()
-        assert go_on.wait(30)
-
-    monkeypatch.setattr("os.fsync", sync)
     source = place.source(operation_timeout_ms=1_000)
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
-    assert saving.wait(30)
+    assert disk.writing.wait(30)
     source.stop()
     assert list(batches) == []
     assert place.backlog() == 20
     with pytest.raises(CheckpointInUseError):
         next(place.source().batches(checkpoint=checkpoint))
-    go_on.set()
+    disk.free.set()
     acking.join(30)
     assert not acking.is_alive()
     with closing(CheckpointStore(checkpoint)) as store:
