@@ -2,7 +2,8 @@
 
 Two things lie in a dead-letter topic. A *letter* is a message that no handler got done: value,
 keys, event time and properties of the original, and what happened to it in properties that begin
-with ``keyshard.``. A *marker* says that a letter is done, or all letters of a key up to a position.
+with ``keyshard.``. A *marker* says that a letter is done, or all letters of a key up to a position,
+or that those behind an original count as done no more.
 Both tell the oldest letter that rested when they were written: where a topic begins behind it and
 nothing later says that it is done, it was lost.
 """
@@ -27,6 +28,8 @@ ERROR_CHARS_MAX = 1_000
 """Most characters of an error that a letter keeps."""
 REPLAYED = "replayed"
 """Kind of a marker."""
+RUNS_AGAIN = "runs_again"
+"""Kind of a message that takes markers back."""
 NOTED = "noted"
 """Kind of a message that only tells which letter is the oldest."""
 PART = "part"
@@ -129,15 +132,21 @@ class Marker:
 
     def properties(self) -> dict[str, str]:
         """Properties of the message that is the marker; its partition key is the key."""
-        where = self.topic_partition
-        own = {
-            "kind": REPLAYED,
-            "subscription": self.subscription,
-            "topic": where.topic,
-            "partition": str(where.partition),
-            "messageId": str(self.message_id),
-        }
-        return {PREFIX + name: value for name, value in own.items()}
+        return _about(REPLAYED, self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsAgain:
+    """A message runs that is older than done letters of its key: those count as done no more."""
+
+    key: str
+    subscription: str
+    topic_partition: TopicPartition
+    message_id: MessageId
+
+    def properties(self) -> dict[str, str]:
+        """Properties of the message that says it; its partition key is the key."""
+        return _about(RUNS_AGAIN, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ def position_of_text(text: str) -> EntryId:
     return EntryId(*_numbers(text, 2))
 
 
-def parse(found: Message) -> Letter | Marker | Sweep | None:
+def parse(found: Message) -> Letter | Marker | RunsAgain | Sweep | None:
     """What a message of a dead-letter topic is; ``None`` when it is neither letter nor marker.
 
     Raises:
@@ -201,7 +210,7 @@ def parse(found: Message) -> Letter | Marker | Sweep | None:
     if kind in (None, NOTED, PART):
         return None
     try:
-        if kind == REPLAYED:
+        if kind in (REPLAYED, RUNS_AGAIN):
             return _marker(found.key, own)
         return Letter(
             _original(found, own),
@@ -214,12 +223,26 @@ def parse(found: Message) -> Letter | Marker | Sweep | None:
         raise ValueError(f"property {PREFIX}{exc.args[0]} is missing") from exc
 
 
-def _marker(key: str | None, own: Mapping[str, str]) -> Marker | Sweep:
+def _about(kind: str, says: Marker | RunsAgain) -> dict[str, str]:
+    """Properties of a message that says something about one original."""
+    where = says.topic_partition
+    own = {
+        "kind": kind,
+        "subscription": says.subscription,
+        "topic": where.topic,
+        "partition": str(where.partition),
+        "messageId": str(says.message_id),
+    }
+    return {PREFIX + name: value for name, value in own.items()}
+
+
+def _marker(key: str | None, own: Mapping[str, str]) -> Marker | RunsAgain | Sweep:
     if key is None:
         raise ValueError("a marker without key")
     if "upTo" in own:
         return Sweep(key, own["subscription"], position_of_text(own["upTo"]))
-    return Marker(
+    kind = RunsAgain if own["kind"] == RUNS_AGAIN else Marker
+    return kind(
         key,
         own["subscription"],
         TopicPartition(own["topic"], int(own["partition"])),

@@ -206,6 +206,14 @@ class Parked:
         if up_to >= parked.last:
             self._settle(key)
 
+    def run_again(
+        self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
+    ) -> None:
+        """Fold that a message runs which is older than done letters of its key."""
+        self.passed(position)
+        self._settle(key)
+        self.runs(key, where, message_id)
+
     def settle(self) -> None:
         """The topic is folded to its end: look at what :meth:`swept` left for later."""
         for key in list(self._swept):
@@ -267,8 +275,17 @@ class Parked:
         done = self._done.get((key, where))
         if done is None or done.newest is None or done.newest < message_id:
             return
-        self._forget(key, where, [one for one in done.ids if one > message_id])
+        self._forget(key, where, self.done_behind(key, where, message_id))
         done.newest = message_id
+
+    def done_behind(
+        self, key: str, where: TopicPartition, message_id: MessageId
+    ) -> list[MessageId]:
+        """Newer messages that were letters and are done: what :meth:`runs` forgets."""
+        done = self._done.get((key, where))
+        if done is None or done.newest is None or done.newest < message_id:
+            return []
+        return [one for one in done.ids if one > message_id]
 
     @property
     def remembers(self) -> bool:

@@ -31,6 +31,7 @@ from keyshard.core.letters import (
     Letter,
     Marker,
     Resting,
+    RunsAgain,
     Sweep,
     parse,
     parts_of,
@@ -167,6 +168,22 @@ class DeadLetters:
             marks={letter},
         )
         self.acknowledge([letter])
+        self.finished([position])
+
+    def runs_again(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
+        """A message is about to run that is older than done letters of its key.
+
+        They come again behind it where they do at all, and must then run behind it, also for a
+        process that starts in between.
+
+        Raises:
+            BrokerError: As for :meth:`send`; the message must not run.
+        """
+        says = RunsAgain(key, self._config.subscription, where, message_id)
+        position = self._tracked(
+            lambda claim: self._send(b"", key=key, properties=says.properties() | claim),
+            lambda position: self.parking.parked.run_again(position, key, where, message_id),
+        )
         self.finished([position])
 
     def discard(self, key: str) -> int:

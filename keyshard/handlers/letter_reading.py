@@ -17,6 +17,7 @@ from keyshard.core.letters import (
     Kind,
     Letter,
     Marker,
+    RunsAgain,
     Sweep,
     parse,
     parts_of,
@@ -206,6 +207,9 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
         return _PASSES if noted else _NOT_OURS
     if isinstance(found, Marker):
         state.replayed(position, found.key, found.topic_partition, found.message_id)
+        return _PASSES
+    if isinstance(found, RunsAgain):
+        state.run_again(position, found.key, found.topic_partition, found.message_id)
         return _PASSES
     if isinstance(found, Sweep):
         state.swept(position, found.key, found.up_to)

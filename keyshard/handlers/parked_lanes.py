@@ -104,10 +104,14 @@ class ParkedLanes:
         where = TopicPartition(message.topic, message.partition)
         with self.letters.lock:
             course = parking.course(key, where, message.message_id)
-            if course is Course.HANDLE:
+            handled = course is Course.HANDLE
+            if handled and not parking.parked.done_behind(key, where, message.message_id):
                 parking.parked.runs(key, where, message.message_id)
                 return False
-        if course is Course.DONE:
+        if handled:
+            work.parking = True
+            self._submit(work, lambda: self._runs_again(work, key, where))
+        elif course is Course.DONE:
             self._run.lanes.completed(work)
             self._go_on(key)
         else:
@@ -214,6 +218,16 @@ class ParkedLanes:
             self._run.lanes.completed(work)
             if work.queue.key is not None:
                 self._go_on(work.queue.key)
+            self._run.wake()
+
+    def _runs_again(self, work: Work, key: str, where: TopicPartition) -> None:
+        """Say that newer letters count as done no more, and then let an older message run."""
+        self.letters.runs_again(key, where, work.message.message_id)
+        with self._run.changed:
+            work.parking = False
+            self._run.lanes.again(
+                work, time.monotonic(), "newer letters of its key are done", counted=False
+            )
             self._run.wake()
 
     def _advance(self, work: Work) -> None:

@@ -153,9 +153,9 @@ class Chaos:
         self._healed.touch()
         end = time.monotonic() + LIVENESS_S
         self._until(lambda: not self._left(end), LIVENESS_S, "a backlog of 0")
-        if self._subject is Subject.HANDLERS and not self._checkpoint:
-            # A broker that died forgets that letters are done; their markers tell the next start.
-            # With a checkpoint that start reads only what came after it, and those stay.
+        if self._subject is Subject.HANDLERS:
+            # A broker that died forgets that letters are done; the next start is told by their
+            # markers, or by its checkpoint.
             self._stream.restart(RANGES[0])
             end = time.monotonic() + LIVENESS_S
             self._until(lambda: not self._cluster.resting(end), LIVENESS_S, "letters that are done")

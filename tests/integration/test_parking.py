@@ -424,3 +424,49 @@ def test_keys_park_and_come_out_while_the_broker_is_killed(topic_name: str) -> N
         world.close()
     firsts = {key: list(dict.fromkeys(values)) for key, values in handled.items()}
     assert firsts == {key: list(range(count)) for key, count in world.published.items()}
+
+
+def test_letters_that_are_done_are_let_go_when_a_killed_broker_forgot_that(
+    topic_name: str, tmp_path: Path
+) -> None:
+    broken = set(BAD)
+    handled: defaultdict[str | None, list[int]] = defaultdict(list)
+
+    def handle(message: Message) -> None:
+        if message.routing_key in broken:
+            raise ValueError("cannot handle it")
+        handled[message.routing_key].append(int(message.value))
+
+    with DevBroker() as broker:
+        world = World(broker, topic_name)
+
+        def run() -> tuple[KeyShardSource, threading.Thread]:
+            source = world.source()
+            policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+            options: Any = {"lanes": 4, "retry": policy, "checkpoint": str(tmp_path / "state.json")}
+            thread = threading.Thread(target=lambda: source.run(handle, **options))
+            thread.start()
+            wait_until(lambda: started(source))
+            return source, thread
+
+        source, thread = run()
+        for _ in range(20):
+            world.publish(*BAD)
+        wait_until(lambda: len(world.letters()) == 80 and world.backlog() == 0)
+        broken.clear()
+        assert source.unpark(all=True) == len(BAD)
+        # No message comes any more, and the checkpoint goes on all the same.
+        wait_until(lambda: world.resting() == 0)
+        source.stop()
+        thread.join(60)
+        broker.kill()
+        broker.start()
+        forgotten = world.resting()
+        assert forgotten, "the broker forgot nothing; it was not killed in time"
+        source, thread = run()
+        wait_until(lambda: world.resting() == 0)
+        source.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+        world.close()
+    assert handled == {key: list(range(20)) for key in BAD}

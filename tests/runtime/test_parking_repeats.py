@@ -159,3 +159,41 @@ def test_what_comes_again_after_a_restart_that_lets_its_key_out_runs_once(
     with place.run(key.handle) as run:
         run.source.unpark("b")
         key.end()
+
+
+def test_a_newer_letter_runs_behind_what_came_again_also_when_the_process_ends_between(
+    place: Place,
+) -> None:
+    where = place.cluster.partitions(place.topic)[0]
+    bad, waits, go_on = {1}, threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        if int(message.value) in bad:
+            raise ValueError("cannot handle it")
+        if int(message.value) == 1 and place.handled["b"].count(0) == 2 and not go_on.is_set():
+            waits.set()
+            assert go_on.wait(20)
+            return
+        place.handle(message)
+
+    with place.run(handle):
+        # What is acknowledged behind this one is not written for a while.
+        place.cluster.publish(where, Stored(b"7", "a"))
+        wait_until(lambda: place.handled["a"] and place.backlog() == 0)
+        for number in range(2):
+            place.cluster.publish(where, Stored(b"%d" % number, "b"))
+        wait_until(lambda: len(place.letters()) == 1 and place.backlog() == 0)
+    bad.clear()
+    with place.run(handle, drain_timeout_s=0.1) as run:
+        run.source.unpark("b")
+        wait_until(lambda: place.handled["b"] == [0, 1])
+        wait_until(lambda: not run.source.status()["parked"])
+        # 1. The broker forgets both: the older one runs behind the newer one.
+        place.cluster.crash()
+        assert waits.wait(20)
+        # 2. It is acknowledged, and the process ends before the newer one ran again.
+        wait_until(lambda: place.backlog() == 1)
+    go_on.set()
+    with place.run(handle):
+        wait_until(lambda: place.backlog() == 0)
+    assert place.handled["b"] == [0, 1, 0, 1]

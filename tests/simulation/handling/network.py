@@ -9,7 +9,7 @@ from typing import Protocol
 from keyshard.broker.memory import MemoryCluster, MemoryProducer
 from keyshard.broker.port import Producer, Reader
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.letters import REPLAYED, Letter, Marker, Sweep, parse
+from keyshard.core.letters import REPLAYED, RUNS_AGAIN, Letter, Marker, RunsAgain, Sweep, parse
 from keyshard.errors import BrokerUnavailableError
 from keyshard.schema.messages import messages_of
 from tests.simulation.handling.faults import Step
@@ -72,6 +72,8 @@ class HandlerNetwork(Network):
     def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
         super()._reconnect(lost, back_s)
         self._disturbed()
+        # Letters may be replayed while the connection is away: what comes again comes from now on.
+        self.record.add("disconnected", worker=lost[0].worker)
 
 
 class Host(Protocol):
@@ -83,7 +85,7 @@ class Host(Protocol):
     def at(self, step: Step) -> None:
         """A step begins; may end the process."""
 
-    def stored(self, found: Letter | Marker | Sweep, seq: int) -> None:
+    def stored(self, found: Letter | Marker | RunsAgain | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
 
 
@@ -137,7 +139,7 @@ class LetterWriter:
         event_ms: int = 0,
     ) -> EntryId:
         host, network = self._client.host, self._network
-        is_marker = REPLAYED in (properties or {}).values()
+        is_marker = bool({REPLAYED, RUNS_AGAIN} & {*(properties or {}).values()})
         host.at(Step.MARKER if is_marker else Step.LETTER)
 
         def action() -> EntryId:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
-from keyshard.core.letters import Letter, Marker, Sweep
+from keyshard.core.letters import Letter, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
 from keyshard.errors import (
     BrokerError,
@@ -286,7 +286,7 @@ class Program:
             index=index, key=key, seq=seq, worker=worker,
         )  # fmt: skip
 
-    def stored(self, found: Letter | Marker | Sweep, seq: int) -> None:
+    def stored(self, found: Letter | Marker | RunsAgain | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
         if not isinstance(found, Letter):
             self.record.note(f"marker of {found.key}: {found}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Marker, Sweep
+from keyshard.core.letters import Kind, Letter, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
 
 
@@ -103,8 +103,12 @@ class Promises:
             # What rested may have come to an earlier process, and not to this one.
             self._of_this_life.add(name)
 
-    def stored(self, position: EntryId, found: Letter | Marker | Sweep, seq: int) -> None:
+    def stored(
+        self, position: EntryId, found: Letter | Marker | RunsAgain | Sweep, seq: int
+    ) -> None:
         """Something is stored in the dead-letter topic."""
+        if isinstance(found, RunsAgain):
+            return
         if not isinstance(found, Letter):
             self._released(found)
             return

@@ -43,6 +43,9 @@ HEALING_S = 2.5
 SETTLE_S = 60.0
 """Time after the faults in which everything must be done and acknowledged, seconds."""
 
+FORGETS = 0.7
+"""Share of the runs at whose end the broker is killed once more: it forgets acknowledgements."""
+
 
 class HandlerWorld:
     """Everything of one run.
@@ -63,6 +66,7 @@ class HandlerWorld:
         self.programs = [Program(self, name, trace_max) for name in names]
         self.done = False
         """Whether no life begins any more."""
+        self._started_again = False
         self._sent: set[Name] = set()
         self._next_seq: dict[tuple[str, str], int] = {}
 
@@ -154,6 +158,8 @@ class HandlerWorld:
             program.fates.heal()
             program.record.add("faults_stopped")
         self._settle()
+        self._start_again()
+        self._settle()
         self.done = True
         for program in self.programs:
             program.stop()
@@ -182,6 +188,16 @@ class HandlerWorld:
                     program.unpark(*keys)
             self._look()
 
+    def _start_again(self) -> None:
+        """Every program has another life, which lets go what a broker forgot of letters."""
+        for program in self.programs:
+            lives, program.forgets = program.lives, self._random.random() < FORGETS
+            while not program.stop():
+                self._look()
+            while program.lives == lives:
+                self._look()
+        self._started_again = True
+
     def _unsettled(self, program: Program) -> str:
         left = self._sent - program.promises.finished
         if left:
@@ -193,7 +209,14 @@ class HandlerWorld:
             for where in self.topic_partitions()
             if program.name in self.cluster.subscriptions(where)
         )
-        return f"{program.name}: the backlog is {backlog}" if backlog else ""
+        if backlog:
+            return f"{program.name}: the backlog is {backlog}"
+        resting, kept = self._resting_letters(program), len(program.promises.kept)
+        # From its limit on a broker sends a consumer nothing more until half of that is left.
+        all_come = kept < self.shape.unacked_limits.per_consumer // 2
+        if self._started_again and all_come and resting > kept:
+            return f"{program.name}: {resting} letters and markers rest, and {kept} should"
+        return ""
 
     def _judge(self) -> None:
         for program in self.programs:
@@ -208,17 +231,19 @@ class HandlerWorld:
 
     def _judge_letters(self, program: Program) -> None:
         """Letters that nobody replays rest until somebody else acknowledges them."""
+        resting, kept = self._resting_letters(program), len(program.promises.kept)
+        if resting < kept:
+            raise BrokenPromiseError(f"{program.name}: {resting} letters rest of {kept}")
+
+    def _resting_letters(self, program: Program) -> int:
+        """What its subscription of the dead-letter topic keeps."""
         subscription = f"{program.name}-parked"
-        resting = sum(
+        return sum(
             self.cluster.backlog(where, subscription)
             for topic, parts in self.cluster.topics().items()
             for where in parts
             if is_dead_letters(where) and subscription in self.cluster.subscriptions(where)
         )
-        if resting < len(program.promises.kept):
-            raise BrokenPromiseError(
-                f"{program.name}: {resting} letters rest of {len(program.promises.kept)}"
-            )
 
     def _produce(self) -> None:
         random = Random(f"{self.seed}:producer")
