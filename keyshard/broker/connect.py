@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from keyshard.broker import at_exit  # noqa: F401 - before what ends a run at exit
 from keyshard.broker.port import Broker
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import _pulsar
 import pulsar
 
+from keyshard.broker.at_exit import close_at_exit
 from keyshard.broker.client_log import close_client, open_client
 from keyshard.broker.first_question import missing_topics
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar_errors import answer_of, translated
+from keyshard.broker.pulsar_calls import Calls, calls_of
+from keyshard.broker.pulsar_errors import translated
 from keyshard.broker.pulsar_producer import PulsarProducer
 from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
@@ -259,8 +261,10 @@ class PulsarConsumer:
         topic_partition: TopicPartition,
         hash_range: HashRange,
         queue: int,
+        calls: Calls,
     ) -> None:
         self._consumer = consumer
+        self._calls = calls
         self._raw = consumer._consumer
         self._topic_partition = topic_partition
         self._hash_range = hash_range
@@ -283,15 +287,21 @@ class PulsarConsumer:
             messages = self._take_first()
             if not messages:
                 polled = self._queue <= POLLED_MAX
-                messages = self._poll() if polled else self._raw.batch_receive()
+                messages = self._poll() if polled else self._batch()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
-                messages = self._raw.batch_receive()
+                messages = self._batch()
         return _to_blocks(messages, self._topic_partition, self._hash_range)
+
+    def _batch(self) -> list[Any]:
+        """One round of the client's batch receive."""
+        with self._calls.inside():
+            messages: list[Any] = self._raw.batch_receive()
+        return messages
 
     def _poll(self) -> list[Any]:
         """What is in the client's queue, without waiting."""
         messages: list[Any] = []
-        with suppress(pulsar.Timeout):
+        with self._calls.inside(), suppress(pulsar.Timeout):
             while len(messages) < self._queue:
                 messages.append(self._raw.receive(0))
         return messages
@@ -305,7 +315,7 @@ class PulsarConsumer:
                 callback()
 
         with translated("receive from", self._topic_partition):
-            self._raw.receive_async(arrived)
+            self._raw.receive_async(self._calls.lent(arrived))
 
     def _take_first(self) -> list[Any]:
         """What :meth:`when_ready` took from the client's queue; it is older than the rest of it."""
@@ -314,13 +324,13 @@ class PulsarConsumer:
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         partition = self._topic_partition.partition
         acknowledge, message_id = self._raw.acknowledge, _pulsar.MessageId
-        with translated("acknowledge in", self._topic_partition):
+        with translated("acknowledge in", self._topic_partition), self._calls.inside():
             for ledger, entry in entries:
                 acknowledge(message_id(partition, ledger, entry, -1))
 
     def last_entry(self) -> EntryId | None:
         with translated("ask for the last entry of", self._topic_partition):
-            last = answer_of(self._raw.get_last_message_id_async)
+            last = self._calls.answer_of(self._raw.get_last_message_id_async)
         return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
 
     def is_connected(self) -> bool:
@@ -337,8 +347,11 @@ class PulsarConsumer:
 class PulsarReader:
     """A plain Reader; the client offers no batch receive for it."""
 
-    def __init__(self, reader: pulsar.Reader, topic_partition: TopicPartition) -> None:
+    def __init__(
+        self, reader: pulsar.Reader, topic_partition: TopicPartition, calls: Calls
+    ) -> None:
         self._reader = reader
+        self._calls = calls
         self._raw = reader._reader
         self._topic_partition = topic_partition
         self._closed = False
@@ -347,7 +360,7 @@ class PulsarReader:
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         messages: list[Any] = []
         wait_ms = timeout_ms
-        with translated("read from", self._topic_partition):
+        with translated("read from", self._topic_partition), self._calls.inside():
             try:
                 while len(messages) < READ_MESSAGES_MAX:
                     messages.append(self._raw.read_next(wait_ms))
@@ -358,7 +371,7 @@ class PulsarReader:
 
     def at_end(self) -> bool:
         with translated("look for the end of", self._topic_partition):
-            return not answer_of(self._raw.has_message_available_async)
+            return not self._calls.answer_of(self._raw.has_message_available_async)
 
     def stayed_connected(self) -> bool:
         # The client tells no more than whether it has one now; it takes 90 ms to get another.
@@ -385,7 +398,9 @@ class PulsarBroker:
         self._service_url = service_url
         with translated("connect to", service_url):
             self._client = open_client(service_url, operation_timeout_seconds=operation_timeout_s)
+        self._calls = calls_of(self._client)
         self._closed = False
+        close_at_exit(self)
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return missing_topics(self._service_url, topics)
@@ -429,7 +444,9 @@ class PulsarBroker:
                     receiver_queue_size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
                 ),
             )
-        return PulsarConsumer(consumer, topic_partition, hash_range, receiver_queue_size)
+        return PulsarConsumer(
+            consumer, topic_partition, hash_range, receiver_queue_size, self._calls
+        )
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
         with translated("open a reader on", topic_partition):
@@ -438,7 +455,7 @@ class PulsarBroker:
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
                 start_message_id_inclusive=True,
             )
-        return PulsarReader(reader, topic_partition)
+        return PulsarReader(reader, topic_partition, self._calls)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
         with translated("open a producer on", topic_partition):
@@ -448,7 +465,7 @@ class PulsarBroker:
                 block_if_queue_full=True,
                 send_timeout_millis=send_timeout_ms,
             )
-        return PulsarProducer(producer, topic_partition)
+        return PulsarProducer(producer, topic_partition, self._calls)
 
     def close(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pulsar
 
+from keyshard.broker.pulsar_calls import Calls
 from keyshard.broker.pulsar_errors import translated
 from keyshard.core.entry import EntryId, TopicPartition
 
@@ -14,8 +15,11 @@ from keyshard.core.entry import EntryId, TopicPartition
 class PulsarProducer:
     """Sends one message after the other, without batches."""
 
-    def __init__(self, producer: pulsar.Producer, topic_partition: TopicPartition) -> None:
+    def __init__(
+        self, producer: pulsar.Producer, topic_partition: TopicPartition, calls: Calls
+    ) -> None:
         self._producer = producer
+        self._calls = calls
         self._topic_partition = topic_partition
         self._closed = False
 
@@ -29,12 +33,15 @@ class PulsarProducer:
         event_ms: int = 0,
     ) -> EntryId:
         with translated("send to", self._topic_partition):
-            sent = self._producer.send(
-                value,
-                partition_key=key,
-                ordering_key=ordering_key,
-                properties=dict(properties or {}),
-                event_timestamp=event_ms,
+            sent = self._calls.answer_of(
+                lambda take: self._producer.send_async(
+                    value,
+                    take,
+                    partition_key=key,
+                    ordering_key=ordering_key,
+                    properties=dict(properties or {}),
+                    event_timestamp=event_ms,
+                )
             )
             if sent.entry_id() < 0:
                 # What the client gives when it lost the connection for good while it waited.

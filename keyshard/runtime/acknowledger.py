@@ -88,11 +88,14 @@ class Acknowledger:
             return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Hand over what waits, for at most ``timeout_s`` seconds, and end the thread."""
+        """Hand over what waits, for at most ``timeout_s`` seconds; then the thread ends."""
         self.flush(timeout_s)
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, at most ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

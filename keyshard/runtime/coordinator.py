@@ -51,7 +51,7 @@ from keyshard.runtime.watch import Watch
 from keyshard.schema.columns import SCHEMA, record_batches
 
 LET_GO_S = 1.0
-"""Longest wait for a thread that the client's end lets go, seconds."""
+"""Longest wait for the threads that the client's end lets go, seconds."""
 COMPARE_AGAIN_S = 0.5
 """Pause of a range of which nothing shows yet that it is what it was, seconds."""
 
@@ -198,18 +198,19 @@ class Coordinator:
         self._reconnector.stop()
         self._acknowledger.stop(max(0.1, (deadline - time.monotonic()) / 2))
         self._range_consumers.join(deadline)
-        asking = (self.discovery, self._settler, self._reconnector)
-        for thread in asking:
+        threads = (self.discovery, self._settler, self._reconnector, self._acknowledger)
+        for thread in threads:
             thread.join(max(0.1, deadline - time.monotonic()))
         try:
             self._broker.close()
         except BrokerError as exc:
             # All that was to be handed over is; an outage at the end is no error of this run.
             _log.warning("the end was not in order: %s", exc)
-        # The client's end lets go who still waits in it. A daemon thread that comes back from it
-        # while the interpreter ends would abort the process.
-        for thread in asking:
-            thread.join(LET_GO_S)
+        # The client's end lets go who still waited in it.
+        deadline = time.monotonic() + LET_GO_S
+        self._range_consumers.join(deadline)
+        for thread in threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
         if self._admin:
             self._admin.close()
 

@@ -15,7 +15,8 @@ import pytest
 from helpers import P0, ids
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
-from keyshard.broker.pulsar_errors import answer_of, translated
+from keyshard.broker.pulsar_calls import Calls
+from keyshard.broker.pulsar_errors import translated
 from keyshard.broker.pulsar_producer import PulsarProducer
 from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryId
@@ -93,6 +94,7 @@ class RecordedClient:
     """In the place of ``pulsar.Client``."""
 
     def __init__(self) -> None:
+        self._client = self
         self.raw = RawConsumer()
         self.options: dict[str, Any] = {}
 
@@ -160,12 +162,12 @@ def lost(callback: Any) -> None:
 def test_an_answer_that_never_came_is_an_error_and_no_value() -> None:
     """1. A request is on its way. 2. The connection is cut. 3. The waiting call gives a value."""
     with pytest.raises(BrokerUnavailableError), translated("ask", "t"):
-        answer_of(lost)
+        Calls().answer_of(lost)
     with pytest.raises(BrokerUnavailableError), translated("ask", "t"):
-        answer_of(lambda callback: callback(pulsar.Result.Timeout, None))
+        Calls().answer_of(lambda callback: callback(pulsar.Result.Timeout, None))
     with pytest.raises(TopicNotFoundError), translated("ask", "t"):
-        answer_of(lambda callback: callback(pulsar.Result.TopicNotFound, None))
-    assert answer_of(lambda callback: callback(pulsar.Result.Ok, 5)) == 5
+        Calls().answer_of(lambda callback: callback(pulsar.Result.TopicNotFound, None))
+    assert Calls().answer_of(lambda callback: callback(pulsar.Result.Ok, 5)) == 5
 
 
 def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
@@ -176,8 +178,8 @@ def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
 
 def test_an_id_that_no_entry_has_is_no_confirmation() -> None:
     class Raw:
-        def send(self, *_: object, **__: object) -> Any:
-            return _pulsar.MessageId(-1, -1, -1, -1)
+        def send_async(self, _value: object, callback: Any, **_: object) -> None:
+            callback(pulsar.Result.Ok, _pulsar.MessageId(-1, -1, -1, -1))
 
     with pytest.raises(BrokerUnavailableError):
-        PulsarProducer(Raw(), P0).send(b"v")  # type: ignore[arg-type]
+        PulsarProducer(Raw(), P0, Calls()).send(b"v")  # type: ignore[arg-type]

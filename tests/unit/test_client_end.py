@@ -1,0 +1,77 @@
+"""A program ends with the status that it chose, whatever its threads ask of the Pulsar client."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from keyshard.broker.pulsar_calls import CLOSE_S, LEAVE_S
+
+STATUS = 3
+END_S = 60.0
+
+PROGRAM = """
+import logging, socket, sys, threading, time
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar import PulsarBroker
+from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.hash_range import split_ring
+
+logging.disable()
+silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
+broker = PulsarBroker(f"pulsar://127.0.0.1:{silent.getsockname()[1]}")
+where = TopicPartition("persistent://public/default/t")
+ask = {
+    "subscribe": lambda: broker.subscribe(
+        where, "s", split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
+        receiver_queue_size=1,
+    ),
+    "partitions": lambda: broker.partitions(where.topic),
+    "reader": lambda: broker.reader(where, EntryId(0, 0)),
+    "producer": lambda: broker.producer(where, send_timeout_ms=60_000),
+}[sys.argv[1]]
+
+def asking():
+    began.set()
+    try:
+        ask()
+    except Exception as exc:
+        print(type(exc).__name__, flush=True)
+
+began = threading.Event()
+thread = threading.Thread(target=asking, daemon=sys.argv[2] == "daemon")
+thread.start()
+began.wait()
+time.sleep(0.3)
+if sys.argv[3] == "closed":
+    began_s = time.monotonic()
+    broker.close()
+    print(f"{time.monotonic() - began_s:.1f}")
+
+class Slow:  # an end that takes a moment, in which threads come back from where they are
+    def __del__(self):
+        time.sleep(0.3)
+
+slow = Slow()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("asked", ["subscribe", "partitions", "reader", "producer"])
+@pytest.mark.parametrize(
+    "thread_and_end", [("daemon", "closed"), ("daemon", "left open"), ("not daemon", "closed")]
+)
+def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
+    asked: str, thread_and_end: tuple[str, str]
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), asked, *thread_and_end],
+        capture_output=True, text=True, timeout=END_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == STATUS, ended.stderr
+    told = ended.stdout.split()
+    assert "BrokerError" in told
+    assert all(float(one) < CLOSE_S + LEAVE_S for one in told if one != "BrokerError")
