@@ -156,7 +156,7 @@ class FakeConsumer:
         self.asked_connected += 1
         return self.connected
 
-    def close(self) -> None:
+    def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
         self.closed = True
         self.connected = False
 

@@ -139,7 +139,7 @@ class MemoryConsumer:
         with self._changed:
             return self._connected
 
-    def close(self) -> None:
+    def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         with self._changed:
             if not self._closed:
                 self.flush()

@@ -80,10 +80,14 @@ class Consumer(Protocol):
     def is_connected(self) -> bool:
         """Whether the broker holds this consumer now; a reconnect makes this false for a while."""
 
-    def close(self) -> None:
+    def close(self, *, for_another: bool = False) -> None:
         """Flush acknowledgements and give the range back. Idempotent.
 
         What was delivered and not acknowledged is delivered again to the next owner.
+
+        Args:
+            for_another: Whether its owner subscribes the range again at once: then it goes on
+                owning it, as it does while a connection is lost.
         """
 
 

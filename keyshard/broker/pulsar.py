@@ -336,7 +336,7 @@ class PulsarConsumer:
     def is_connected(self) -> bool:
         return not self._closed and bool(self._consumer.is_connected())
 
-    def close(self) -> None:
+    def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         if self._closed:
             return
         self._closed = True

@@ -94,10 +94,10 @@ class Drop:
     """Set when nothing more is to be closed."""
 
 
-def close_quietly(consumer: Consumer) -> None:
+def close_quietly(consumer: Consumer, *, for_another: bool = False) -> None:
     """Close a consumer; a broker that is away or refuses forgets it by itself."""
     try:
-        consumer.close()
+        consumer.close(for_another=for_another)
     except BrokerError as exc:
         _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
 

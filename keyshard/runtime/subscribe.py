@@ -140,9 +140,10 @@ def reopen_range_consumer(
 ) -> None:
     """Give a range consumer a new consumer; everything unacknowledged is delivered to it again.
 
-    One that was subscribed for it meanwhile takes the place.
+    One that was subscribed for it meanwhile takes the place. Handlers go on meanwhile, as they do
+    while a connection is lost: the range has its owner.
     """
-    close_quietly(range_consumer.consumer)
+    close_quietly(range_consumer.consumer, for_another=True)
 
     def attempt() -> Consumer:
         successor, range_consumer.successor = range_consumer.successor, None

@@ -37,6 +37,9 @@ def message_name(value: bytes, key: str | None) -> tuple[str | None, int | None]
 class RecordingBroker:
     """Passes every call on. A range counts as given up just before its consumer closes.
 
+    Not where another consumer is to take its place: then it is owned on, and whoever else gains it
+    before that one comes is a second owner.
+
     Args:
         broker: What does the work.
         write: Takes events, from any thread.
@@ -66,6 +69,8 @@ class RecordingBroker:
         self._open: set[_RecordingConsumer] = set()
         self._owners: Counter[tuple[TopicPartition, HashRange]] = Counter()
         """Consumers of each range: one that takes a lost one's place comes before that goes."""
+        self._replaced: dict[tuple[TopicPartition, HashRange], _RecordingConsumer] = {}
+        """Those of them that are closed, and wait for another one."""
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._broker.missing(topics)
@@ -94,9 +99,14 @@ class RecordingBroker:
         if self._subscription not in {None, subscription}:
             return consumer
         recording = _RecordingConsumer(consumer, self)
+        owned = topic_partition, hash_range
         with self._lock:
             self._open.add(recording)
-            self._owners[topic_partition, hash_range] += 1
+            self._owners[owned] += 1
+            replaced = self._replaced.pop(owned, None)
+            if replaced in self._open:
+                self._open.remove(replaced)
+                self._owners[owned] -= 1
         gained = self._event("range_gained", consumer, range=str(hash_range), epoch=self._epoch())
         self._write([gained])
         return recording
@@ -117,14 +127,17 @@ class RecordingBroker:
 
     # -- called by its consumers ------------------------------------------------------------------
 
-    def give_up(self, recording: _RecordingConsumer) -> None:
-        """Write once that a range is given up."""
+    def give_up(self, recording: _RecordingConsumer, *, for_another: bool = False) -> None:
+        """Write once that a range is given up, unless it is for another consumer of it."""
         with self._lock:
             if recording not in self._open:
                 return
-            self._open.remove(recording)
             consumer = recording.consumer
             owned = consumer.topic_partition, consumer.hash_range
+            if for_another and self._owners[owned] == 1:
+                self._replaced[owned] = recording
+                return
+            self._open.remove(recording)
             self._owners[owned] -= 1
             if self._owners[owned]:
                 return
@@ -209,9 +222,9 @@ class _RecordingConsumer:
     def is_connected(self) -> bool:
         return self.consumer.is_connected()
 
-    def close(self) -> None:
-        self._broker.give_up(self)
-        self.consumer.close()
+    def close(self, *, for_another: bool = False) -> None:
+        self._broker.give_up(self, for_another=for_another)
+        self.consumer.close(for_another=for_another)
 
 
 class _RecordingProducer:

@@ -177,7 +177,7 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/runtime/subscribe.py",
-                "    close_quietly(range_consumer.consumer)\n\n    def attempt",
+                "    close_quietly(range_consumer.consumer, for_another=True)\n\n    def attempt",
                 "    def attempt",
             ),
         ),

@@ -109,15 +109,27 @@ class Network:
         Returns:
             Whether one of them was connected.
         """
+        lost = self._cut(consumers)
+        if lost:
+            back = self._back_off_s() if back_s is None else back_s
+            self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
+        return bool(lost)
+
+    def blink(self, consumers: Collection[Consumer]) -> bool:
+        """As :meth:`lose`, but they are back at once: nobody empties their queues before that."""
+        lost = self._cut(consumers)
+        for consumer in lost:
+            consumer.regain()
+        return bool(lost)
+
+    def _cut(self, consumers: Collection[Consumer]) -> list[Consumer]:
         for consumer in consumers:
             if consumer.shares_connection(consumers):
                 consumer.flush()
         lost = [consumer for consumer in consumers if consumer.lose()]
         if lost:
-            back = self._back_off_s() if back_s is None else back_s
             self.record.add("disconnected", worker=lost[0].worker)
-            self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
-        return bool(lost)
+        return lost
 
     def _back_off_s(self) -> float:
         late = self.random.random() < LATE_SHARE
@@ -213,6 +225,9 @@ class Client:
         )
         return _Producer(self.network, inner)
 
+    def received(self, blocks: Sequence[EntryBlock]) -> None:
+        """One of its consumers received something."""
+
     def close(self) -> None:
         self.network.travel()
         if self.loses_acks:
@@ -253,6 +268,10 @@ class Consumer:
         self._network = client.network
         self._inner = inner
         self.closed = False
+        self._owns = True
+        for one in self._neighbours():
+            if one.closed and one.hash_range == self.hash_range:
+                one._owns = False
         self._network.record.gained(self)
 
     @property
@@ -281,6 +300,7 @@ class Consumer:
         blocks = self._inner.receive(timeout_ms)
         if blocks:
             network.record.delivered(self, blocks)
+            self._client.received(blocks)
         return blocks
 
     def when_ready(self, callback: Callable[[], None]) -> None:
@@ -312,14 +332,15 @@ class Consumer:
         self._network.scheduler.point()
         return self._inner.is_connected()
 
-    def close(self) -> None:
-        if self.closed:
-            return
-        self._network.travel()
-        self.closed = True
-        if not any(one.hash_range == self.hash_range and not one.closed
-                   for one in self._neighbours()):  # fmt: skip
-            self._network.record.lost(self)
+    def close(self, *, for_another: bool = False) -> None:
+        if not self.closed:
+            self._network.travel()
+            self.closed = True
+        if self._owns and not for_another:
+            self._owns = False
+            if not any(one.hash_range == self.hash_range and one._owns
+                       for one in self._neighbours()):  # fmt: skip
+                self._network.record.lost(self)
         self._inner.close()
 
     def shares_connection(self, leaving: Collection[Consumer]) -> bool:

@@ -46,6 +46,7 @@ def bench() -> Iterator[Bench]:
     yield bench
     for made in bench.made:
         made.stop(0.05)
+        made.join(5)
         assert not made._thread.is_alive()
 
 

@@ -310,7 +310,7 @@ def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
 
 def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started) -> None:
     class Stubborn(FakeConsumer):
-        def close(self) -> None:
+        def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
             raise BrokerError("the broker is away")
 
     range_consumer = RangeConsumer(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))

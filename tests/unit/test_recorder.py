@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
+
 import pytest
 
 from helpers import P0, block
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.port import Consumer, StartPosition
 from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.hash_range import RING_SIZE
+from keyshard.core.hash_range import RING_SIZE, split_ring
 from keyshard.core.key_slot import key_slot
 from keyshard.core.layout import lay_out
+from keyshard.verify.check_workers import ring_coverage, routing
+from keyshard.verify.history import Event
 from keyshard.verify.recorder import part_range
-from keyshard.verify.recording_broker import message_name
+from keyshard.verify.recording_broker import RecordingBroker, message_name
+
+RING = split_ring(1)[0]
 
 
 def test_messages_of_a_workload_are_named_by_key_and_number() -> None:
@@ -32,3 +41,82 @@ def test_a_key_lies_in_the_range_of_its_part(ranges: int, merged: int | None) ->
     for part, located in lay_out({P0: blocks}, ranges, merged).items():
         for _, one in located:
             assert key_slot(one.partition_keys[0] or "") in parts[part]
+
+
+class Ranges:
+    """Two workers on one topic, and what their brokers wrote down."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._cluster = MemoryCluster()
+        self._topic = self._cluster.create_topic("t")
+        self._clock: Iterator[int] = count()
+        self.a, self.b = map(self._broker, "ab")
+
+    def subscribe(self, broker: RecordingBroker) -> Consumer:
+        (where,) = broker.partitions(self._topic)
+        return broker.subscribe(
+            where, "s", RING, start=StartPosition.EARLIEST, consumer_name="c",
+            receiver_queue_size=1,
+        )  # fmt: skip
+
+    def start_handler(self, worker: str) -> None:
+        self.events.append(
+            Event(
+                next(self._clock), "started", topic=self._topic, partition=-1, ledger=1, entry=0,
+                index=0, key="k", seq=0, worker=worker,
+            )
+        )  # fmt: skip
+
+    @property
+    def kinds(self) -> list[str]:
+        return [f"{event.kind} {event.worker}" for event in self.events]
+
+    def _broker(self, worker: str) -> RecordingBroker:
+        broker = MemoryBroker(self._cluster)
+        return RecordingBroker(
+            broker, self.events.extend, worker, lambda: next(self._clock), epoch=lambda: 0
+        )
+
+
+def test_a_range_has_its_owner_while_its_consumer_is_subscribed_anew() -> None:
+    ranges = Ranges()
+    first = ranges.subscribe(ranges.a)
+    first.close(for_another=True)
+    ranges.start_handler("a")
+    second = ranges.subscribe(ranges.a)
+    first.close()
+    assert ranges.kinds == ["range_gained a", "started a", "range_gained a"]
+    assert routing(ranges.events).holds
+    assert ring_coverage(ranges.events).holds
+    second.close()
+    ranges.start_handler("a")
+    assert not routing(ranges.events).holds
+
+
+@pytest.mark.parametrize("by", ["consumer", "broker"])
+def test_a_range_that_is_not_subscribed_anew_is_given_up_once(by: str) -> None:
+    ranges = Ranges()
+    consumer = ranges.subscribe(ranges.a)
+    consumer.close(for_another=True)
+    (consumer if by == "consumer" else ranges.a).close()
+    ranges.a.close()
+    assert ranges.kinds == ["range_gained a", "range_lost a"]
+
+
+def test_whoever_takes_a_range_before_it_is_subscribed_anew_is_a_second_owner() -> None:
+    ranges = Ranges()
+    ranges.subscribe(ranges.a).close(for_another=True)
+    ranges.subscribe(ranges.b)
+    assert not ring_coverage(ranges.events).holds
+
+
+def test_a_consumer_that_came_before_the_old_one_went_goes_on_owning() -> None:
+    """1. The old one loses its connection. 2. Another comes. 3. The old one is closed for it."""
+    ranges = Ranges()
+    old = ranges.subscribe(ranges.a)
+    old.consumer.drop()  # type: ignore[attr-defined]
+    new = ranges.subscribe(ranges.a)
+    old.close(for_another=True)
+    new.close()
+    assert ranges.kinds == ["range_gained a", "range_gained a", "range_lost a"]

@@ -15,6 +15,8 @@ class Step(str, Enum):
 
     STARTING = "starting"
     """A new process begins."""
+    HALF = "half an entry"
+    """A part of an entry was received, and the client has the rest."""
     HANDLING = "handling"
     """The handler, or the program of a batch, begins with a message."""
     FAILING = "failing"
@@ -54,6 +56,8 @@ class Kind(str, Enum):
     """The broker is killed, forgets acknowledgements, and is back after a while."""
     CONSUMERS = "consumers cut"
     """Some consumers lose their connection."""
+    BLINK = "reconnect"
+    """Consumers lose their connection and have it again before anybody empties their queues."""
     PRODUCER = "producer cut"
     """Producers of the dead-letter topic lose their connection."""
     READER = "reader cut"
@@ -82,9 +86,12 @@ _ONLY_AT = {
     Kind.UNSAVED: {Step.SAVING},
 }
 _NOT_AT_START = {
-    Kind.STOP, Kind.CONSUMERS, Kind.ACKS, Kind.TWICE, Kind.UNLOAD, Kind.PRODUCER,
+    Kind.STOP, Kind.CONSUMERS, Kind.BLINK, Kind.ACKS, Kind.TWICE, Kind.UNLOAD, Kind.PRODUCER,
     Kind.UNPARK, Kind.RESCALE, Kind.BALANCE, Kind.FORGETFUL_STOP,
 }  # fmt: skip
+
+
+_VISITS = {Step.STARTING: (1, 1), Step.STOPPING: (1, 1), Step.HALF: (3, 12)}
 
 
 def _possible(kind: Kind, step: Step) -> bool:
@@ -115,10 +122,7 @@ def plan(seed: int, random: Random) -> list[Fault]:
     cells = [CELLS[seed % len(CELLS)], *(random.choice(CELLS) for _ in range(random.randrange(4)))]
     if any(step is Step.STOPPING for _, step in cells):
         cells.append((Kind.STOP, random.choice((Step.HANDLING, Step.FAILING))))
-    return [
-        Fault(kind, step, 1 if step in (Step.STARTING, Step.STOPPING) else random.randint(1, 4))
-        for kind, step in cells
-    ]
+    return [Fault(kind, step, random.randint(*_VISITS.get(step, (1, 4)))) for kind, step in cells]
 
 
 Reached = Counter[tuple[Kind, Step]]

@@ -18,6 +18,8 @@ AGAIN_MAX = 20
 """Entries of a topic partition that are delivered twice at most."""
 AWAY_S = (0.05, 2.0)
 """Time that a broker or a connection is away, seconds."""
+BUSY_S = (0.05, 0.5)
+"""Time that a broker answers nothing and delivers, seconds."""
 
 
 class Injector:
@@ -100,6 +102,20 @@ class Injector:
         share = self._random.sample(found, self._random.randint(1, len(found))) if found else []
         return bool(share) and program.network.lose(share)
 
+    def _blink(self, program: Program) -> bool:
+        network = program.network
+        if not network.up or not network.blink(self._consumers(program)):
+            return False
+        # The broker has much to do: who asks for something waits.
+        network.up = False
+
+        def answers() -> None:
+            self._world.scheduler.sleep(self._random.uniform(*BUSY_S))
+            network.up = True
+
+        self._spawn(answers)
+        return True
+
     def _cut_producer(self, program: Program) -> bool:
         client = program.client
         writers = [] if client is None else client.letter_writers
@@ -179,8 +195,9 @@ class Injector:
 
     _ACTIONS: ClassVar = {
         Kind.KILL: _kill, Kind.STOP: _stop, Kind.FORGETFUL_STOP: _forgetful_stop,
-        Kind.BROKER: _broker, Kind.CONSUMERS: _cut_consumers, Kind.PRODUCER: _cut_producer,
-        Kind.READER: _cut_reader, Kind.UNCONFIRMED: _unconfirmed, Kind.ACKS: _acks,
+        Kind.BROKER: _broker, Kind.CONSUMERS: _cut_consumers, Kind.BLINK: _blink,
+        Kind.PRODUCER: _cut_producer, Kind.READER: _cut_reader,
+        Kind.UNCONFIRMED: _unconfirmed, Kind.ACKS: _acks,
         Kind.TWICE: _twice, Kind.UNLOAD: _unload, Kind.UNPARK: _unpark, Kind.RESCALE: _rescale,
         Kind.BALANCE: _balance, Kind.UNSAVED: _unsaved,
     }  # fmt: skip

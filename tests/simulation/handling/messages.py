@@ -106,7 +106,7 @@ class Fates:
 
     def _draw(self, random: Random) -> Fate:
         shape = self._shape
-        slow = random.random() < 0.05
+        slow = random.random() < shape.slow
         fate = Fate(random.random() * (0.4 if slow else 0.01) if random.random() < 0.5 else 0.0)
         errors, rejects = _ORDINARY, _REJECTS
         if shape.hostile and random.random() < 0.5:

@@ -69,6 +69,10 @@ class HandlerNetwork(Network):
         self._disturbed()
         return super().lose(consumers, back_s)
 
+    def blink(self, consumers: Collection[Consumer]) -> bool:
+        self._disturbed()
+        return super().blink(consumers)
+
     def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
         super()._reconnect(lost, back_s)
         self._disturbed()
@@ -84,6 +88,9 @@ class Host(Protocol):
 
     def at(self, step: Step) -> None:
         """A step begins; may end the process."""
+
+    def disturbed(self) -> None:
+        """Something happened that excuses repetitions."""
 
     def stored(self, found: Letter | Marker | RunsAgain | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
@@ -102,6 +109,17 @@ class HandlerClient(Client):
         self.host = host
         self.letter_writers: list[LetterWriter] = []
         self.letter_readers: list[LetterReader] = []
+
+    def close(self) -> None:
+        if any(not one.closed and not one.is_live for one in self.consumers):
+            # What they acknowledged since they lost their connection is lost.
+            self.network.record.add("disconnected", worker=self.process.name)
+            self.host.disturbed()
+        super().close()
+
+    def received(self, blocks: Sequence[EntryBlock]) -> None:
+        if blocks and blocks[-1].indices[-1] < blocks[-1].batch_size - 1:
+            self.host.at(Step.HALF)
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
         inner = super().reader(topic_partition, start)

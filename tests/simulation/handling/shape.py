@@ -20,6 +20,9 @@ PARKING = {
 """Steps that only programs have whose keys park."""
 
 
+_BATCHING = (Batching.NONE, Batching.BY_KEY)
+
+
 def _raises(_state: tenacity.RetryCallState) -> float:
     raise ValueError("no wait")
 
@@ -61,6 +64,8 @@ class Shape:
     """Attempts until a message is given up."""
     wait: Any
     """Wait strategy between attempts."""
+    slow: float
+    """Share of the messages that take long."""
     failing: float
     """Share of the messages that fail at first."""
     rejected: float
@@ -85,6 +90,7 @@ class Shape:
     @classmethod
     def of(cls, random: Random, steps: Set[Step]) -> Shape:
         """Draw one in which faults can meet their steps."""
+        halves = Step.HALF in steps
         parking = not PARKING.isdisjoint(steps)
         batches = not parking and Step.FAILING not in steps and random.random() < 0.15
         neighbour = not batches and random.random() < 0.05
@@ -103,13 +109,15 @@ class Shape:
             null_keys=random.choice(("spread", "serialise", "reject")),
             attempts=random.choice((1, 2, 3)),
             wait=random.choice(_HOSTILE_WAITS if hostile and random.random() < 0.3 else waits),
+            # What is in hand is what comes again before an entry that a reconnect cut in two.
+            slow=0.6 if halves else 0.05,
             failing=0.15 if parking else random.choice((0.02, 0.15)),
             rejected=random.choice((0.0, 0.04)),
             hostile=hostile,
-            keys=random.choice((2, 5, 12)),
+            keys=2 if halves else random.choice((2, 5, 12)),
             keyless=random.choice((0.0, 0.0, 0.1)),
             messages_min=random.choice((40, 100)),
-            batching=random.choice((Batching.NONE, Batching.BY_KEY)),
+            batching=Batching.BY_KEY if halves else random.choice(_BATCHING),
             entries_per_ledger=random.choice((7, 30, 1_000)),
             look_ahead=random.choice((LookAhead(), LookAhead(), LookAhead(10, 40))),
             unacked_limits=random.choice((UnackedLimits(), UnackedLimits(40, 60))),
@@ -119,7 +127,7 @@ class Shape:
             options={
                 "window_rows_max": random.choice((8, 60, 400)),
                 "receive_threads": random.choice((1, 2)),
-                "receiver_queue_size": random.choice((1, 3, 20)),
+                "receiver_queue_size": 1 if halves else random.choice((1, 3, 20)),
                 "discovery_interval_ms": random.choice((200, 1_000)),
                 "settle_after_ms": random.choice((2_000, 20_000, 300_000)),
             },
