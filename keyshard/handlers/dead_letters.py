@@ -13,8 +13,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from keyshard.broker.port import Broker, Producer
 from keyshard.config import SourceConfig
@@ -59,6 +61,9 @@ from keyshard.runtime.scan import Scan
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
 
+SENT_AT_ONCE = 32
+"""Markers that wait for their confirmation at the same time while letters are given up."""
+
 PART_BYTES = 1024 * 1024
 """Size of the parts of a letter that is too large; a quarter where that is still too large."""
 PART_BYTES_MIN = 4 * 1024
@@ -67,6 +72,8 @@ NEAR_BYTES_MAX = 16 * 1024 * 1024
 """Most memory of letters that were read beside those of another key, bytes."""
 LETTER_BYTES = 1_000
 """About what a letter takes beside its value, bytes."""
+
+Sent = TypeVar("Sent")
 
 _log = logging.getLogger(__name__)
 
@@ -186,30 +193,40 @@ class DeadLetters:
         )
         self.finished([position])
 
-    def discard(self, key: str) -> int:
-        """Give up the letters of a parked key that are confirmed now; how many those were.
+    def discard(self, keys: Sequence[str]) -> int:
+        """Give up the letters of parked keys that are confirmed now; how many those were.
+
+        All of them are marked before the first marker is sent: a marker claims the oldest letter
+        that rests, and would hold up that letter's own.
 
         Raises:
             BrokerError: As for :meth:`send`.
         """
+        sweeps: list[Sweep] = []
+        gone: set[EntryId] = set()
         with self.lock:
-            parked = self.parking.parked.keys.get(key)
-            if parked is None or self.parking.state(key) is not State.PARKED:
-                return 0
-            up_to, gone = parked.last, {position for _, _, position in parked.letters()}
-        sweep = Sweep(key, self._config.subscription, up_to)
+            for key in keys:
+                parked = self.parking.parked.keys.get(key)
+                if parked is not None and self.parking.state(key) is State.PARKED:
+                    sweeps.append(Sweep(key, self._config.subscription, parked.last))
+                    gone.update(position for _, _, position in parked.letters())
+        if not sweeps:
+            return 0
 
-        def swept(position: EntryId) -> None:
-            self.parking.parked.swept(position, key, up_to)
+        def send(claim: dict[str, str]) -> list[EntryId]:
+            with ThreadPoolExecutor(SENT_AT_ONCE, "keyshard-discard") as pool:
+                return [*pool.map(lambda sweep: self._send(
+                    b"", key=sweep.key, properties=sweep.properties() | claim
+                ), sweeps)]  # fmt: skip
+
+        def swept(positions: list[EntryId]) -> None:
+            for position, sweep in sorted(zip(positions, sweeps, strict=True), key=itemgetter(0)):
+                self.parking.parked.swept(position, sweep.key, sweep.up_to)
             self.parking.parked.settle()
 
-        position = self._tracked(
-            lambda claim: self._send(b"", key=key, properties=sweep.properties() | claim),
-            swept,
-            marks=gone,
-        )
-        self.acknowledge(sorted(gone))
-        self.finished([position])
+        positions = self._tracked(send, swept, marks=gone)
+        self._acknowledge_all(sorted(gone))
+        self.finished(positions)
         return len(gone)
 
     def note(self) -> None:
@@ -418,15 +435,15 @@ class DeadLetters:
 
     def _tracked(
         self,
-        send: Callable[[dict[str, str]], EntryId],
-        fold: Callable[[EntryId], object],
+        send: Callable[[dict[str, str]], Sent],
+        fold: Callable[[Sent], object],
         marks: Collection[EntryId] = (),
-    ) -> EntryId:
+    ) -> Sent:
         """Send something and fold it. What failed keeps the checkpoint's position behind it.
 
         Args:
             send: Sends it, with the properties that claim a letter.
-            fold: Takes its position.
+            fold: Takes its position, or positions.
             marks: Letters that it calls done.
         """
         what, parked = object(), self.parking.parked

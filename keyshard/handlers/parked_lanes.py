@@ -31,6 +31,8 @@ from keyshard.handlers.outcome_log import OutcomeLog
 
 THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""
+DISCARDED_AT_ONCE = 1_000
+"""Keys whose letters are given up together."""
 NO_KEY = "it has no key, and null_keys is 'reject'"
 
 _log = logging.getLogger(__name__)
@@ -166,14 +168,16 @@ class ParkedLanes:
         """
         if rejected:
             return self.letters.discard_rejected(selection)
-        count = 0
-        for key in self.letters.selected(selection):
-            count += self.letters.discard(key)
+        count, selected = 0, self.letters.selected(selection)
+        for at in range(0, len(selected), DISCARDED_AT_ONCE):
+            keys = selected[at : at + DISCARDED_AT_ONCE]
+            count += self.letters.discard(keys)
             with self._run.changed:
-                queue = self._run.lanes.queue(key)
-                if queue is None or not (queue.running and queue.work[0].parking):
-                    self.letters.emptied(key)
-                    self._run.wake()
+                for key in keys:
+                    queue = self._run.lanes.queue(key)
+                    if queue is None or not (queue.running and queue.work[0].parking):
+                        self.letters.emptied(key)
+                self._run.wake()
         return count
 
     @property

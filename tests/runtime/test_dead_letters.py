@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from keyshard.broker.memory import Message as Stored
+from keyshard.broker.port import Producer
 from keyshard.core.entry import EntryId
 from keyshard.core.letters import Kind, position_of_text
 from keyshard.core.parking import State
@@ -361,3 +364,34 @@ def test_a_letter_whose_parts_expired_is_data_loss(world: World) -> None:
     assert letters.unpark("k")
     with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'"):
         letters.first("k")
+
+
+class SlowTogether:
+    """Implements the ``Producer`` port: sends are confirmed when four of them wait."""
+
+    def __init__(self, inner: Producer) -> None:
+        self._inner = inner
+        self._four = threading.Barrier(4)
+
+    def send(self, value: bytes, **fields: Any) -> EntryId:
+        sent = self._inner.send(value, **fields)
+        self._four.wait(10)
+        return sent
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_letters_of_many_keys_are_given_up_without_a_round_trip_for_each(world: World) -> None:
+    keys = [f"k{number}" for number in range(40)]
+    letters = world.open()
+    for number in range(3):
+        for key in keys:
+            letters.send(letter(number, key))
+    assert letters._producer is not None
+    letters._producer = SlowTogether(letters._producer)
+    assert letters.discard([*keys, "no such key"]) == 120
+    assert letters.parking.parked.keys == {}
+    assert world.kept == 0
+    world.die()
+    assert world.open().parking.states() == {}

@@ -193,7 +193,7 @@ def test_a_resting_letter_is_missed_where_the_topic_is_gone(world: World) -> Non
 def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_anew(world: World) -> None:
     letters = world.open()
     letters.send(letter(0))
-    assert letters.discard("k") == 1
+    assert letters.discard(["k"]) == 1
     saved = letters.checkpoint()
     world.die()
     world.cluster.delete_topic(WHERE.topic)
