@@ -86,7 +86,7 @@ def check_held(topic_partition: TopicPartition, published_ms: int, block: EntryB
 
 def check_unknown(
     topic_partition: TopicPartition,
-    state: PartitionCheckpoint,
+    published_ms: int,
     lowest_ledger: int,
     block: EntryBlock,
 ) -> None:
@@ -97,8 +97,9 @@ def check_unknown(
 
     Args:
         topic_partition: Where it lies.
-        state: The newest checkpoint's.
-        lowest_ledger: Lowest ledger that the checkpoint of this run's start knew; -1 without one.
+        published_ms: Latest publish time of everything delivered.
+        lowest_ledger: Lowest ledger that was known when the run started, or when the topic
+            partition was doubted; -1 where none was.
         block: The entry.
 
     Raises:
@@ -107,7 +108,7 @@ def check_unknown(
     """
     if block.id.ledger >= lowest_ledger:
         return
-    later_ms = block.publish_ms - state.published_ms
+    later_ms = block.publish_ms - published_ms
     if later_ms > CLOCK_SKEW_MS:
         raise _recreated(
             topic_partition,

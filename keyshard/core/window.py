@@ -190,7 +190,7 @@ class Window:
         if block.id in window.held or window.state.settled(block.id):
             self.counters.duplicates_dropped += rows
             return self._check_known(topic_partition, window, block)
-        check_unknown(topic_partition, window.state, window.lowest_ledger, block)
+        check_unknown(topic_partition, window.state.published_ms, window.lowest_ledger, block)
         self.received_rows += rows + window.waiting_rows
         if not window.received:
             self._filled[topic_partition] = None
@@ -375,11 +375,14 @@ class Window:
             TopicRecreatedError: The ids were handed out a second time.
         """
         window = self._partitions.get(topic_partition)
-        if window is None or window.doubted is None:
+        known = None if window is None else window.doubted
+        if window is None or known is None:
             return True
-        if block.id in window.doubted:
+        first, last = known.span
+        if block.id in known:
             self._check_known(topic_partition, window, block)
-        elif block.id < window.doubted.span[1]:
+        elif block.id < last:
+            check_unknown(topic_partition, known.published_ms, first.ledger, block)
             return False
         window.doubted = None
         return True

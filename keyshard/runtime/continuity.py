@@ -80,8 +80,12 @@ class Continuity:
             for topic_partition in away:
                 self._window.doubt(topic_partition)
 
-    def may_receive(self, topic_partition: TopicPartition) -> bool:
+    def may_receive(self, topic_partition: TopicPartition, first: EntryId) -> bool:
         """Whether what came now is to be taken; else it has to come again.
+
+        Args:
+            topic_partition: Where it came from.
+            first: The lowest id that came.
 
         Raises:
             TopicRecreatedError: The topic partition is another one.
@@ -90,7 +94,7 @@ class Continuity:
             return True
         try:
             # What came now may be from before, where nothing shows that it is the same.
-            return self._shown(topic_partition) in (Shown.SAME, Shown.OTHERS)
+            return self._shown(topic_partition, first) in (Shown.SAME, Shown.OTHERS)
         except BrokerError as exc:
             _log.debug("%s cannot be compared: %s", topic_partition, exc)
             return False
@@ -114,15 +118,17 @@ class Continuity:
             self.look()
         return self._window.doubted(topic_partition)
 
-    def _shown(self, topic_partition: TopicPartition) -> Shown:
-        """Read what is stored where anything is known."""
+    def _shown(self, topic_partition: TopicPartition, first: EntryId | None = None) -> Shown:
+        """Read what is stored where anything is known, or from ``first`` on if that is lower."""
         with self._lock:
             known = self._window.doubted(topic_partition)
         if known is None:
             return Shown.SAME  # another thread was faster
+        start, last = known.span
+        start = start if first is None else min(start, first)
         shown = Shown.NOTHING
         deadline = time.monotonic() + COMPARE_S
-        with Scan(self._broker, topic_partition, *known.span) as scan:
+        with Scan(self._broker, topic_partition, start, last) as scan:
             while not scan.done:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(

@@ -337,3 +337,37 @@ def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bo
             wait_until(stopped)
         assert harness.backlog(where, SUBSCRIPTION) == 100, "nothing is acknowledged"
         harness.close()
+
+
+def test_a_broker_that_is_wiped_while_a_source_runs_stops_it() -> None:
+    """What was received before is durable only afterwards, and acknowledges nothing new."""
+    with DevBroker() as broker:
+        topic = "persistent://public/default/wiped"
+        where = TopicPartition(topic)
+        harness = PulsarHarness(broker.service_url, broker.admin_url)
+        harness.publish(topic, messages(100))
+        with Running(broker, topic, admin=False) as coordinator:
+            received(coordinator, 100)
+            end = coordinator.cut()
+            assert end is not None
+            rows_of(coordinator, end)
+            harness.close()
+            broker.stop()
+            broker.wipe()
+            broker.start()
+            harness = PulsarHarness(broker.service_url, broker.admin_url)
+            harness.publish(topic, messages(100))
+            (first, *_) = stored_entries(harness, where, 100)
+            assert first in end.partitions[where].delivered, "the same ids are handed out again"
+            coordinator.release(end)
+
+            def stopped() -> bool:
+                try:
+                    coordinator.check()
+                except TopicRecreatedError:
+                    return True
+                return False
+
+            wait_until(stopped)
+            assert harness.backlog(where, SUBSCRIPTION) == 100, "nothing is acknowledged"
+        harness.close()

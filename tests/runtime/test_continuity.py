@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from helpers import commit, config, key_in, received, rows_of, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry_set import EntrySet
 from keyshard.core.hash_range import split_ring
 from keyshard.errors import KeyShardError, TopicRecreatedError
 from keyshard.runtime import continuity, reconnector
@@ -140,6 +142,21 @@ def test_what_is_known_and_stored_no_more_keeps_nothing_waiting(
     received(world.coordinator, 9)
     commit(world.coordinator)
     wait_until(lambda: not world.backlog)
+    assert world.error is None
+
+
+def test_entries_below_all_that_is_known_keep_nothing_waiting(world: World) -> None:
+    """A topic created again may begin with lower ids, and a slow range has late entries."""
+    commit(world.coordinator)
+    known = world.coordinator.newest.partitions[world.where]
+    first = known.delivered.first
+    assert first is not None
+    window = world.coordinator._window._partitions[world.where]
+    later = EntryId(first.ledger + 1, 0)
+    window.state = replace(known, delivered=EntrySet.of([later]), batch=EntrySet())
+    world.coordinator._window.doubt(world.where)
+    world.publish(BEFORE_MS, LOW)
+    received(world.coordinator, 9)
     assert world.error is None
 
 

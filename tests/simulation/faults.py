@@ -90,7 +90,11 @@ def plan(seed: int, random: Random) -> list[Fault]:
     cells = [(kind, step), *(random.choice(CELLS) for _ in range(random.randrange(4)))]
     faults: list[Fault] = []
     for number, (kind, step) in enumerate(cells):
-        if step is Step.REPLAYING and not any(
+        if kind is Kind.FORGETS and step in (Step.STARTING, Step.REPLAYING):
+            # Something is acknowledged before that.
+            before = Step.COMMITTED if step is Step.STARTING else random.choice(WITHIN_BATCH)
+            faults.append(Fault(Kind.DRIVER, before, 3, 0.0))
+        elif step is Step.REPLAYING and not any(
             fault.kind in CRASHES and fault.step in WITHIN_BATCH for fault in faults
         ):
             faults.append(Fault(Kind.DRIVER, random.choice(WITHIN_BATCH), 1, 0.0))

@@ -80,6 +80,8 @@ class Injector:
             due = fault.step is step and self._visits[step] >= fault.visit
             if fault.begun or not due or not self.enabled:
                 continue
+            if fault.kind is Kind.FORGETS and not self._remembers():
+                continue  # the next time that this step begins
             fault.begun = True
             if fault.delay_s or not self._act(fault.kind, query):
                 self._spawn(partial(self._later, fault, query, fault.delay_s))
@@ -185,13 +187,16 @@ class Injector:
         return True
 
     def _forgets(self, query: Query) -> bool:
-        """Nothing can be forgotten before something was acknowledged since a cursor was written."""
+        return self._remembers() and self._broker(query)
+
+    def _remembers(self) -> bool:
+        """Whether anything was acknowledged since a cursor was written: only that is forgotten."""
         world = self._world
-        for where in world.topics.partitions():
-            found = world.cluster.subscriptions(where).get(SUBSCRIPTION)
-            if found is not None and found.cursor.unwritten:
-                return self._broker(query)
-        return False
+        found = [
+            world.cluster.subscriptions(where).get(SUBSCRIPTION)
+            for where in world.topics.partitions()
+        ]
+        return any(one is not None and one.cursor.unwritten for one in found)
 
     def _wiped(self, query: Query) -> bool:
         return self._world.wiped is None and self._broker(query, self._world.wipe)

@@ -9,6 +9,7 @@ from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.entry import TopicPartition
 from keyshard.errors import (
     AvailableNowTimeoutError,
+    DataLossAckedElsewhereError,
     DataLossTrimmedError,
     KeyShardError,
     TopicRecreatedError,
@@ -50,11 +51,16 @@ class Wiped:
     def is_named_by(self, error: KeyShardError) -> bool:
         """Whether an error is the one that names a wiped cluster.
 
-        Where a planned batch is read again and nothing tells more, its entries are missing. A
+        Where a planned batch is read again and nothing tells more, its entries are missing. What
+        the new cursor calls acknowledged, such as a marker, may be a hole that held an entry. A
         bounded run to which nothing new comes waits for its targets until its deadline.
         """
         named = isinstance(
-            error, TopicRecreatedError | DataLossTrimmedError | AvailableNowTimeoutError
+            error,
+            TopicRecreatedError
+            | DataLossTrimmedError
+            | DataLossAckedElsewhereError
+            | AvailableNowTimeoutError,
         )
         self.named += named
         return named
