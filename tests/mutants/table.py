@@ -376,6 +376,59 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="acknowledge letters that rest when they come again",
+        promise="No loss: a dead letter is kept until a handler got it done.",
+        edits=(
+            Edit(
+                "keyshard/handlers/letter_reading.py",
+                "            and not state.rests(found.key, where, message_id)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_letter_returns",
+                "test_what_rests_and_what_nobody_replays_is_kept_though_it_comes_again",
+            ),
+        ),
+    ),
+    Mutant(
+        name="acknowledge markers that a start finds before a checkpoint is stored behind them",
+        promise="No false loss: what the stored checkpoint calls resting has its marker.",
+        edits=(
+            Edit(
+                "keyshard/handlers/dead_letters.py",
+                "    letters.finished(finished)\n",
+                "    letters._acknowledge_all(finished)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_letter_returns",
+                "test_markers_behind_the_stored_checkpoint_stay_until_the_next_is_stored",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget after a restart that an older message ran behind done letters",
+        promise="Order: what runs again does so with all that is newer, whoever is killed.",
+        edits=(
+            Edit(
+                "keyshard/handlers/letter_reading.py",
+                "        state.run_again(position, found.key, found.topic_partition, "
+                "found.message_id)\n",
+                "        state.passed(position)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_parking_repeats",
+                "test_a_newer_letter_runs_behind_what_came_again_also_when_the_process_ends_"
+                "between",
+            ),
+        ),
+    ),
+    Mutant(
         name="count a letter twice that a crash wrote twice",
         promise="Order: a message that a crash parked twice is replayed once, in its place.",
         edits=(

@@ -168,3 +168,28 @@ def test_the_backlog_of_letters_becomes_empty_without_further_traffic(
         wait_until(lambda: place.resting() == 0)
     assert place.handled["b"] == list(range(5))
     assert not {one for one in threading.enumerate() if "letter-returns" in one.name} - before
+
+
+def test_a_new_checkpoint_is_stored_for_letters_that_are_done_without_any_traffic(
+    place: Place, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.json"
+    place.broken = {"b"}
+    place.publish(*"ab" * 5)
+    with place.run() as run:
+        wait_until(lambda: len(place.letters()) == 5 and place.backlog() == 0)
+        place.broken.clear()
+        run.source.unpark("b")
+        wait_until(lambda: len(place.handled["b"]) == 5 and place.resting() == 0)
+    place.cluster.unload(place.topic)
+    place.cluster.crash()
+    assert place.resting()
+    for _ in range(2):
+        with place.run(checkpoint=f"file://{path}"):
+            wait_until(lambda: place.resting() == 0)
+        assert json.loads(path.read_text())["parked"]["oldest"] is None
+        place.cluster.crash()
+    with place.run(checkpoint=f"file://{path}"):
+        place.publish(*"ab")
+        wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
+    assert place.handled["b"] == list(range(6))
