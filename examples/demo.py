@@ -198,7 +198,7 @@ def main() -> int:
             )
         demo = Demo(broker, Path(directory))
         with (
-            closing(PulsarAdmin(broker.admin_url)) as admin,
+            closing(PulsarAdmin(broker.connection)) as admin,
             Live(demo.screen(), console=console, refresh_per_second=4) as live,
         ):
             demo.run(live, admin)

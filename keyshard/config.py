@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from keyshard.connection import SERVICE_URL, Connection
 from keyshard.core.entry import full_topic_name
 from keyshard.core.hash_range import RING_SIZE
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
@@ -14,9 +15,6 @@ from keyshard.errors import ConfigError
 from keyshard.redaction import REPR_MAX, shown
 
 MIB = 1024 * 1024
-_SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
-_MEMORY_URL = re.compile(r"memory://[^/\s,]+")
-_ADMIN_URL = re.compile(r"https?://[^/\s]+/?")
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,7 +27,10 @@ class SourceConfig:
     """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
     subscription: str = field(default="keyshard", kw_only=True)
     """Subscription that holds the backlog; one source at a time may use it."""
-    service_url: str = field(default="pulsar://127.0.0.1:6650", kw_only=True)
+    connection: Connection | None = field(default=None, kw_only=True)
+    """How the cluster is reached, where two URLs do not say it: TLS, authentication, listener; then
+    it says ``service_url``, ``admin_url`` and ``operation_timeout_ms`` as well."""
+    service_url: str = field(default=SERVICE_URL, kw_only=True)
     """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""
     admin_url: str | None = field(default=None, kw_only=True)
     """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
@@ -95,7 +96,7 @@ class SourceConfig:
         check_text("subscription", self.subscription, _SUBSCRIPTION)
         if self.subscription.strip() != self.subscription:
             raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
-        self._check_urls()
+        self._connect()
         check_choice("starting_position", self.starting_position, "earliest", "latest")
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
@@ -111,28 +112,30 @@ class SourceConfig:
                 f"{self.batch_rows_max}."
             )
 
-    def _check_urls(self) -> None:
-        wanted = "write pulsar://host:port or pulsar+ssl://host:port"
-        url = check_text("service_url", self.service_url, wanted)
-        if self.admin_url is not None:
-            check_text("admin_url", self.admin_url, "write http://host:port")
-        if self.in_memory:
-            if self.admin_url not in (None, url):
-                raise ConfigError(
-                    f"admin_url is {shown(self.admin_url)}; the in-memory cluster {shown(url)} has "
-                    "its admin interface at the same URL."
-                )
+    def _connect(self) -> None:
+        """The shorthands make a connection, or a connection says them."""
+        made = self.connection
+        if made is None:
+            self.how_to_connect()
             return
-        if not _SERVICE_URL.fullmatch(url) or not _ports_fit(url):
-            raise ConfigError(f"service_url is {shown(url)}; {wanted}.")
-        if "@" in url:
-            raise ConfigError(
-                f"service_url is {shown(url)}; Pulsar's client takes no user or password from a "
-                f"URL: {wanted}."
-            )
-        admin = self.admin_url
-        if admin is not None and not (_ADMIN_URL.fullmatch(admin) and _ports_fit(admin)):
-            raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
+        if not isinstance(made, Connection):
+            raise ConfigError(f"connection is {shown(made)}; give a keyshard.Connection.")
+        for name in _SHORTHANDS:
+            own, said = getattr(self, name), getattr(made, name)
+            if own not in (said, type(self).__dataclass_fields__[name].default):
+                raise ConfigError(
+                    f"{name} is given together with a connection that says another one. Give it in "
+                    "the connection."
+                )
+            object.__setattr__(self, name, said)
+
+    def how_to_connect(self) -> Connection:
+        """The connection, or what the shorthands make of it."""
+        if self.connection is not None:
+            return self.connection
+        return Connection(
+            self.service_url, self.admin_url, operation_timeout_ms=self.operation_timeout_ms
+        )
 
     @property
     def default_dead_letter_topics(self) -> tuple[str, ...]:
@@ -147,7 +150,7 @@ class SourceConfig:
     @property
     def in_memory(self) -> bool:
         """Whether the broker is an in-memory cluster of this process."""
-        return _MEMORY_URL.fullmatch(self.service_url) is not None
+        return self.how_to_connect().in_memory
 
     def _check_pattern(self) -> None:
         """Exactly one of topics and topics_pattern; the pattern is completed."""
@@ -186,17 +189,7 @@ def _topic_names(topics: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
 
 
-def _ports_fit(url: str) -> bool:
-    """Whether each port that a URL names is one."""
-    hosts = url.partition("://")[2].rstrip("/").rpartition("@")[2].split(",")
-    ports = [port for host in hosts for _, colon, port in [host.rpartition(":")] if colon]
-    return all(port.endswith("]") or _is_port(port) for port in ports)
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65_536
-
-
+_SHORTHANDS = ("service_url", "admin_url", "operation_timeout_ms")
 _SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
 _OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
 _LIMITS = (
@@ -209,7 +202,6 @@ _LIMITS = (
     ("window_bytes_max", MIB, 2**50),
     ("discovery_interval_ms", 10, 86_400_000),
     ("subscribe_timeout_ms", 1, 3_600_000),
-    ("operation_timeout_ms", 1_000, 3_600_000),
     ("replay_timeout_ms", 1, 3_600_000),
     ("receiver_queue_size", 1, 100_000),
     ("receive_threads", 1, 256),

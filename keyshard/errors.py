@@ -8,6 +8,9 @@
     ├── BrokerError                    KEYSHARD_BROKER
     │   ├── MessageTooLargeError       KEYSHARD_MESSAGE_TOO_LARGE
     │   ├── BrokerUnavailableError     KEYSHARD_BROKER_UNAVAILABLE   (retriable)
+    │   ├── TlsError                   KEYSHARD_TLS
+    │   ├── AuthenticationError        KEYSHARD_AUTHENTICATION
+    │   ├── AuthorizationError         KEYSHARD_AUTHORIZATION
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
     │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
     │   └── AdminError                 KEYSHARD_ADMIN
@@ -108,6 +111,24 @@ class BrokerUnavailableError(BrokerError):
 
     code = "KEYSHARD_BROKER_UNAVAILABLE"
     retriable = True
+
+
+class TlsError(BrokerError):
+    """The two sides do not trust each other's certificates, or cannot agree on TLS."""
+
+    code = "KEYSHARD_TLS"
+
+
+class AuthenticationError(BrokerError):
+    """The broker does not accept who this is: a token that is wrong or has expired, or none."""
+
+    code = "KEYSHARD_AUTHENTICATION"
+
+
+class AuthorizationError(BrokerError):
+    """A role lacks a permission; the message names the role, the permission, and on what."""
+
+    code = "KEYSHARD_AUTHORIZATION"
 
 
 class RangeConflictError(BrokerError):

@@ -1,10 +1,11 @@
-"""Texts without the secrets that URLs carry, and values of any kind as a short text.
+"""Secrets that are not shown, texts without those of URLs, values of any kind as a short text.
 
 Used wherever a URL or a value of the user's may be shown: errors, ``repr``, logs and status.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
 
 SHOWN_MAX = 100
@@ -13,6 +14,8 @@ REPR_MAX = 1_000
 """The same in the ``repr`` of a configuration."""
 SENTENCE_MAX = 1_600
 """Most characters of an error's message."""
+_JWT = re.compile(r"\beyJ[\w-]{8,}\.[\w-]+(\.[\w-]*)?")
+_TOKEN = re.compile(r"(?i)\btoken:[^\s'\"]+")
 _USER = re.compile(r"://\S*@")
 _USER_OF_URL = re.compile(r"://.*@", re.DOTALL)
 _PARAMETER = re.compile(
@@ -20,11 +23,45 @@ _PARAMETER = re.compile(
 )
 
 
+class Secret:
+    """A text that is not shown: not by ``repr``, ``str``, formatting, errors or logs.
+
+    :meth:`reveal` gives it. Pickling keeps it, as what is pickled has to work elsewhere.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The text itself, for who has to send it."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return "Secret(***)"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(
+            self._text.encode(errors="replace"), other._text.encode(errors="replace")
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Secret, (self._text,)
+
+
 def redacted(text: str) -> str:
     """A text whose URLs show no user, password or token.
 
-    ``http://ann:secret@host/?token=abc`` becomes ``http://***@host/?token=***``.
+    ``http://ann:secret@host/?token=abc`` becomes ``http://***@host/?token=***``. Tokens that are
+    recognised outside of URLs, too, go: JWT, and what follows ``token:``.
     """
+    text = _TOKEN.sub("token:***", _JWT.sub("***", text))
     return _PARAMETER.sub(r"\1***", _USER.sub("://***@", text))
 
 

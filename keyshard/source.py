@@ -63,9 +63,9 @@ class KeyShardSource(SourceConfig):
         from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
         from keyshard.runtime.coordinator import Coordinator  # noqa: PLC0415
 
-        admin = None if self.admin_url is None else connect_admin(self.admin_url)
-        timeout_s = max(1, self.operation_timeout_ms // 1000)
-        return Coordinator(self, lambda: connect(self.service_url, timeout_s), admin)
+        connection = self.how_to_connect()
+        admin = None if self.admin_url is None else connect_admin(connection)
+        return Coordinator(self, lambda: connect(connection), admin)
 
     def run(
         self,

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from keyshard import KeyShardSource
+from keyshard import Connection, KeyShardSource
+from keyshard.connection_names import fields_of, names_of
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -141,6 +142,53 @@ OPTIONS = (
     ),
 )
 
+CLIENT = "pulsar.client."
+"""Beginning of the options that Pulsar's Java client has, too."""
+CONNECTION_OPTIONS = (
+    Option(
+        "authPluginClassName",
+        "authentication",
+        "How the query shows who it is: `token`, `tls`, `oauth2` or `basic`, or the Java class.",
+    ),
+    Option(
+        "authParams",
+        "authentication",
+        "Its parameters. token: `file:///path` (read again at every connection, so it may be "
+        "renewed), `env:NAME` or `token:...`. oauth2: JSON with `issuerUrl`, `privateKey` (a file "
+        "with `client_id` and `client_secret`), `audience`, `scope`. basic: JSON with `userId`, "
+        "`password`. tls: `tlsCertFile:/path,tlsKeyFile:/path`.",
+    ),
+    Option(
+        "tlsTrustCertsFilePath",
+        "tls_trust_certs_file_path",
+        "PEM file of the authorities that are trusted. Unset: those of the package certifi.",
+    ),
+    Option(
+        "tlsCertificateFilePath",
+        "tls_certificate_file_path",
+        "PEM file of the query's own certificate. Without other authentication it is who the query "
+        "is.",
+    ),
+    Option("tlsKeyFilePath", "tls_key_file_path", "Its key, PEM, without a passphrase."),
+    Option(
+        "tlsHostnameVerificationEnable",
+        "tls_hostname_verification",
+        "Whether the certificate has to be that of the host in the URL. The Java client's default "
+        "is `false`.",
+    ),
+    Option(
+        "listenerName",
+        "listener_name",
+        "Which of the addresses that brokers advertise is used (`advertisedListeners`).",
+    ),
+    Option(
+        "connectionTimeoutMs",
+        "connection_timeout_ms",
+        "Longest time until a connection of the client is there.",
+    ),
+)
+"""Each is an option under its name after :data:`CLIENT`."""
+
 _UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
@@ -159,6 +207,7 @@ _INTEGERS = {
     "checkpoint_bytes_max",
 }  # fmt: skip
 
+_SHORTHANDS = {"service_url", "admin_url", "operation_timeout_ms"}
 _REQUIRED = {"subscription"}
 """Fields that a query has to name, also those with a default in Python."""
 _BOOLEANS = {"fail_on_data_loss"}
@@ -172,7 +221,11 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
     """
     fields: dict[str, Any] = {}
     given: dict[str, str] = {}
+    client: dict[str, str] = {}
     for name, text in options.items():
+        if name.lower().startswith(CLIENT):
+            client[name[len(CLIENT) :]] = text
+            continue
         option = _BY_NAME.get(name.lower())
         if option is None:
             raise ConfigError(_unknown(name))
@@ -190,10 +243,11 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
             "backlog of this query."
         )
     try:
-        source = KeyShardSource(**fields)
+        source = KeyShardSource(**_connected(fields, client))
     except ConfigError as exc:
         # Only the field's name at the start: what follows may be the user's own text.
         field, space, rest = exc.message.partition(" ")
+        given |= {one.field: CLIENT + one.name for one in CONNECTION_OPTIONS}
         raise ConfigError(given.get(field, field) + space + rest) from exc
     if source.in_memory:
         raise ConfigError(
@@ -203,8 +257,25 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
     return source
 
 
+def _connected(fields: dict[str, Any], client: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a source; the connection is one of them where URLs do not say it."""
+    if not client:
+        return fields
+    said = fields_of(client)
+    for name in said.keys() & _SHORTHANDS:
+        if fields.get(name, said[name]) != said[name]:
+            raise ConfigError(f"{name} is given together with another one in {CLIENT}*. Give one.")
+    kept = {name: value for name, value in fields.items() if name not in _SHORTHANDS}
+    shorthands = {name: value for name, value in fields.items() if name in _SHORTHANDS}
+    return {**kept, "connection": Connection(**shorthands, **{
+        name: value for name, value in said.items() if name not in shorthands
+    })}  # fmt: skip
+
+
 def to_options(source: KeyShardSource) -> dict[str, str]:
     """The options that say what ``source`` says; the inverse of :func:`parse_options`.
+
+    A secret that the source holds itself, in no file or variable, is among them.
 
     Raises:
         ConfigError: A field without an option differs from its default, or one of several topics
@@ -222,9 +293,16 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
     else:
         options = {"topics": ",".join(source.topics)}
     known = {option.field: option.name for option in OPTIONS if option.field != "topics"}
+    if source.connection is not None:
+        said = {option.name for option in CONNECTION_OPTIONS}
+        options |= {
+            CLIENT + name: text
+            for name, text in names_of(source.connection).items()
+            if name in said
+        }
     for name, field in fields.items():
         value = getattr(source, name)
-        if name == "topics" or (value == field.default and name not in _REQUIRED):
+        if name in ("topics", "connection") or (value == field.default and name not in _REQUIRED):
             continue
         if name not in known:
             raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
@@ -241,6 +319,11 @@ def options_table() -> str:
         shown = "" if default is None or option.field in _REQUIRED else f"`{default}`"
         shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
+    plain = Connection()
+    for option in CONNECTION_OPTIONS:
+        value = getattr(plain, option.field)
+        shown = "" if value is None else f"`{str(value).lower()}`"
+        lines.append(f"| `{CLIENT}{option.name}` | {shown} | {option.meaning} |")
     return "\n".join(lines)
 
 

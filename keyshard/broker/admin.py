@@ -8,36 +8,28 @@ from urllib.parse import quote
 
 import httpx
 
-from keyshard.broker.http_log import unlogged
+from keyshard.broker.admin_http import AdminHttp
+from keyshard.connection import Connection
 from keyshard.core.broker_state import BrokerState
-from keyshard.core.entry import TopicPartition
-from keyshard.errors import AdminError, BrokerUnavailableError
+from keyshard.core.entry import TopicPartition, full_topic_name
+from keyshard.errors import AdminError, AuthorizationError
 
-TIMEOUT_S = 10.0
-"""Longest time of one request, seconds."""
-CONNECT_S = 3.0
-"""Longest time to be connected, seconds."""
-_NOT_ALLOWED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+CREATE_S = 30.0
+"""Longest time to make a topic with its partitions, seconds."""
 
 
 class PulsarAdmin:
-    """Calls of ``/admin/v2``. All read only, but :meth:`remove_leftover`.
+    """Calls of ``/admin/v2``. All read only, but :meth:`remove_leftover` and :meth:`create`.
 
     Args:
-        admin_url: ``http://host:port``.
+        connection: It has an ``admin_url``.
 
-    Every method raises BrokerUnavailableError (retriable) when there is no answer, and AdminError
-    when the request is refused.
+    Every method raises BrokerUnavailableError (retriable) when there is no answer, AdminError when
+    the request is refused, and what :meth:`AdminHttp.request` raises of TLS and permissions.
     """
 
-    def __init__(self, admin_url: str) -> None:
-        # Beside the URL, because every error and log line of the client shows that.
-        url = httpx.URL(admin_url)
-        auth = httpx.BasicAuth(url.username, url.password) if url.userinfo else None
-        self._url = str(url.copy_with(userinfo=b"")).rstrip("/")
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S), follow_redirects=True, auth=auth
-        )
+    def __init__(self, connection: Connection) -> None:
+        self._http = AdminHttp(connection)
 
     def version(self) -> str:
         """Version of the broker, such as ``4.0.8``."""
@@ -47,8 +39,9 @@ class PulsarAdmin:
     def settings(self) -> Mapping[str, str]:
         """Configuration of the broker by name; empty where this user may not see it."""
         path = "brokers/configuration/runtime"
-        response = self._request("GET", path)
-        if response.status_code in _NOT_ALLOWED:
+        try:
+            response = self._request("GET", path)
+        except AuthorizationError:
             return {}
         found: Mapping[str, str] = self._checked(path, response).json()
         return found
@@ -62,6 +55,23 @@ class PulsarAdmin:
         """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
         found = self._get(f"{_path(topic)}/partitions", missing={})
         return int(found["partitions"]) if found else None
+
+    def create(self, topic: str, partitions: int) -> bool:
+        """Make sure that a topic exists with a number of partitions; whether it was made now."""
+        path = f"{_path(full_topic_name(topic))}/partitions"
+        answer = self._request("PUT", path, json=partitions, timeout=CREATE_S)
+        if answer.status_code != httpx.codes.CONFLICT:
+            self._checked(path, answer)
+            return True
+        existing = self.partition_count(full_topic_name(topic))
+        if existing == partitions:
+            return False
+        kind = f"with {existing} partitions" if existing else "without partitions"
+        raise AdminError(
+            f"Topic {topic} exists {kind}, not with {partitions}. Choose that number or another "
+            "topic.",
+            topic=topic,
+        )
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
         """Full names of all persistent topics of a namespace, without their partitions.
@@ -132,13 +142,13 @@ class PulsarAdmin:
             return BrokerState.from_internal_stats(stats, subscription)
         except (KeyError, TypeError, ValueError) as exc:
             raise AdminError(
-                f"GET {path} at {self._url} says something unexpected: {exc!r}. Leave admin_url "
-                "out to do without the checks it allows."
+                f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Leave "
+                "admin_url out to do without the checks it allows."
             ) from exc
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._http.close()
 
     def _get(self, path: str, missing: Any = None) -> Any:
         response = self._request("GET", path)
@@ -150,28 +160,22 @@ class PulsarAdmin:
             raise self._failed(path, exc) from exc
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
         try:
-            return response.raise_for_status()
-        except httpx.HTTPError as exc:
-            raise self._failed(path, exc) from exc
+            reason = response.json()["reason"]
+        except (ValueError, KeyError, TypeError):
+            reason = response.text[:200] or response.reason_phrase
+        raise self._failed(path, f"status {response.status_code}, {reason}")
 
-    def _failed(self, path: str, exc: Exception) -> AdminError:
+    def _failed(self, path: str, exc: object) -> AdminError:
         return AdminError(
-            f"GET {path.partition('?')[0]} at {self._url} failed: {exc}. Check admin_url, or "
-            "leave it out to do without the checks it allows."
+            f"Request {path.partition('?')[0]} at {self._http.url} failed: {exc}. Check "
+            "admin_url, or leave it out to do without the checks it allows."
         )
 
-    def _request(self, method: str, path: str) -> httpx.Response:
-        try:
-            with unlogged():
-                return self._client.request(method, f"{self._url}/admin/v2/{path}")
-        except httpx.TransportError as exc:
-            raise BrokerUnavailableError(
-                f"{self._url} does not answer: {exc}. Check admin_url and that the broker is "
-                "running; without admin_url keyshard does without the checks it allows."
-            ) from exc
-        except httpx.HTTPError as exc:
-            raise AdminError(f"{method} {path} at {self._url} failed: {exc}.") from exc
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        return self._http.request(method, f"/admin/v2/{path}", **content)
 
 
 def _namespace(tenant: str, namespace: str) -> str:

@@ -6,47 +6,45 @@ from typing import TYPE_CHECKING
 
 from keyshard.broker import at_exit  # noqa: F401 - before what ends a run at exit
 from keyshard.broker.port import Broker
+from keyshard.connection import MEMORY, Connection
 
 if TYPE_CHECKING:
     from keyshard.broker.admin import PulsarAdmin
     from keyshard.broker.memory import MemoryCluster
     from keyshard.broker.memory_admin import MemoryAdmin
 
-MEMORY = "memory://"
-"""Beginning of the URL of an in-memory cluster of this process; its name follows."""
 
-
-def connect(service_url: str, operation_timeout_s: int) -> Broker:
+def connect(connection: Connection) -> Broker:
     """Connect to a cluster; only the client that the URL asks for is loaded.
-
-    Args:
-        service_url: ``pulsar://...``, ``pulsar+ssl://...`` or ``memory://name``.
-        operation_timeout_s: Longest time one request may take, seconds.
 
     Raises:
         BrokerError: The client refuses.
     """
-    if service_url.startswith(MEMORY):
+    if connection.in_memory:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 
-        return MemoryBroker(_cluster(service_url))
+        return MemoryBroker(_cluster(connection))
     from keyshard.broker.pulsar import PulsarBroker  # noqa: PLC0415
 
-    return PulsarBroker(service_url, operation_timeout_s)
+    return PulsarBroker(connection)
 
 
-def connect_admin(admin_url: str) -> PulsarAdmin | MemoryAdmin:
-    """The admin interface at ``http://host:port``, ``https://...`` or ``memory://name``."""
-    if admin_url.startswith(MEMORY):
+def connect_admin(connection: Connection) -> PulsarAdmin | MemoryAdmin:
+    """The admin interface of a cluster; nothing is asked yet.
+
+    Raises:
+        ConfigError: The connection has no ``admin_url``, or a file of TLS does not fit.
+    """
+    if connection.in_memory:
         from keyshard.broker.memory_admin import MemoryAdmin  # noqa: PLC0415
 
-        return MemoryAdmin(_cluster(admin_url), admin_url.removeprefix(MEMORY))
+        return MemoryAdmin(_cluster(connection), connection.service_url.removeprefix(MEMORY))
     from keyshard.broker.admin import PulsarAdmin  # noqa: PLC0415
 
-    return PulsarAdmin(admin_url)
+    return PulsarAdmin(connection)
 
 
-def _cluster(url: str) -> MemoryCluster:
+def _cluster(connection: Connection) -> MemoryCluster:
     from keyshard.broker.memory import MemoryCluster  # noqa: PLC0415
 
-    return MemoryCluster.named(url.removeprefix(MEMORY))
+    return MemoryCluster.named(connection.service_url.removeprefix(MEMORY))

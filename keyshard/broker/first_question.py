@@ -13,12 +13,14 @@ import ssl
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
-import certifi
-
+from keyshard.broker.credentials import Credentials
 from keyshard.broker.protobuf import Value, fields_of, message
+from keyshard.broker.refusals import lacks, not_accepted
+from keyshard.broker.tls import tls_context, tls_error
+from keyshard.connection import Connection
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
 ANSWER_S = 3.0
@@ -31,40 +33,48 @@ _METADATA, _METADATA_RESPONSE = 21, 22
 _PROTOCOL_VERSION = 21
 _SUPPORTS_NO_CREATION = 5
 """Number of the broker's feature to answer without creating; older ones would create."""
-_TOPIC_NOT_FOUND = 11
-_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
+_NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
+_TLS_ALERT = b"\x15\x03"
+"""How what speaks TLS begins its answer to who does not."""
 _HINT = "Check service_url and that the broker is running"
 
 
-def missing_topics(service_url: str, topics: Sequence[str]) -> frozenset[str]:
+def missing_topics(
+    connection: Connection, credentials: Credentials, topics: Sequence[str]
+) -> frozenset[str]:
     """Topics that do not exist; creates nothing. None where an old broker cannot tell.
 
     Args:
-        service_url: ``pulsar://host:port,host:port`` or ``pulsar+ssl://...``.
-        topics: Full names; without any, only whether the broker is there is asked.
+        connection: Of its service URL one host after the other is asked.
+        credentials: Those of the connection.
+        topics: Full names; without any, only whether the broker lets this connection in is asked.
 
     Raises:
         BrokerUnavailableError: No host of the URL answers as a broker; says why.
+        TlsError: The two sides do not trust each other.
+        AuthenticationError: It does not accept who this is.
+        AuthorizationError: Who this is may not look a topic up.
         BrokerError: It refuses the connection.
     """
-    return _ask_one_of(service_url.partition("://")[2].rstrip("/").split(","), service_url, topics)
+    *others, last = connection.hosts
+    for host in others:
+        with suppress(BrokerUnavailableError), _connected(host, connection, credentials) as asked:
+            return asked.missing(topics)
+    with _connected(last, connection, credentials) as asked:
+        return asked.missing(topics)
 
 
-def _ask_one_of(hosts: Sequence[str], service_url: str, topics: Sequence[str]) -> frozenset[str]:
-    try:
-        with _connected(hosts[0], service_url) as connection:
-            return connection.missing(topics)
-    except BrokerUnavailableError:
-        if len(hosts) == 1:
-            raise
-    return _ask_one_of(hosts[1:], service_url, topics)
-
-
-class _Connection:
-    def __init__(self, stream: socket.socket) -> None:
+class _Asking:
+    def __init__(self, stream: socket.socket, host: str, credentials: Credentials) -> None:
         self._stream = stream
+        self._host = host
+        self._credentials = credentials
         self._deadline = 0.0
-        connected = self._ask(_CONNECT, {1: b"keyshard", 4: _PROTOCOL_VERSION}, _CONNECTED)
+        shown = credentials.show()
+        connect: dict[int, Value] = {1: b"keyshard", 4: _PROTOCOL_VERSION}
+        if shown.method != "none":
+            connect |= {3: shown.data.encode(), 5: shown.method.encode()}
+        connected = self._ask(_CONNECT, connect, _CONNECTED)
         flags = connected.get(4, b"")
         features = fields_of(flags) if isinstance(flags, bytes) else {}
         self._tells_missing = bool(features.get(_SUPPORTS_NO_CREATION))
@@ -75,15 +85,21 @@ class _Connection:
         found: set[str] = set()
         for number, topic in enumerate(topics):
             asked: dict[int, Value] = {1: topic.encode(), 2: number, 6: 0}
-            if self._ask(_METADATA, asked, _METADATA_RESPONSE).get(4) == _TOPIC_NOT_FOUND:
+            error = self._ask(_METADATA, asked, _METADATA_RESPONSE).get(4)
+            if error == _TOPIC_NOT_FOUND:
                 found.add(topic)
+            if error == _NOT_AUTHORIZED:
+                raise lacks(self._credentials.who(), "consume", topic)
         return frozenset(found)
 
     def _ask(self, kind: int, fields: dict[int, Value], answer: int) -> dict[int, Value]:
         self._deadline = time.monotonic() + ANSWER_S
         self._send(kind, fields)
         while True:
-            (size,) = struct.unpack(">I", self._exactly(4))
+            head = self._exactly(4)
+            if head.startswith(_TLS_ALERT):
+                raise ConnectionResetError("it speaks TLS")
+            (size,) = struct.unpack(">I", head)
             if not 4 <= size <= FRAME_BYTES_MAX:
                 raise ValueError("not a frame")
             frame = self._exactly(size)
@@ -95,13 +111,16 @@ class _Connection:
             if got == answer:
                 return told
             if got == _ERROR:
-                text = told.get(3, b"")
-                raise BrokerError(
-                    "The broker refuses the connection: "
-                    f"{text.decode(errors='replace') if isinstance(text, bytes) else text}."
-                )
+                raise self._refused(told)
             if got == _PING:
                 self._send(_PONG, {})
+
+    def _refused(self, told: dict[int, Value]) -> BrokerError:
+        text = told.get(3, b"")
+        said = text.decode(errors="replace") if isinstance(text, bytes) else text
+        if told.get(2) in (_NOT_AUTHENTICATED, _NOT_AUTHORIZED):
+            return not_accepted(self._host, self._credentials.who(), str(said))
+        return BrokerError(f"The broker refuses the connection: {said}.")
 
     def _send(self, kind: int, fields: dict[int, Value]) -> None:
         command = message({1: kind, kind: message(fields)})
@@ -119,15 +138,17 @@ class _Connection:
 
 
 @contextmanager
-def _connected(host: str, service_url: str) -> Iterator[_Connection]:
+def _connected(host: str, connection: Connection, credentials: Credentials) -> Iterator[_Asking]:
     """A connection to one host; everything that goes wrong is one sentence."""
 
     def failed(why: str, hint: str = _HINT) -> BrokerUnavailableError:
-        return BrokerUnavailableError(f"No broker answers at {service_url}: {why}. {hint}.")
+        return BrokerUnavailableError(
+            f"No broker answers at {connection.service_url}: {why}. {hint}."
+        )
 
-    scheme = service_url.partition("://")[0]
     parts = urlsplit(f"//{host}")
-    where = parts.hostname or "", parts.port or _PORTS[scheme]
+    where = parts.hostname or "", parts.port or (6651 if connection.tls else 6650)
+    context = tls_context(connection) if connection.tls else None
     try:
         stream = socket.create_connection(where, timeout=ANSWER_S)
     except socket.gaierror:
@@ -137,10 +158,14 @@ def _connected(host: str, service_url: str) -> Iterator[_Connection]:
     except OSError as exc:
         raise failed(f"{host} says {exc.strerror or exc}") from None
     try:
-        with stream, _secured(stream, where[0]) if scheme == "pulsar+ssl" else stream as used:
-            yield _Connection(used)
+        with (
+            stream,
+            context.wrap_socket(stream, server_hostname=where[0]) if context else stream as used,
+        ):
+            yield _Asking(used, host, credentials)
     except ssl.SSLError as exc:
-        raise failed(
+        error = tls_error(exc, f"The broker at {host}", connection)
+        raise error or failed(
             f"{host} does not speak TLS as expected ({exc.reason or exc})",
             "Check service_url: without TLS it begins with pulsar://",
         ) from None
@@ -159,10 +184,3 @@ def _connected(host: str, service_url: str) -> Iterator[_Connection]:
             "Check the port in service_url: a broker's is 6650 by default, and 8080 that of its "
             "admin interface",
         ) from None
-
-
-def _secured(stream: socket.socket, host: str) -> ssl.SSLSocket:
-    """TLS as pulsar-client does it: a known authority signs, the host's name is not compared."""
-    context = ssl.create_default_context(cafile=certifi.where())
-    context.check_hostname = False
-    return context.wrap_socket(stream, server_hostname=host)

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import _pulsar
 import pulsar
 
 from keyshard.broker.at_exit import close_at_exit
-from keyshard.broker.client_log import close_client, open_client
+from keyshard.broker.client_log import close_client
+from keyshard.broker.credentials import Credentials
 from keyshard.broker.first_question import missing_topics
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar_calls import Calls, calls_of
-from keyshard.broker.pulsar_errors import translated
+from keyshard.broker.pulsar_client import client_of
+from keyshard.broker.pulsar_errors import UNAVAILABLE, translated
 from keyshard.broker.pulsar_producer import PulsarProducer
+from keyshard.broker.refusals import lacks
+from keyshard.connection import Connection
 from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.core.key_slot import slots_of
-from keyshard.errors import ChunkedMessageError
+from keyshard.errors import BrokerError, BrokerUnavailableError, ChunkedMessageError
 from keyshard.schema.content import pack
 from keyshard.schema.metadata import TIME_MS_MAX, readable_times
 
@@ -390,23 +394,25 @@ class PulsarBroker:
     """A connection to a Pulsar cluster.
 
     Args:
-        service_url: ``pulsar://host:port`` or ``pulsar+ssl://host:port``.
-        operation_timeout_s: Longest time one request may take, seconds.
+        connection: How the cluster is reached.
     """
 
-    def __init__(self, service_url: str, operation_timeout_s: int = 30) -> None:
-        self._service_url = service_url
-        with translated("connect to", service_url):
-            self._client = open_client(service_url, operation_timeout_seconds=operation_timeout_s)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._service_url = connection.service_url
+        self._credentials = Credentials(connection)
+        with translated("connect to", self._service_url):
+            self._client = client_of(connection, self._credentials)
         self._calls = calls_of(self._client)
         self._closed = False
         close_at_exit(self)
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
-        return missing_topics(self._service_url, topics)
+        return missing_topics(self._connection, self._credentials, topics)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        with translated("look up", f"{topic} at {self._service_url}"):
+        where = f"{topic} at {self._service_url}"
+        with translated("look up", where), self._explained("consume", topic):
             names = self._client.get_topic_partitions(topic)
             if not names:
                 # What the client gives when it lost the connection while it asked.
@@ -428,7 +434,8 @@ class PulsarBroker:
             if start is StartPosition.EARLIEST
             else pulsar.InitialPosition.Latest
         )
-        with translated("subscribe to", f"{topic_partition} as {subscription!r} [{hash_range}]"):
+        what = f"{topic_partition} as {subscription!r} [{hash_range}]"
+        with translated("subscribe to", what), self._explained("consume", topic_partition.topic):
             consumer = self._client.subscribe(
                 topic_partition.name,
                 subscription,
@@ -449,7 +456,8 @@ class PulsarBroker:
         )
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
-        with translated("open a reader on", topic_partition):
+        topic = topic_partition.topic
+        with translated("open a reader on", topic_partition), self._explained("consume", topic):
             reader = self._client.create_reader(
                 topic_partition.name,
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
@@ -458,7 +466,8 @@ class PulsarBroker:
         return PulsarReader(reader, topic_partition, self._calls)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
-        with translated("open a producer on", topic_partition):
+        topic = topic_partition.topic
+        with translated("open a producer on", topic_partition), self._explained("produce", topic):
             producer = self._client.create_producer(
                 topic_partition.name,
                 batching_enabled=False,
@@ -466,6 +475,22 @@ class PulsarBroker:
                 send_timeout_millis=send_timeout_ms,
             )
         return PulsarProducer(producer, topic_partition, self._calls)
+
+    @contextmanager
+    def _explained(self, permission: str, topic: str) -> Iterator[None]:
+        """The client knows no role, and says of who is not let in that time is up."""
+        try:
+            yield
+        except pulsar.AuthorizationError as exc:
+            raise lacks(self._credentials.who(), permission, topic) from exc
+        except UNAVAILABLE as exc:
+            if self._connection.tls or self._connection.authentication is not None:
+                try:
+                    self.missing(())
+                except BrokerError as why:
+                    # A token may be renewed: who asks decides how long that is waited for.
+                    raise BrokerUnavailableError(why.message) from exc
+            raise
 
     def close(self) -> None:
         if self._closed:

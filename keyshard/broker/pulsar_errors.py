@@ -15,7 +15,7 @@ from keyshard.errors import (
     TopicNotFoundError,
 )
 
-_UNAVAILABLE = (
+UNAVAILABLE = (
     pulsar.Timeout,
     pulsar.ConnectError,
     pulsar.LookupError,
@@ -26,6 +26,7 @@ _UNAVAILABLE = (
     pulsar.UnknownError,
     pulsar.NotConnected,
 )
+"""What goes away by itself, or by what is done at the broker."""
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def translated(action: str, what: object) -> Iterator[None]:
             f"Could not {action} {what}: the message is larger than the broker takes. Raise its "
             "maxMessageSize."
         ) from exc
-    except _UNAVAILABLE as exc:
+    except UNAVAILABLE as exc:
         raise BrokerUnavailableError(
             f"Could not {action} {what}: {exc}. Check service_url and that the broker is running."
         ) from exc

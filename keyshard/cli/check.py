@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keyshard.cli.connecting import with_connection
+from keyshard.connection import Connection
 from keyshard.errors import ConfigError, KeyShardError
 
 if TYPE_CHECKING:
     from keyshard.verify.checkers import Verdict
     from keyshard.verify.live_run import Progress
 
-_URL = "pulsar://127.0.0.1:6650"
-_ADMIN_URL = "http://127.0.0.1:8080"
 _PARTITIONS = 5
 _BROKEN, _NO_VERDICT = 1, 2
 _LIVE = "With --live"
 
 
+@with_connection
 def check(  # noqa: PLR0917 - one argument per option
     history: Annotated[
         Path | None, typer.Argument(help="File of JSON lines; docs/history.md describes it.")
@@ -47,17 +48,6 @@ def check(  # noqa: PLR0917 - one argument per option
             "--append", help="Publish although the topic holds data.", rich_help_panel=_LIVE
         ),
     ] = False,
-    service_url: Annotated[
-        str, typer.Option(help="URL of the broker.", rich_help_panel=_LIVE)
-    ] = _URL,
-    admin_url: Annotated[
-        str | None,
-        typer.Option(
-            help=f"URL of its admin interface; for the default broker {_ADMIN_URL}, "
-            "otherwise none.",
-            rich_help_panel=_LIVE,
-        ),
-    ] = None,
     messages: Annotated[
         int, typer.Option(help="Number of messages.", rich_help_panel=_LIVE)
     ] = 10_000,
@@ -96,6 +86,8 @@ def check(  # noqa: PLR0917 - one argument per option
         ),
     ] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    connection: Connection,
 ) -> None:
     """Check a history of events for loss, order, duplicates, overlap and early acknowledgement.
 
@@ -110,7 +102,7 @@ def check(  # noqa: PLR0917 - one argument per option
             facts = {}
             if live:
                 facts = _run_live(
-                    topic, service_url, admin_url, path,
+                    topic, connection, path,
                     append=append, messages=messages, keys=keys, partitions=partitions,
                     parallelism=parallelism, timeout_s=timeout_s,
                 )  # fmt: skip
@@ -142,8 +134,7 @@ def _history_file(named: Path | None) -> Iterator[Path]:
 
 def _run_live(
     topic: str | None,
-    service_url: str,
-    admin_url: str | None,
+    connection: Connection,
     path: Path,
     *,
     append: bool,
@@ -161,12 +152,9 @@ def _run_live(
         raise ConfigError("--live needs --topic: the topic to publish to, best a new one.")
     if path.exists():
         raise ConfigError(f"{path} exists. Name a new file, or check it without --live.")
-    if admin_url is None and service_url == _URL:
-        admin_url = _ADMIN_URL
     plan = LiveCheck(
         topic=topic,
-        service_url=service_url,
-        admin_url=admin_url,
+        connection=connection,
         messages=messages,
         keys=keys,
         partitions=partitions,

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keyshard.cli.connecting import with_connection
+from keyshard.connection import Connection
 from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyshard.core.diagnosis import Finding
 
-_URL = "pulsar://127.0.0.1:6650"
-_ADMIN_URL = "http://127.0.0.1:8080"
 _PROBLEM = 1
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
+@with_connection
 def doctor(  # noqa: PLR0917 - one argument per option
     topic: Annotated[str, typer.Option(help="Topic that is, or will be, consumed.")],
     subscription: Annotated[
@@ -34,12 +35,9 @@ def doctor(  # noqa: PLR0917 - one argument per option
         typer.Option(min=1, max=10**9, help="Size of a message; default: as seen on the topic."),
     ] = None,
     parallelism: Annotated[int, typer.Option(help="Number of hash ranges.")] = 10,
-    service_url: Annotated[str, typer.Option(help="URL of the broker.")] = _URL,
-    admin_url: Annotated[
-        str | None,
-        typer.Option(help=f"URL of its admin interface; for the default broker {_ADMIN_URL}."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    connection: Connection,
 ) -> None:
     """Look at the broker, a topic and a subscription, without consuming or changing anything.
 
@@ -50,24 +48,21 @@ def doctor(  # noqa: PLR0917 - one argument per option
     from keyshard.core.diagnosis import Level
     from keyshard.runtime.doctor import Expected, examine
 
-    if admin_url is None and service_url == _URL:
-        admin_url = _ADMIN_URL
     config = SourceConfig(
         topic,
         subscription=subscription,
-        service_url=service_url,
-        admin_url=admin_url,
+        connection=connection,
         parallelism=parallelism,
     )
     if config.admin_url is None:
         raise ConfigError("doctor needs the admin interface of this broker. Give --admin-url.")
     if rate is None and message_bytes is not None:
         raise ConfigError("--message-bytes says how large the messages of --rate are. Give both.")
-    admin = connect_admin(config.admin_url)
+    admin = connect_admin(connection)
     try:
         findings = examine(
             config,
-            lambda: connect(service_url, config.operation_timeout_ms // 1000),
+            lambda: connect(connection),
             admin,
             None if rate is None else Expected(rate, message_bytes),
         )

@@ -7,10 +7,11 @@ from typing import Annotated, cast
 
 import typer
 
-_URL = "pulsar://127.0.0.1:6650"
-_ADMIN_URL = "http://127.0.0.1:8080"
+from keyshard.cli.connecting import with_connection
+from keyshard.connection import Connection
 
 
+@with_connection
 def produce(  # noqa: PLR0917 - one argument per option
     topic: Annotated[str, typer.Argument(help="Topic: 'orders', or tenant/namespace/topic.")],
     messages: Annotated[int, typer.Option(help="Number of messages.")] = 100_000,
@@ -37,8 +38,8 @@ def produce(  # noqa: PLR0917 - one argument per option
         str, typer.Option(help="Send keys as partition key (key), ordering key, or not at all.")
     ] = "key",
     seed: Annotated[int, typer.Option(help="Seed of the choice of keys.")] = 0,
-    service_url: Annotated[str, typer.Option(help="URL of the broker.")] = _URL,
-    admin_url: Annotated[str, typer.Option(help="URL of its admin interface.")] = _ADMIN_URL,
+    *,
+    connection: Connection,
 ) -> None:
     """Publish messages whose values carry their key and its sequence number.
 
@@ -63,7 +64,7 @@ def produce(  # noqa: PLR0917 - one argument per option
         key_kind=cast("KeyKind", key_kind),
         seed=seed,
     )
-    create_partitioned_topic(admin_url, topic, partitions)
+    create_partitioned_topic(connection, topic, partitions)
     errors = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -75,7 +76,7 @@ def produce(  # noqa: PLR0917 - one argument per option
     ) as bars:
         task = bars.add_task(f"Publishing to {topic}", total=messages)
         report = run(
-            workload, service_url, topic, progress=lambda count: bars.update(task, advance=count)
+            workload, connection, topic, progress=lambda count: bars.update(task, advance=count)
         )
     typer.echo(
         f"Published {report.sent:,} messages with {len(report.per_key):,} keys to {topic} in "

@@ -11,12 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from keyshard.connection import Connection, Token
 from keyshard.devbroker.config import DEFAULT_SETTINGS, render_config
 from keyshard.devbroker.distribution import DEFAULT_VERSION, install
 from keyshard.devbroker.java import java_home
 from keyshard.devbroker.ports import LOOPBACK, free_port, loopback_interface, port_is_free
 from keyshard.devbroker.process import BrokerProcess
 from keyshard.devbroker.readiness import LogWatch, Outcome, wait_until_ready
+from keyshard.devbroker.security import (
+    ADMIN,
+    Authority,
+    TokenSigner,
+    tls_settings,
+    token_settings,
+)
 from keyshard.errors import ConfigError, DevBrokerError
 
 _STOP_TIMEOUT_S = 20.0
@@ -51,6 +59,8 @@ class DevBroker:
         *,
         settings: Mapping[str, str] | None = None,
         detached: bool = False,
+        tls: bool = False,
+        tokens: bool = False,
     ) -> None:
         """Describe a broker; nothing is started yet.
 
@@ -63,6 +73,9 @@ class DevBroker:
             settings: Lines for the broker's configuration, such as
                 ``{"managedLedgerMaxEntriesPerLedger": "1000"}``.
             detached: Whether it lives on when this process ends.
+            tls: Whether both ports speak TLS, with certificates of an authority of its own.
+            tokens: Whether it asks everybody for a token (with ``tls`` a certificate will do), and
+                lets nobody but the role ``admin`` do what it was not granted.
 
         Raises:
             ConfigError: A port or a setting is not possible.
@@ -81,6 +94,8 @@ class DevBroker:
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._settings = dict(settings or {})
         self._detached = detached
+        self._tls = tls
+        self._tokens = tokens
         self._process: BrokerProcess | None = None
 
     def __enter__(self) -> DevBroker:
@@ -121,12 +136,32 @@ class DevBroker:
     @property
     def service_url(self) -> str:
         """URL for Pulsar clients."""
-        return f"pulsar://{LOOPBACK}:{self.port}"
+        return f"{'pulsar+ssl' if self._tls else 'pulsar'}://{LOOPBACK}:{self.port}"
 
     @property
     def admin_url(self) -> str:
         """URL of the admin REST interface."""
-        return f"http://{LOOPBACK}:{self.admin_port}"
+        return f"{'https' if self._tls else 'http'}://{LOOPBACK}:{self.admin_port}"
+
+    @property
+    def connection(self) -> Connection:
+        """How it is reached, by the role ``admin`` where it asks for tokens."""
+        return Connection(
+            self.service_url,
+            self.admin_url,
+            tls_trust_certs_file_path=self.authority.path if self._tls else None,
+            authentication=Token(self.signer.token(ADMIN)) if self._tokens else None,
+        )
+
+    @property
+    def authority(self) -> Authority:
+        """Who signs its certificate, and those of its clients; for a broker with ``tls``."""
+        return Authority(self.data_dir / "security")
+
+    @property
+    def signer(self) -> TokenSigner:
+        """Who signs the tokens that it takes; for a broker with ``tokens``."""
+        return TokenSigner(self.data_dir / "security")
 
     @property
     def data_dir(self) -> Path:
@@ -189,8 +224,7 @@ class DevBroker:
         outcome = Outcome.LATE
         try:
             outcome = wait_until_ready(
-                self.admin_url,
-                self.port,
+                self.connection,
                 returncode=process.returncode,
                 log=LogWatch(self.log_path, log_from),
                 deadline=deadline,
@@ -285,6 +319,8 @@ class DevBroker:
             "brokerServicePort": str(self.port),
             "webServicePort": str(self.admin_port),
             "narExtractionDirectory": str(self.data_dir / "nar"),
+            **(tls_settings(self.authority, self.port, self.admin_port) if self._tls else {}),
+            **(token_settings(self.signer, tls=self._tls) if self._tokens else {}),
             **self._settings,
         }
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 
-import httpx
-
-from keyshard.broker.http_log import unlogged
-from keyshard.devbroker.ports import LOOPBACK
+from keyshard.broker.admin_http import AdminHttp
+from keyshard.broker.credentials import Credentials
+from keyshard.broker.first_question import missing_topics
+from keyshard.connection import Connection
+from keyshard.errors import BrokerError
 
 _POLL_S = 0.1
-_REQUEST_TIMEOUT_S = 5.0
 _NAMESPACE = "public/default"
 _PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
 _STUCK = re.compile(rb"Lock on resource /ledgers/available/\S+ was invalidated\. state Valid")
@@ -61,8 +61,7 @@ class LogWatch:
 
 
 def wait_until_ready(
-    admin_url: str,
-    port: int,
+    connection: Connection,
     *,
     returncode: Callable[[], int | None],
     log: LogWatch,
@@ -71,37 +70,32 @@ def wait_until_ready(
     """Wait until the broker has its namespace, finds the owner of a topic, and takes connections.
 
     Args:
-        admin_url: URL of its admin REST interface.
-        port: Port of its binary protocol.
+        connection: How it is reached.
         returncode: Exit status of its process, ``None`` while it runs.
         log: Its log.
         deadline: When to give up, on the monotonic clock in seconds.
     """
-    # No proxy of the environment stands between this machine and itself.
-    with (
-        unlogged(),
-        httpx.Client(base_url=admin_url, timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client,
-    ):
+    with closing(AdminHttp(connection)) as admin:
         while True:
             if returncode() is not None:
                 return Outcome.DIED
             if log.stuck():
                 return Outcome.STUCK
-            if _serves(client, port):
+            if _serves(connection, admin):
                 return Outcome.READY
             if time.monotonic() >= deadline:
                 return Outcome.LATE
             time.sleep(_POLL_S)
 
 
-def _serves(client: httpx.Client, port: int) -> bool:
+def _serves(connection: Connection, admin: AdminHttp) -> bool:
     try:
-        namespaces = client.get("/admin/v2/namespaces/public")
+        namespaces = admin.request("GET", "/admin/v2/namespaces/public")
         if namespaces.status_code != 200 or _NAMESPACE not in namespaces.json():
             return False
-        if client.get(_PROBE).status_code != 200:
+        if admin.request("GET", _PROBE).status_code != 200:
             return False
-        socket.create_connection((LOOPBACK, port), _REQUEST_TIMEOUT_S).close()
-    except (httpx.HTTPError, OSError, ValueError):
+        missing_topics(connection, Credentials(connection), ())
+    except (BrokerError, ValueError):
         return False
     return True

@@ -40,13 +40,13 @@ class Monitor:
         self._subject = subject
         self._stopping = threading.Event()
         config = subject.config
-        admin_url = config.admin_url
         self._metrics: MetricsServer | None = None
         self._broker_facts: BrokerFacts | None = None
         self._control: ControlServer | None = None
-        if admin_url is not None:
+        if config.admin_url is not None:
+            connection = config.how_to_connect()
             self._broker_facts = BrokerFacts(
-                lambda: connect_admin(admin_url), config.subscription, self._partitions
+                lambda: connect_admin(connection), config.subscription, self._partitions
             )
         self.view = StatusView(subject, self._broker_facts)
         if metrics is not None:

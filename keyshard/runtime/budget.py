@@ -11,7 +11,7 @@ from keyshard.config import SourceConfig
 from keyshard.core.admission import held_max
 from keyshard.core.entry import TopicPartition
 from keyshard.core.window import Budget
-from keyshard.errors import AdminError, ConfigError
+from keyshard.errors import AdminError, AuthorizationError, ConfigError
 from keyshard.runtime.retry import retry_until
 from keyshard.runtime.subscribe import Admin
 
@@ -41,7 +41,7 @@ def unacknowledged_limits(
             retry_until(partial(admin.unacknowledged_limits, topic), timeout_s)
             for topic in sorted(topics)
         ]
-    except AdminError as exc:
+    except (AdminError, AuthorizationError) as exc:
         _log.warning("the broker's limits are taken to be its defaults: %s", exc)
         return UnacknowledgedLimits()
     per_consumer, per_subscription = zip(*limits, strict=True)

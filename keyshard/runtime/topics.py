@@ -96,6 +96,14 @@ class Catalog:
         """
         return self._broker.missing(() if self._admin is not None else self._topics)
 
+    def let_in(self) -> None:
+        """Ask whether the broker lets this connection in; the client says only that time is up.
+
+        Raises:
+            BrokerError: It cannot be reached, or does not.
+        """
+        self._broker.missing(())
+
     def reach(self, topic: str) -> None:
         """Ask the client for a topic, whether or not the admin interface told all that is needed.
 
@@ -131,6 +139,8 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
         timeout_s = min(timeout_s, FIRST_TRIES_S)
         for topic in sorted(retry_until(catalog.missing, timeout_s)):
             raise _not_found(topic)
+    else:
+        retry_until(catalog.let_in, timeout_s)
     topics = retry_until(catalog.topics, timeout_s)
     if not topics:
         _log.warning("no topic matches the pattern yet")

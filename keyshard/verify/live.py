@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import uuid
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pulsar
 
 from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.client_log import close_client, open_client
+from keyshard.broker.client_log import close_client
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.broker.pulsar_client import client_of
 from keyshard.config import SourceConfig
+from keyshard.connection import Connection
 from keyshard.core.entry import EntryId, full_topic_name
 from keyshard.core.option_checks import check_integer
 from keyshard.errors import ConfigError
@@ -31,7 +33,7 @@ BATCHES = 20
 PARTITIONS = 5
 """Partitions of a topic that is created, by default."""
 
-_CLIENT_TIMEOUT_S = 15
+_TIMEOUT_MS = 15_000
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +44,8 @@ class LiveCheck:
 
     topic: str
     """Topic name, short or full."""
-    service_url: str
-    admin_url: str | None = None
-    """Admin interface; without one a topic that is missing is created without partitions."""
+    connection: Connection
+    """Without an admin interface a topic that is missing is created without partitions."""
     messages: int = 10_000
     keys: int = 100
     partitions: int | None = None
@@ -60,7 +61,7 @@ class LiveCheck:
             raise ConfigError(f"timeout_s must be 1 to 86400, got {self.timeout_s:g}.")
         if self.partitions is not None:
             check_integer("partitions", self.partitions, 1, PARTITIONS_MAX)
-            if self.admin_url is None:
+            if self.connection.admin_url is None:
                 raise ConfigError(
                     "A number of partitions needs the admin interface: give admin_url."
                 )
@@ -76,8 +77,7 @@ class LiveCheck:
         return SourceConfig(
             self.topic,
             subscription=f"keyshard-check-{uuid.uuid4().hex[:8]}",
-            service_url=self.service_url,
-            admin_url=self.admin_url,
+            connection=self.connection,
             parallelism=self.parallelism,
             starting_position="latest",
             batch_rows_max=max(1, self.messages // BATCHES),
@@ -92,11 +92,11 @@ class LiveCheck:
             BrokerUnavailableError: The broker or its admin interface cannot be reached.
         """
         topic = full_topic_name(self.topic)
-        if self.admin_url is not None:
-            with closing(PulsarAdmin(self.admin_url)) as admin:
+        if self.connection.admin_url is not None:
+            with closing(PulsarAdmin(self.connection)) as admin:
                 exists = admin.partition_count(topic) is not None
             if not exists or self.partitions is not None:
-                create_partitioned_topic(self.admin_url, topic, self.partitions or PARTITIONS)
+                create_partitioned_topic(self.connection, topic, self.partitions or PARTITIONS)
         if not self.append:
             with closing(self._connect()) as broker:
                 require_empty(broker, topic)
@@ -113,17 +113,17 @@ class LiveCheck:
             return consume(
                 source,
                 self._connect,
-                lambda: PulsarAdmin(self.admin_url) if self.admin_url else None,
-                lambda told: produce(self.workload(), self.service_url, topic, told),
+                lambda: PulsarAdmin(self.connection) if self.connection.admin_url else None,
+                lambda told: produce(self.workload(), self.connection, topic, told),
                 history,
                 timeout_s=self.timeout_s,
                 progress=progress,
             )
         finally:
-            remove_subscription(self.service_url, topic, source.subscription)
+            remove_subscription(self.connection, topic, source.subscription)
 
     def _connect(self) -> Broker:
-        return PulsarBroker(self.service_url, _CLIENT_TIMEOUT_S)
+        return PulsarBroker(replace(self.connection, operation_timeout_ms=_TIMEOUT_MS))
 
 
 def require_empty(broker: Broker, topic: str) -> None:
@@ -150,10 +150,10 @@ def require_empty(broker: Broker, topic: str) -> None:
             reader.close()
 
 
-def remove_subscription(service_url: str, topic: str, subscription: str) -> None:
+def remove_subscription(connection: Connection, topic: str, subscription: str) -> None:
     """Leave no backlog behind: the broker forgets the subscription. A failure is only logged."""
     try:
-        client = open_client(service_url, operation_timeout_seconds=_CLIENT_TIMEOUT_S)
+        client = client_of(replace(connection, operation_timeout_ms=_TIMEOUT_MS))
         try:
             client.subscribe(topic, subscription, receiver_queue_size=1).unsubscribe()
         finally:

@@ -10,18 +10,22 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 import _pulsar
-import httpx
 import pulsar
 
-from keyshard.broker.client_log import close_client, open_client
-from keyshard.broker.http_log import unlogged
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.client_log import close_client
+from keyshard.broker.credentials import Credentials
+from keyshard.broker.first_question import missing_topics
+from keyshard.broker.pulsar_client import client_of
+from keyshard.broker.refusals import lacks
+from keyshard.connection import Connection
 from keyshard.core.entry import full_topic_name
-from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, ConfigError
+from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
 
 Batching = Literal["keyed", "none", "default"]
 KeyKind = Literal["key", "ordering", "none"]
@@ -42,11 +46,9 @@ _BATCH_DELAY_MS = 50
 # only ends the last one. Long: a batch cut by the clock would leave the next runs cut in two.
 _RUN_DELAY_MS = 1_000
 _PENDING_MESSAGES = 20_000
-_OPERATION_TIMEOUT_S = 15
+_OPERATION_TIMEOUT_MS = 15_000
 _SEND_TIMEOUT_MS = 60_000
 _REPORT_EVERY = 1_000
-_ADMIN_TIMEOUT_S = 30.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def partition_key_of(key: str) -> str:
 
 def produce(
     workload: Workload,
-    service_url: str,
+    connection: Connection | str,
     topic: str,
     progress: Callable[[int], None] | None = None,
 ) -> ProduceReport:
@@ -178,7 +180,7 @@ def produce(
 
     Args:
         workload: What to publish.
-        service_url: URL of the broker.
+        connection: How the cluster is reached, or the URL of the broker.
         topic: Topic name, short or full; the broker makes a plain topic when it does not exist.
         progress: Told from time to time how many more messages were handed over.
 
@@ -186,13 +188,16 @@ def produce(
         BrokerUnavailableError: The broker cannot be reached or did not confirm in time.
         BrokerError: The broker refused something; the message names its first answer.
     """
+    if isinstance(connection, str):
+        connection = Connection(connection)
+    connection = replace(connection, operation_timeout_ms=_OPERATION_TIMEOUT_MS)
     topic = full_topic_name(topic)
     answers: dict[Any, Any] = {}
     client = None
     try:
-        client = open_client(
-            service_url, io_threads=1, operation_timeout_seconds=_OPERATION_TIMEOUT_S
-        )
+        with _hinted():
+            missing_topics(connection, Credentials(connection), ())
+        client = client_of(connection, io_threads=1)
         producer = client.create_producer(topic, **_producer_options(workload))
         started = time.monotonic()
         per_key = _send_all(workload, producer, answers, progress or (lambda _count: None))
@@ -200,9 +205,7 @@ def produce(
         seconds = time.monotonic() - started
         producer.close()
     except pulsar.exceptions.PulsarException as exc:
-        raise _translated(exc, service_url, topic) from exc
-    except ValueError as exc:  # The client says so for a bad URL.
-        raise ConfigError(f"Producing to {service_url} is not possible: {exc}.") from exc
+        raise _translated(exc, connection, topic) from exc
     finally:
         if client is not None:
             close_client(client)
@@ -211,11 +214,11 @@ def produce(
     return ProduceReport(sum(per_key), seconds, counts)
 
 
-def create_partitioned_topic(admin_url: str, topic: str, partitions: int) -> bool:
+def create_partitioned_topic(connection: Connection | str, topic: str, partitions: int) -> bool:
     """Make sure that a partitioned topic exists with this number of partitions.
 
     Args:
-        admin_url: URL of the admin REST interface.
+        connection: How the cluster is reached, or the URL of its admin REST interface.
         topic: Topic name, short or full.
         partitions: Number of partitions, at least 1.
 
@@ -228,54 +231,10 @@ def create_partitioned_topic(admin_url: str, topic: str, partitions: int) -> boo
         BrokerUnavailableError: The interface cannot be reached.
     """
     _between("partitions", partitions, 1, PARTITIONS_MAX)
-    name = full_topic_name(topic).removeprefix("persistent://")
-    path = f"/admin/v2/persistent/{name}/partitions"
-    own = _host(admin_url) in _LOOPBACK
-    try:
-        with (
-            unlogged(),
-            httpx.Client(
-                base_url=admin_url,
-                timeout=_ADMIN_TIMEOUT_S,
-                trust_env=not own,
-                follow_redirects=True,
-            ) as client,
-        ):
-            made = client.put(path, json=partitions)
-            if made.status_code != 409:
-                _require_ok(made, f"Creating topic {name}")
-                return True
-            found = client.get(path)
-            _require_ok(found, f"Reading the partitions of {name}")
-            existing = found.json().get("partitions", 0)
-    except httpx.HTTPError as exc:
-        raise BrokerUnavailableError(
-            f"The admin interface at {admin_url} cannot be reached: {exc}. Start a broker with "
-            "'keyshard broker start', or name another admin URL."
-        ) from exc
-    if existing != partitions:
-        kind = f"with {existing} partitions" if existing else "without partitions"
-        raise AdminError(
-            f"Topic {name} exists {kind}, not with {partitions}. Choose that number or another "
-            "topic.",
-            topic=name,
-        )
-    return False
-
-
-def _host(admin_url: str) -> str:
-    """Host of a URL.
-
-    Raises:
-        ConfigError: It is none that can be used.
-    """
-    try:
-        url = urlsplit(admin_url)
-        if url.scheme in {"http", "https"} and url.hostname and url.port != 0:
-            return url.hostname
-    except ValueError:
-        pass
-    raise ConfigError(f"{admin_url!r} is not a URL such as http://host:8080.")
+    if isinstance(connection, str):
+        connection = Connection(admin_url=connection)
+    with closing(PulsarAdmin(connection)) as admin, _hinted():
+        return admin.create(topic, partitions)
 
 
 def _producer_options(workload: Workload) -> dict[str, Any]:
@@ -360,26 +319,26 @@ def _check(answers: dict[Any, Any], topic: str) -> None:
         )
 
 
-def _translated(exc: Exception, service_url: str, topic: str) -> BrokerError:
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Who publishes a load may well have no broker yet."""
+    try:
+        yield
+    except BrokerUnavailableError as exc:
+        hint = "'keyshard broker start' starts a broker on this machine."
+        raise BrokerUnavailableError(f"{exc.message} {hint}") from exc
+
+
+def _translated(exc: Exception, connection: Connection, topic: str) -> BrokerError:
+    where = connection.service_url
     away = (pulsar.exceptions.ConnectError, pulsar.exceptions.Timeout)
     if isinstance(exc, away):
         return BrokerUnavailableError(
-            f"The broker at {service_url} cannot be reached or does not answer ({exc}). Start one "
-            "with 'keyshard broker start', or name another service URL."
+            f"The broker at {where} cannot be reached or does not answer ({exc})."
         )
-    return BrokerError(f"Publishing to {topic} at {service_url} was refused: {exc}.", topic=topic)
-
-
-def _require_ok(response: httpx.Response, what: str) -> None:
-    if response.status_code >= 300:
-        try:
-            reason = response.json()["reason"]
-        except (ValueError, KeyError, TypeError):
-            reason = response.text[:200] or response.reason_phrase
-        raise AdminError(
-            f"{what} was refused with status {response.status_code}: {reason}.",
-            status=response.status_code,
-        )
+    if isinstance(exc, pulsar.exceptions.AuthorizationError):
+        return lacks(Credentials(connection).who(), "produce", topic)
+    return BrokerError(f"Publishing to {topic} at {where} was refused: {exc}.", topic=topic)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

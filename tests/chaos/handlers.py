@@ -25,6 +25,7 @@ import tenacity
 from keyshard import Message, RetryPolicy
 from keyshard.broker.port import Reader
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.connection import Connection
 from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.letters import Letter, parse
 from keyshard.errors import KeyShardError, NotRunningError, SubscriptionInUseError
@@ -80,7 +81,7 @@ class TellingBroker(PulsarBroker):
     """Also writes down letters that are read back: who stored one may have died before it knew."""
 
     def __init__(self, service_url: str, history: HistoryWriter) -> None:
-        super().__init__(service_url, CLIENT_TIMEOUT_S)
+        super().__init__(Connection(service_url, operation_timeout_ms=CLIENT_TIMEOUT_S * 1_000))
         self._history = history
 
     def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:

@@ -129,10 +129,12 @@ class Stream:
         self._status = Status()
         self._stopping = threading.Event()
         self._die_at: Step | None = None
+        config = SourceConfig(**settings.fields())
+        connection = config.how_to_connect()
         self._coordinator = Coordinator(
-            SourceConfig(**settings.fields()),
-            lambda: self._recorder.broker(PulsarBroker(settings.service_url, CLIENT_TIMEOUT_S)),
-            PulsarAdmin(settings.admin_url),
+            config,
+            lambda: self._recorder.broker(PulsarBroker(connection)),
+            PulsarAdmin(connection),
         )
 
     def listen(self) -> None:

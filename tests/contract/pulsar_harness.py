@@ -24,6 +24,7 @@ from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory_log import batches
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.connection import Connection
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import HashRange
 from keyshard.devbroker import DevBroker
@@ -41,7 +42,7 @@ class PulsarHarness:
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
         self._admin = httpx.Client(base_url=admin_url, timeout=10)
-        self._own_admin = PulsarAdmin(admin_url)
+        self._own_admin = PulsarAdmin(Connection(service_url, admin_url))
         self._client = pulsar.Client(
             service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
@@ -51,7 +52,7 @@ class PulsarHarness:
         self._namespace = "public/default"
 
     def broker(self) -> Broker:
-        self._brokers.append(PulsarBroker(self._service_url))
+        self._brokers.append(PulsarBroker(Connection(self._service_url)))
         return self._brokers[-1]
 
     def create_topic(self, partitions: int = 0) -> str:

@@ -16,6 +16,7 @@ from contract_harness import subscribe, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import Broker, Reader
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.connection import Connection
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError
 from tests.chaos.cluster import TOPIC, Cluster
@@ -71,7 +72,7 @@ class PulsarLine:
             cluster.direct_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
         self._producer = self._client.create_producer(self.where.name, batching_enabled=False)
-        self.broker = PulsarBroker(cluster.proxied_url, 10)
+        self.broker = PulsarBroker(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
 
     def publish(self, count: int) -> list[EntryId]:
         sent = [self._producer.send(b"v", partition_key="k") for _ in range(count)]

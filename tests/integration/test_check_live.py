@@ -50,7 +50,7 @@ def test_a_right_broker_passes_and_is_left_as_it_was(
     assert unchecked == {"one handler per key"}
     assert result["live"]["rows"] == result["live"]["sent"] == 4_000
     assert result["live"]["restarts"] == 2
-    with closing(PulsarAdmin(dev_broker.admin_url)) as admin:
+    with closing(PulsarAdmin(dev_broker.connection)) as admin:
         assert admin.partition_count(full_topic_name(topic_name)) == 3
     assert subscriptions(dev_broker, topic_name) == []
     ranges = {event.range for event in read_history(kept) if event.kind == "range_gained"}

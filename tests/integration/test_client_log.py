@@ -71,7 +71,7 @@ def test_a_killed_broker_is_told_by_few_lines(tmp_path: Path) -> None:
 
 def subscribed(broker: DevBroker) -> bool:
     """Whether every consumer is there."""
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         try:
             stats = [admin.subscription(TopicPartition(TOPIC, n), "log") for n in range(PARTITIONS)]
         except BrokerError:

@@ -14,6 +14,7 @@ import pytest
 from helpers import block, config
 from keyshard.broker.port import Broker, Reader
 from keyshard.broker.pulsar import PulsarBroker
+from keyshard.connection import Connection
 from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.entry_set import EntrySet
@@ -42,7 +43,7 @@ class CutBroker:
     """The client of a broker whose connection is cut at one step of its Readers."""
 
     def __init__(self, cluster: Cluster, step: int, after_s: float) -> None:
-        self._inner = PulsarBroker(cluster.proxied_url, 10)
+        self._inner = PulsarBroker(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
         self._proxy = cluster.proxy
         self._step = step
         self._after_s = after_s
@@ -166,7 +167,7 @@ def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId
 
 def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
     topic = f"{TOPIC}-letters"
-    broker = PulsarBroker(cluster.direct_url, 10)
+    broker = PulsarBroker(Connection(cluster.direct_url, operation_timeout_ms=10_000))
     letters = open_dead_letters(broker, topic, config("orders"))
     for number in range(6):
         (message,) = messages_of(WHERE, block(7, number, "ab"[number % 2]))

@@ -40,7 +40,7 @@ def topic(dev_broker: DevBroker, topic_name: str) -> str:
 
 def backlog(broker: DevBroker, topic: str) -> int:
     name = full_topic_name(topic)
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         stats = [
             admin.subscription(TopicPartition(name, i), SUBSCRIPTION) for i in range(PARTITIONS)
         ]
@@ -103,5 +103,5 @@ def test_payload_of_a_batch_is_limited(dev_broker: DevBroker, topic: str) -> Non
 def test_a_missing_topic_is_refused_and_not_created(dev_broker: DevBroker, topic_name: str) -> None:
     with pytest.raises(TopicNotFoundError, match=topic_name):
         source(dev_broker, topic_name).open()
-    with closing(PulsarAdmin(dev_broker.admin_url)) as admin:
+    with closing(PulsarAdmin(dev_broker.connection)) as admin:
         assert admin.partition_count(full_topic_name(topic_name)) is None

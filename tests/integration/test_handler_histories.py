@@ -41,7 +41,7 @@ class Run(RecordedRun):
     ) -> None:
         self.handle = Troubled(folder)
         super().__init__(
-            self.handle, lambda: PulsarBroker(broker.service_url), topic, OPTIONS,
+            self.handle, lambda: PulsarBroker(broker.connection), topic, OPTIONS,
             before=before, service_url=broker.service_url, admin_url=broker.admin_url,
         )  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_handlers_keep_their_promises_under_trouble(
 
 def backlog(broker: DevBroker, topic: str) -> int:
     """Messages that are not acknowledged."""
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         stats = [
             admin.subscription(TopicPartition(topic, number), "keyshard")
             for number in range(PARTITIONS)

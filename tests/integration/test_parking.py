@@ -50,8 +50,8 @@ class World:
         self.topic = full_topic_name(name)
         create_partitioned_topic(broker.admin_url, name, PARTITIONS)
         self.where = TopicPartition(f"{self.topic}-keyshard-DLQ")
-        self.client = PulsarBroker(broker.service_url)
-        self.admin = PulsarAdmin(broker.admin_url)
+        self.client = PulsarBroker(broker.connection)
+        self.admin = PulsarAdmin(broker.connection)
         self.published: defaultdict[str, int] = defaultdict(int)
         self._producers: dict[int, Producer] = {}
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_four_ranges_become_eight_and_three_under_load(
     create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
     topic = full_topic_name(topic_name)
     run = RecordedRun(
-        handle, lambda: PulsarBroker(dev_broker.service_url), topic, {"lanes": 8},
+        handle, lambda: PulsarBroker(dev_broker.connection), topic, {"lanes": 8},
         service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
     )  # fmt: skip
     try:
@@ -80,8 +81,10 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
         create_partitioned_topic(broker.admin_url, topic_name, PARTITIONS)
         topic = full_topic_name(topic_name)
         sent = produce(load, broker.service_url, topic_name)
+        connection = replace(broker.connection, operation_timeout_ms=5_000)
         run = RecordedRun(
-            wait, lambda: PulsarBroker(broker.service_url, 5), topic, {"lanes": 4},
+            wait, lambda: PulsarBroker(connection), topic,
+            {"lanes": 4},
             service_url=broker.service_url, subscribe_timeout_ms=90_000,
         )  # fmt: skip
         try:
@@ -113,7 +116,7 @@ def test_a_restart_goes_on_with_the_rescaled_ranges(
     try:
         for ranges in (4, 7):
             run = before = RecordedRun(
-                handle, lambda: PulsarBroker(dev_broker.service_url), topic,
+                handle, lambda: PulsarBroker(dev_broker.connection), topic,
                 {"checkpoint": checkpoint}, before=before,
                 service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
             )  # fmt: skip
@@ -132,7 +135,7 @@ def test_a_restart_goes_on_with_the_rescaled_ranges(
 def ring(broker: DevBroker, topic: str) -> int:
     """Slots that have a consumer in every topic partition, as the broker says; none has two."""
     covered = RING_SIZE
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         for partition in range(PARTITIONS):
             stats = admin.subscription(TopicPartition(topic, partition), "keyshard")
             assert stats is not None
@@ -146,7 +149,7 @@ def ring(broker: DevBroker, topic: str) -> int:
 
 
 def backlog(broker: DevBroker, topic: str) -> int:
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         stats = [
             admin.subscription(TopicPartition(topic, number), "keyshard")
             for number in range(PARTITIONS)

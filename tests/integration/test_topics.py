@@ -153,7 +153,7 @@ def total(job: Job, topic: str) -> int:
 
 
 def backlog(broker: DevBroker, topic: str, partitions: int) -> int:
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         stats = [
             admin.subscription(TopicPartition(full_topic_name(topic), i), "s")
             for i in range(partitions)
@@ -340,7 +340,7 @@ def test_a_topic_no_longer_configured_ends_its_planned_batch_only(
 
 def consumers(broker: DevBroker, topic: str) -> int:
     """Consumers of two topic partitions."""
-    with closing(PulsarAdmin(broker.admin_url)) as admin:
+    with closing(PulsarAdmin(broker.connection)) as admin:
         stats = [
             admin.subscription(TopicPartition(full_topic_name(topic), i), "s") for i in range(2)
         ]

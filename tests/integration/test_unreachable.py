@@ -84,7 +84,7 @@ def test_a_port_or_scheme_that_is_of_something_else(dev_broker: DevBroker) -> No
 def test_a_typing_error_in_a_topic_is_told_and_creates_nothing(
     dev_broker: DevBroker, with_admin: bool
 ) -> None:
-    admin = PulsarAdmin(dev_broker.admin_url)
+    admin = PulsarAdmin(dev_broker.connection)
     before = admin.topics("public", "default")
     source = KeyShardSource(
         "odrers", service_url=dev_broker.service_url,

@@ -15,6 +15,7 @@ from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.admin import PulsarAdmin
+from keyshard.connection import Connection
 from keyshard.core.lane_queues import KeyQueue, Work
 from keyshard.errors import BrokerUnavailableError
 from keyshard.handlers.outcome_log import AGAIN_S, KINDS_MAX, OutcomeLog
@@ -131,7 +132,7 @@ def test_requests_of_ours_are_not_logged_by_httpx_and_those_of_others_are(
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json="4.0.8")
 
-    admin = PulsarAdmin("http://admin:8080")
+    admin = PulsarAdmin(Connection(admin_url="http://admin:8080"))
     admin._client = httpx.Client(transport=httpx.MockTransport(answer))
     with caplog.at_level(logging.INFO), httpx.Client(transport=httpx.MockTransport(answer)) as own:
         assert admin.version() == "4.0.8"

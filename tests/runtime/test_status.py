@@ -23,6 +23,7 @@ from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Broker
 from keyshard.cli import main
+from keyshard.connection import Connection
 from keyshard.core import health
 from keyshard.core.hash_range import range_index, split_ring
 from keyshard.core.key_slot import key_slot
@@ -263,7 +264,7 @@ def test_an_admin_interface_that_is_away_holds_nothing_up(
     def hang() -> Any:
         asked.set()
         assert job.release.wait(60)
-        return connect_admin(job.url)
+        return connect_admin(Connection(job.url))
 
     job.start()
     monkeypatch.setattr(monitor, "connect_admin", lambda _url: hang())

@@ -40,7 +40,7 @@ def test_acknowledgements_follow_the_commit_log_and_an_idle_backlog_reaches_zero
     produce(load, dev_broker.service_url, topic_name)
     run = SparkProcess(options, tmp_path, module="ack_point_query")
     try:
-        with closing(PulsarAdmin(dev_broker.admin_url)) as admin:
+        with closing(PulsarAdmin(dev_broker.connection)) as admin:
             run.wait_committed(7)
             first = seconds_to_backlog_zero(run, admin, topic_name)
             produce(Workload(messages=200, keys=10), dev_broker.service_url, topic_name)

@@ -109,7 +109,7 @@ def test_bad_input_is_one_sentence_and_status_2(
         (("--live", "--topic", "t", "--parallelism", "0"), "parallelism is 0"),
         (("--live", "--topic", "a/b"), "is not a topic name"),
         (("--live", "--topic", "t", "--timeout-s", "0"), "timeout_s must be 1"),
-        (("--live", "--topic", "t", "--service-url", "x"), "service_url is 'x'"),
+        (("--live", "--topic", "t", "--service-url", "x"), "--service-url is 'x'"),
         (
             ("--live", "--topic", "t", "--service-url", "pulsar://h:1", "--partitions", "2"),
             "needs the admin interface",

@@ -16,13 +16,14 @@ END_S = 60.0
 PROGRAM = """
 import logging, socket, sys, threading, time
 from keyshard.broker.port import StartPosition
+from keyshard import Connection
 from keyshard.broker.pulsar import PulsarBroker
 from keyshard.core.entry import EntryId, TopicPartition
 from keyshard.core.hash_range import split_ring
 
 logging.disable()
 silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
-broker = PulsarBroker(f"pulsar://127.0.0.1:{silent.getsockname()[1]}")
+broker = PulsarBroker(Connection(f"pulsar://127.0.0.1:{silent.getsockname()[1]}"))
 where = TopicPartition("persistent://public/default/t")
 ask = {
     "subscribe": lambda: broker.subscribe(

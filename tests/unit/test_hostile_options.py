@@ -14,6 +14,7 @@ import pytest
 from keyshard import HandlerConfig, KeyShardSource
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.config import SourceConfig
+from keyshard.connection import Connection
 from keyshard.core.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunningError
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -41,7 +42,14 @@ VALUES: list[Any] = [
     True, -1, 10**40, -0.5, math.nan, math.inf, b"x", "\ud800", "", "a\0b", [None], {"a": 1}, (1,),
     object(), Hostile(), Hostile, 1j,
 ]  # fmt: skip
-NOT_NONE = {"batch_rows_max", "batch_bytes_max", "batch_rows_min", "admin_url", "topics_pattern"}
+NOT_NONE = {
+    "connection",
+    "batch_rows_max",
+    "batch_bytes_max",
+    "batch_rows_min",
+    "admin_url",
+    "topics_pattern",
+}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SourceConfig)])
@@ -143,7 +151,7 @@ def test_no_secret_of_a_url_is_shown(url: str) -> None:
 
 
 def test_no_secret_of_the_admin_url_is_shown_when_nobody_answers() -> None:
-    admin = PulsarAdmin(f"http://ann:{SECRET}@127.0.0.1:1")
+    admin = PulsarAdmin(Connection(admin_url=f"http://ann:{SECRET}@127.0.0.1:1"))
     error: BaseException | None
     with pytest.raises(KeyShardError) as caught:
         admin.cluster()

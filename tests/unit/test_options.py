@@ -9,7 +9,14 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError, NonPersistentTopicError
-from spark_adapter.options import OPTIONS, options_table, parse_options, to_options
+from spark_adapter.options import (
+    CLIENT,
+    CONNECTION_OPTIONS,
+    OPTIONS,
+    options_table,
+    parse_options,
+    to_options,
+)
 
 MINIMAL = {"topic": "orders", "subscription": "billing"}
 
@@ -239,7 +246,9 @@ def test_every_option_has_a_field_and_a_meaning() -> None:
 
 def test_the_table_of_the_docs_lists_every_option_with_its_default() -> None:
     rows = dict(line.split(" | ", 1) for line in options_table().splitlines()[2:])
-    assert list(rows) == [f"| `{option.name}`" for option in OPTIONS]
+    names = [option.name for option in OPTIONS]
+    names += [CLIENT + option.name for option in CONNECTION_OPTIONS]
+    assert list(rows) == [f"| `{name}`" for name in names]
     assert rows["| `parallelism`"].startswith("`10` | ")
     assert rows["| `subscription`"].startswith(" | ")
     assert rows["| `maxOffsetsPerTrigger`"].startswith(" | ")

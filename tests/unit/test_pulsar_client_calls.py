@@ -18,6 +18,7 @@ from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
 from keyshard.broker.pulsar_calls import Calls
 from keyshard.broker.pulsar_errors import translated
 from keyshard.broker.pulsar_producer import PulsarProducer
+from keyshard.connection import Connection
 from keyshard.core.client_queue import POLLED_MAX
 from keyshard.core.entry import EntryId
 from keyshard.core.hash_range import split_ring
@@ -113,7 +114,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
 
 
 def subscribed(client: RecordedClient, queue: int = 10) -> PulsarConsumer:
-    return PulsarBroker("pulsar://nowhere").subscribe(
+    return PulsarBroker(Connection("pulsar://nowhere")).subscribe(
         P0,
         "unit",
         split_ring(1)[0],
@@ -173,7 +174,7 @@ def test_an_answer_that_never_came_is_an_error_and_no_value() -> None:
 def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
     client.get_topic_partitions = lambda _topic: []  # type: ignore[attr-defined]
     with pytest.raises(BrokerUnavailableError):
-        PulsarBroker("pulsar://nowhere").partitions("t")
+        PulsarBroker(Connection("pulsar://nowhere")).partitions("t")
 
 
 def test_an_id_that_no_entry_has_is_no_confirmation() -> None:

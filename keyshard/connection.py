@@ -1,0 +1,287 @@
+"""How a cluster is reached: URLs, TLS, authentication, time limits. Says no secret."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from keyshard.core.option_checks import check_bool, check_integer, check_text
+from keyshard.errors import ConfigError
+from keyshard.redaction import REPR_MAX, Secret, shown
+
+SERVICE_URL = "pulsar://127.0.0.1:6650"
+"""Where a broker is by default."""
+MEMORY = "memory://"
+"""Beginning of the URL of an in-memory cluster of this process; its name follows."""
+_SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
+_MEMORY = re.compile(r"memory://[^/\s,]+")
+_HTTP = re.compile(r"https?://[^/\s]+/?")
+_LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?/?")
+_SERVICE_WANTED = "write pulsar://host:port or pulsar+ssl://host:port"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token (JWT): itself, or the file or environment variable that holds it.
+
+    A file is read again whenever somebody is to be convinced: who renews it keeps a source going.
+    """
+
+    value: Secret | str | None = None
+    """The token."""
+    file: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    """Path of the file that holds it."""
+    environment: str | None = field(default=None, kw_only=True)
+    """Name of the environment variable that holds it."""
+
+    def __post_init__(self) -> None:
+        if [self.value, self.file, self.environment].count(None) != 2:
+            raise ConfigError("A token has one source: give a value, a file or an environment.")
+        if self.value is not None:
+            object.__setattr__(self, "value", check_secret("token", self.value))
+        if self.file is not None:
+            object.__setattr__(self, "file", check_file("token file", self.file))
+        if self.environment is not None:
+            name = check_text("environment", self.environment, "name the variable with the token")
+            if not os.environ.get(name):
+                raise ConfigError(
+                    f"The environment variable {shown(name)} of the token is not set."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OAuth2:
+    """Client credentials of OAuth 2.0, for which an issuer gives tokens."""
+
+    issuer_url: str
+    """Who gives tokens, ``https://host/path``; it says where by OpenID's discovery document."""
+    audience: str | None = None
+    """Name of the cluster at the issuer."""
+    scope: str | None = None
+    """Scopes, separated by spaces."""
+    credentials_file: str | os.PathLike[str] | None = None
+    """JSON file with ``client_id`` and ``client_secret``, as Pulsar's other clients read it."""
+    client_id: str | None = None
+    """Instead of a file."""
+    client_secret: Secret | str | None = None
+    """Instead of a file."""
+
+    def __post_init__(self) -> None:
+        wanted = "write https://host/path"
+        url = check_text("issuer_url", self.issuer_url, wanted)
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(f"issuer_url is {shown(url)}; {wanted}.")
+        for name in ("audience", "scope", "client_id"):
+            if getattr(self, name) is not None:
+                check_text(name, getattr(self, name), "write what the issuer expects")
+        own = (self.client_id is not None, self.client_secret is not None)
+        if (own != (True, True)) if self.credentials_file is None else any(own):
+            raise ConfigError(
+                "OAuth 2.0 needs either credentials_file, or client_id and client_secret."
+            )
+        if self.credentials_file is None:
+            secret = check_secret("client_secret", self.client_secret)
+            object.__setattr__(self, "client_secret", secret)
+        else:
+            path = check_file("credentials_file", self.credentials_file)
+            object.__setattr__(self, "credentials_file", path)
+
+
+@dataclass(frozen=True, slots=True)
+class Basic:
+    """A user's name and password."""
+
+    user: str
+    password: Secret | str
+
+    def __post_init__(self) -> None:
+        check_text("user", self.user, "name the user")
+        if ":" in self.user:
+            raise ConfigError(f"user is {shown(self.user)}; a name has no colon.")
+        object.__setattr__(self, "password", check_secret("password", self.password))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Connection:
+    """How a cluster is reached; the same for everything that asks it something.
+
+    ::
+
+        Connection(
+            "pulsar+ssl://broker:6651", "https://broker:8443",
+            tls_trust_certs_file_path="ca.pem", authentication=Token(file="/run/secrets/token"),
+        )
+
+    A client certificate without other authentication is who the source is (mTLS).
+
+    Raises:
+        ConfigError: A value is wrong, a file is missing, or two do not go together.
+    """
+
+    service_url: str = SERVICE_URL
+    """Where the broker is, ``pulsar://host:port``, with TLS ``pulsar+ssl://host:port``;
+    ``memory://name`` is an in-memory cluster of this process, for tests."""
+    admin_url: str | None = None
+    """Admin REST interface, ``http://host:port`` or ``https://host:port``; enables checks that the
+    client cannot make. That of an in-memory cluster has the same URL as the cluster."""
+    authentication: Token | OAuth2 | Basic | None = field(default=None, kw_only=True)
+    """Who this is, at the broker and at its admin interface."""
+    tls_trust_certs_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    """PEM file of the authorities that are trusted; ``None``: those of the package certifi."""
+    tls_certificate_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    """PEM file of this side's certificate; needs its key."""
+    tls_key_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    """PEM file of its key, without a passphrase."""
+    tls_hostname_verification: bool = field(default=True, kw_only=True)
+    """Whether the certificate has to be that of the host in the URL."""
+    listener_name: str | None = field(default=None, kw_only=True)
+    """Which of the addresses that a broker advertises is used (``advertisedListeners``)."""
+    operation_timeout_ms: int = field(default=30_000, kw_only=True)
+    """Longest time of one request to the broker, milliseconds."""
+    connection_timeout_ms: int = field(default=10_000, kw_only=True)
+    """Longest time until a connection of the client is there, milliseconds."""
+
+    def __repr__(self) -> str:
+        given = (
+            f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}"
+            for one in fields(self)
+            if one.name == "service_url" or getattr(self, one.name) != one.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def __post_init__(self) -> None:
+        self._check_urls()
+        if not isinstance(self.authentication, (Token, OAuth2, Basic, type(None))):
+            raise ConfigError(
+                f"authentication is {shown(self.authentication)}; give a Token, OAuth2 or Basic."
+            )
+        for name in _FILES:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_file(name, getattr(self, name)))
+        check_bool("tls_hostname_verification", self.tls_hostname_verification)
+        if self.listener_name is not None:
+            check_text("listener_name", self.listener_name, "name one of advertisedListeners")
+        check_integer("operation_timeout_ms", self.operation_timeout_ms, 1_000, 3_600_000)
+        check_integer("connection_timeout_ms", self.connection_timeout_ms, 100, 3_600_000)
+        self._check_together()
+
+    def _check_urls(self) -> None:
+        url = check_text("service_url", self.service_url, _SERVICE_WANTED)
+        admin = self.admin_url
+        if admin is not None:
+            check_text("admin_url", admin, "write http://host:port")
+        if self.in_memory:
+            if admin not in (None, url):
+                raise ConfigError(
+                    f"admin_url is {shown(admin)}; the in-memory cluster {shown(url)} has its "
+                    "admin interface at the same URL."
+                )
+            return
+        if not _SERVICE.fullmatch(url) or not _ports_fit(url):
+            raise ConfigError(f"service_url is {shown(url)}; {_SERVICE_WANTED}.")
+        if "@" in url:
+            raise ConfigError(
+                f"service_url is {shown(url)}; Pulsar's client takes no user or password from a "
+                f"URL: {_SERVICE_WANTED}."
+            )
+        if admin is not None and not (
+            _HTTP.fullmatch(admin) and _ports_fit(admin) and _host(admin)
+        ):
+            raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
+
+    def _check_together(self) -> None:
+        missing = {"tls_certificate_file_path", "tls_key_file_path"} - {
+            name for name in _FILES if getattr(self, name) is not None
+        }
+        if len(missing) == 1:
+            (name,) = missing
+            raise ConfigError(f"{name} is missing: a certificate and its key are given together.")
+        given = [name for name in _FILES if getattr(self, name) is not None]
+        if given and not self.tls and not (self.admin_url or "").startswith("https://"):
+            raise ConfigError(
+                f"{given[0]} is given, and service_url is {shown(self.service_url)}, without TLS: "
+                "write pulsar+ssl://host:port (by default 6651), or leave it out."
+            )
+        if self.in_memory and (self.authentication is not None or self.listener_name is not None):
+            raise ConfigError(
+                f"service_url is {shown(self.service_url)}: an in-memory cluster knows neither "
+                "authentication nor listener_name."
+            )
+        if self.authentication is not None and "@" in (self.admin_url or ""):
+            raise ConfigError(
+                "admin_url has a user, and authentication is given as well. Give only one."
+            )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the broker is an in-memory cluster of this process."""
+        return _MEMORY.fullmatch(self.service_url) is not None
+
+    @property
+    def tls(self) -> bool:
+        """Whether the broker is spoken to with TLS."""
+        return self.service_url.startswith("pulsar+ssl://")
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Hosts of the service URL, each with its port where it has one."""
+        return self.service_url.partition("://")[2].rstrip("/").split(",")
+
+    @property
+    def says_secrets_in_the_clear(self) -> str:
+        """The option whose URL sends a secret over a network without TLS; empty for none."""
+        if self.authentication is None:
+            return ""
+        if not self.tls and not all(map(_LOOPBACK.fullmatch, self.hosts)):
+            return "service_url"
+        admin = self.admin_url or ""
+        plain = admin.startswith("http://") and not _LOOPBACK.fullmatch(admin.partition("://")[2])
+        return "admin_url" if plain else ""
+
+
+_FILES = ("tls_trust_certs_file_path", "tls_certificate_file_path", "tls_key_file_path")
+
+
+def check_file(name: str, path: object) -> str:
+    """The path of a file that can be read."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(f"{name} is {shown(path)}; name a file.")
+    text = check_text(name, os.fspath(path), "name a file")
+    try:
+        with Path(text).open("rb"):
+            return text
+    except OSError as exc:
+        raise ConfigError(
+            f"{name} is {shown(text)}, which cannot be read: {exc.strerror}."
+        ) from exc
+
+
+def check_secret(name: str, value: object) -> Secret:
+    """A secret that a header can hold; the error does not say it."""
+    text = value.reveal() if isinstance(value, Secret) else value
+    if not isinstance(text, str) or not text.strip() or not (text.isascii() and text.isprintable()):
+        raise ConfigError(f"{name} cannot be used: it is a text of printable ASCII characters.")
+    return Secret(text.strip())
+
+
+def _host(url: str) -> str:
+    """The host of a URL; empty where it has none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _ports_fit(url: str) -> bool:
+    """Whether each port that a URL names is one."""
+    hosts = url.partition("://")[2].rstrip("/").rpartition("@")[2].split(",")
+    ports = [port for host in hosts for _, colon, port in [host.rpartition(":")] if colon]
+    return all(port.endswith("]") or _is_port(port) for port in ports)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65_536

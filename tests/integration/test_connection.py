@@ -1,0 +1,227 @@
+"""Sources at a broker with TLS, tokens and permissions: who gets in, what others are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers import wait_until
+from keyshard import Connection, KeyShardSource, Message, Token
+from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.admin_http import AdminHttp
+from keyshard.core.entry import TopicPartition
+from keyshard.devbroker import DevBroker
+from keyshard.errors import (
+    AuthenticationError,
+    AuthorizationError,
+    BrokerError,
+    BrokerUnavailableError,
+    KeyShardError,
+    TlsError,
+)
+from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+
+pytestmark = pytest.mark.broker
+
+ROLE = "billing-app"
+KEEPER = "keeper-app"
+"""Role that also keeps dead letters."""
+SOON_S = 7.0
+"""Longest time until a mistake is told, seconds."""
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[DevBroker]:
+    with DevBroker(tls=True, tokens=True) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic(broker: DevBroker, topic_name: str) -> str:
+    """A topic with messages that the role may consume."""
+    create_partitioned_topic(broker.connection, topic_name, 2)
+    grant(broker, topic_name, "consume")
+    produce(Workload(100, 10), broker.connection, topic_name)
+    return topic_name
+
+
+def grant(broker: DevBroker, topic: str, *actions: str, role: str = ROLE) -> None:
+    with closing(AdminHttp(broker.connection)) as admin:
+        path = f"/admin/v2/persistent/public/default/{topic}/permissions/{role}"
+        assert admin.request("POST", path, json=list(actions)).is_success
+
+
+def as_role(broker: DevBroker, expires_in_s: float | None = None) -> Connection:
+    token = Token(broker.signer.token(ROLE, expires_in_s))
+    return replace(broker.connection, authentication=token)
+
+
+def source_at(connection: Connection, topic: str) -> KeyShardSource:
+    return KeyShardSource(
+        topic, subscription="billing", connection=connection, parallelism=4,
+        starting_position="earliest",
+    )  # fmt: skip
+
+
+def rows_of(connection: Connection, topic: str, wanted: int = 100) -> int:
+    """Rows that a source gets and acknowledges."""
+    rows = 0
+    with source_at(connection, topic).open() as stream:
+        while rows < wanted and (batch := stream.next_batch(timeout_s=20)):
+            rows += sum(part.num_rows for part in batch)
+            stream.commit(batch)
+    return rows
+
+
+def refused(
+    broker: DevBroker, connection: Connection, topic: str, kind: type[BrokerError], *told: str
+) -> str:
+    """A source is refused soon by one sentence, through either way in, and takes nothing."""
+    text = ""
+    for way in (connection, replace(connection, admin_url=None)):
+        began = time.monotonic()
+        with pytest.raises(BrokerError) as caught:
+            source_at(way, topic).open()
+        took = time.monotonic() - began
+        text = str(caught.value)
+        assert type(caught.value) is kind, text
+        assert text.startswith(f"[{kind.code}] ")
+        assert "\n" not in text
+        assert all(part in text for part in told), text
+        if isinstance(way.authentication, Token) and way.authentication.value is not None:
+            assert way.authentication.value.reveal() not in text  # type: ignore[union-attr]
+        assert took < SOON_S, f"only after {took:.1f} s"
+    with closing(PulsarAdmin(broker.connection)) as admin:
+        for partition in range(2):
+            stats = admin.subscription(TopicPartition(f"{FULL}{topic}", partition), "billing")
+            assert stats is None
+    return text
+
+
+FULL = "persistent://public/default/"
+
+
+def test_the_right_token_gets_everything(broker: DevBroker, topic: str) -> None:
+    assert rows_of(as_role(broker), topic) == 100
+
+
+def test_a_token_of_a_file_and_of_a_variable(
+    broker: DevBroker, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(broker.signer.token(ROLE) + "\n")
+    assert rows_of(replace(as_role(broker), authentication=Token(file=file)), topic) == 100
+    produce(Workload(50, 10), broker.connection, topic)
+    monkeypatch.setenv("KEYSHARD_TEST_TOKEN", broker.signer.token(ROLE))
+    token = Token(environment="KEYSHARD_TEST_TOKEN")
+    assert rows_of(replace(as_role(broker), authentication=token), topic, 50) == 50
+
+
+def test_a_wrong_token(broker: DevBroker, topic: str) -> None:
+    wrong = Token(f"{broker.signer.token(ROLE)[:-6]}AAAAAA")
+    connection = replace(broker.connection, authentication=wrong)
+    refused(broker, connection, topic, AuthenticationError, ROLE, "does not accept")
+
+
+def test_an_expired_token(broker: DevBroker, topic: str) -> None:
+    refused(broker, as_role(broker, -60), topic, AuthenticationError, ROLE, "expired at")
+
+
+def test_no_token(broker: DevBroker, topic: str) -> None:
+    connection = replace(broker.connection, authentication=None)
+    refused(broker, connection, topic, AuthenticationError, "no authentication")
+
+
+def test_a_missing_permission(broker: DevBroker, topic_name: str) -> None:
+    create_partitioned_topic(broker.connection, topic_name, 2)
+    refused(
+        broker, as_role(broker), topic_name, AuthorizationError, f"Role {ROLE!r} lacks",
+        f"{FULL}{topic_name}", "'consume'",
+    )  # fmt: skip
+
+
+def test_a_host_that_the_certificate_does_not_name(broker: DevBroker, topic: str) -> None:
+    connection = as_role(broker)
+    other = replace(
+        connection,
+        service_url=connection.service_url.replace("127.0.0.1", "127.1"),
+        admin_url=(connection.admin_url or "").replace("127.0.0.1", "127.1"),
+    )
+    refused(broker, other, topic, TlsError, "another host", "tls_hostname_verification")
+    assert rows_of(replace(other, tls_hostname_verification=False), topic) == 100
+
+
+def test_an_authority_that_is_unknown(broker: DevBroker, topic: str) -> None:
+    connection = replace(as_role(broker), tls_trust_certs_file_path=None)
+    refused(broker, connection, topic, TlsError, "not trusted", "tls_trust_certs_file_path")
+
+
+def test_urls_without_tls_at_ports_with_tls(broker: DevBroker, topic: str) -> None:
+    plain = Connection(
+        broker.service_url.replace("+ssl", ""), authentication=as_role(broker).authentication
+    )
+    refused(broker, plain, topic, BrokerUnavailableError, "pulsar+ssl://")
+    admin = replace(as_role(broker), admin_url=broker.admin_url.replace("https", "http"))
+    with pytest.raises(BrokerUnavailableError, match="https://"):
+        source_at(admin, topic).open()
+
+
+def test_a_certificate_is_who_the_source_is(broker: DevBroker, topic: str) -> None:
+    certificate, key = broker.authority.certificate(ROLE)
+    connection = replace(
+        broker.connection, authentication=None,
+        tls_certificate_file_path=certificate, tls_key_file_path=key,
+    )  # fmt: skip
+    assert rows_of(connection, topic) == 100
+    certificate, key = broker.authority.certificate("somebody-else")
+    other = replace(connection, tls_certificate_file_path=certificate, tls_key_file_path=key)
+    with pytest.raises(AuthorizationError, match=r"somebody-else.*lacks the permission"):
+        source_at(other, topic).open()
+
+
+def test_a_token_that_is_renewed_in_its_file_keeps_a_source_going(
+    broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    """1. A token expires in seconds. 2. It is renewed in its file. 3. The broker asks again."""
+    file = tmp_path / "token"
+    renew(broker, file, 6, KEEPER)
+    expires = time.monotonic() + 6
+    with closing(AdminHttp(broker.connection)) as admin:  # for the dead-letter topic, too
+        path = f"/admin/v2/namespaces/public/default/permissions/{KEEPER}"
+        assert admin.request("POST", path, json=["consume", "produce"]).is_success
+    source = source_at(replace(as_role(broker), authentication=Token(file=file)), topic)
+    seen: list[Message] = []
+    errors: list[KeyShardError] = []
+
+    def run() -> None:
+        try:
+            source.run(seen.append, lanes=2)
+        except KeyShardError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: len(seen) == 100 or errors, deadline_s=30)
+        wait_until(lambda: time.monotonic() > expires - 2, deadline_s=10)
+        renew(broker, file, 3600, KEEPER)
+        wait_until(lambda: time.monotonic() > expires + 4, deadline_s=15)
+        produce(Workload(100, 10), broker.connection, topic)
+        wait_until(lambda: len(seen) == 200 or errors, deadline_s=30)
+        assert errors == []
+    finally:
+        source.stop() if thread.is_alive() else None
+        thread.join(30)
+    assert len(seen) == 200
+
+
+def renew(broker: DevBroker, file: Path, expires_in_s: float, role: str) -> None:
+    fresh = file.with_suffix(".new")
+    fresh.write_text(broker.signer.token(role, expires_in_s))
+    fresh.replace(file)

@@ -1,0 +1,235 @@
+"""Connections: what goes together, what is refused at once, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pickle
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
+from keyshard.broker.credentials import Credentials
+from keyshard.connection_names import fields_of, names_of, read_client_conf
+from keyshard.errors import AuthenticationError, ConfigError, KeyShardError
+from keyshard.redaction import redacted
+from spark_adapter.options import parse_options, to_options
+
+SECRET = "s3cr3t-of-nobody"
+TLS = "pulsar+ssl://broker:6651"
+
+
+@pytest.fixture
+def pem(tmp_path: Path) -> str:
+    path = tmp_path / "some.pem"
+    path.write_text("no certificate\n")
+    return str(path)
+
+
+def refusal(**given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Connection(**given)
+    text = caught.value.message
+    assert "\n" not in text
+    assert SECRET not in text
+    return text
+
+
+def test_what_does_not_go_together_is_refused(pem: str) -> None:
+    assert "tls_key_file_path is missing" in refusal(service_url=TLS, tls_certificate_file_path=pem)
+    assert "certificate_file_path is missing" in refusal(service_url=TLS, tls_key_file_path=pem)
+    assert "without TLS" in refusal(tls_trust_certs_file_path=pem)
+    assert "cannot be read" in refusal(service_url=TLS, tls_trust_certs_file_path=pem + "x")
+    assert "Give only one" in refusal(
+        admin_url=f"http://ann:{SECRET}@h:1", authentication=Basic("ann", SECRET)
+    )
+    assert "in-memory" in refusal(service_url="memory://x", authentication=Token(SECRET))
+    assert "authentication is" in refusal(authentication="token")
+    assert "listener_name" in refusal(listener_name="")
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Connection)])
+def test_a_connection_refuses_hostile_values_by_a_sentence(name: str) -> None:
+    for value in [b"x", "\ud800", "a\0b", -1, 10**40, object(), [None], {"a": 1}]:
+        told = refusal(**{name: value})
+        assert name in told
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Token,
+        lambda: Token(SECRET, file="/x"),
+        lambda: Token(SECRET + "\n\x00"),
+        lambda: Token(""),
+        lambda: Token(file="/no/such/file"),
+        lambda: Token(environment="KEYSHARD_NO_SUCH_VARIABLE"),
+        lambda: Basic("ann:b", SECRET),
+        lambda: Basic("ann", ""),
+        lambda: OAuth2(issuer_url="nowhere", client_id="a", client_secret=SECRET),
+        lambda: OAuth2(issuer_url="https://i", client_id="a"),
+        lambda: OAuth2(issuer_url="https://i"),
+    ],
+)
+def test_an_authentication_that_cannot_be_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert SECRET not in str(caught.value)
+
+
+def test_a_secret_is_not_shown_and_survives_a_pickle() -> None:
+    secret = Secret(SECRET)
+    for shown in (repr(secret), str(secret), f"{secret}", f"{[secret]}"):
+        assert SECRET not in shown
+    source = KeyShardSource("t", connection=Connection(TLS, authentication=Token(SECRET)))
+    for value in (source, source.connection, Basic("ann", SECRET)):
+        assert SECRET not in repr(value) + str(value)
+    assert SECRET not in str(KeyShardError(f"With token:{SECRET}.", connection=source.connection))
+    again = pickle.loads(pickle.dumps(source))
+    assert again == source
+    assert again.connection.authentication.value.reveal() == SECRET
+    assert Secret("a") != Secret("b")
+
+
+def test_a_token_is_not_told_whoever_says_it() -> None:
+    token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhcHAifQ.c2lnbmF0dXJl"
+    assert redacted(f"bad {token}, sorry") == "bad ***, sorry"
+
+
+def test_shorthands_and_a_connection_are_the_same() -> None:
+    short = KeyShardSource("t", service_url=TLS, admin_url="http://h:1")
+    given = KeyShardSource("t", connection=Connection(TLS, "http://h:1"))
+    assert short.how_to_connect() == given.how_to_connect()
+    assert (given.service_url, given.admin_url) == (TLS, "http://h:1")
+    with pytest.raises(ConfigError, match="service_url is given together with a connection"):
+        KeyShardSource("t", service_url="pulsar://other:1", connection=Connection(TLS))
+
+
+CLIENT_CONF = """
+# Configuration of a client
+webServiceUrl=https://broker:8443/
+brokerServiceUrl=pulsar+ssl://broker:6651/
+authPlugin=org.apache.pulsar.client.impl.auth.AuthenticationToken
+authParams=token:{secret}
+tlsAllowInsecureConnection=false
+tlsEnableHostnameVerification=false
+tlsTrustCertsFilePath={pem}
+tlsCertificateFilePath=
+useKeyStoreTls=false
+tlsTrustStoreType=JKS
+webserviceTlsProvider=
+proxyServiceUrl=
+"""
+
+
+def test_a_client_conf_is_a_connection(tmp_path: Path, pem: str) -> None:
+    conf = tmp_path / "client.conf"
+    conf.write_text(CLIENT_CONF.format(secret=SECRET, pem=pem))
+    made = Connection(**read_client_conf(conf))
+    assert made == Connection(
+        "pulsar+ssl://broker:6651/", "https://broker:8443/", authentication=Token(SECRET),
+        tls_trust_certs_file_path=pem, tls_hostname_verification=False,
+    )  # fmt: skip
+    assert Connection(**fields_of(names_of(made))) == made
+    for text, told in [
+        ("nonsense", "Line 1"),
+        ("tlsTrustCerts=x", "Did you mean"),
+        (b"\xff", "no"),
+    ]:
+        conf.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(ConfigError, match=told):
+            read_client_conf(conf)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"authParams": SECRET}, "without authPluginClassName"),
+        ({"authPluginClassName": "token"}, "authParams is missing"),
+        (
+            {"authPluginClassName": "org.x.AuthenticationAthenz", "authParams": SECRET},
+            "knows token",
+        ),
+        ({"authPluginClassName": "basic", "authParams": SECRET}, "JSON"),
+        ({"authPluginClassName": "basic", "authParams": f'{{"userId":"{SECRET}"}}'}, "userId and"),
+        ({"authPluginClassName": "oauth2", "authParams": "[" * 10_000}, "JSON"),
+        ({"authPluginClassName": "tls"}, "tlsCertFile"),
+        ({"tlsAllowInsecureConnection": "true"}, "cannot be had"),
+        ({"useKeyStoreTls": "true"}, "PEM"),
+        ({"proxyServiceUrl": "x"}, "proxy"),
+        ({"memoryLimitBytes": "1000"}, "window_bytes_max"),
+        ({"serviceUrl": "pulsar://a:1", "brokerServiceUrl": "pulsar://b:1"}, "twice"),
+        ({"tlsHostnameVerificationEnable": "yes"}, "true or false"),
+        ({"connectionTimeoutMs": "1s"}, "integer"),
+        ({"listenrName": "x"}, "listenerName"),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(given: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        fields_of(given)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "authentication",
+    [
+        Token(SECRET),
+        Basic("ann", SECRET),
+        OAuth2(issuer_url="https://i/x", client_id="a", client_secret=SECRET, audience="urn:p"),
+    ],
+)
+def test_spark_options_say_a_connection_there_and_back(authentication: Any) -> None:
+    connection = Connection(
+        TLS, "https://h:1", authentication=authentication, listener_name="outside",
+        connection_timeout_ms=5_000, operation_timeout_ms=7_000, tls_hostname_verification=False,
+    )  # fmt: skip
+    source = KeyShardSource("t", subscription="s", connection=connection)
+    assert parse_options(to_options(source)) == source
+
+
+def test_spark_options_are_refused_by_their_names() -> None:
+    given = {"topic": "t", "subscription": "s", "pulsar.client.tlstrustcertsfilepath": "/no/file"}
+    with pytest.raises(ConfigError, match=r"^\[\w+\] pulsar.client.tlsTrustCertsFilePath is"):
+        parse_options(given | {"service.url": TLS})
+
+
+def test_who_this_is_names_the_role_and_no_secret(tmp_path: Path) -> None:
+    def who(**given: Any) -> str:
+        return Credentials(Connection(TLS, **given)).who()
+
+    file = tmp_path / "token"
+    file.write_text("x\n")
+    made = Connection(TLS, authentication=Token(file=file))
+    assert Credentials(made).show().data == "x"
+    file.write_text(" \n")
+    with pytest.raises(AuthenticationError, match="holds no token"):
+        Credentials(made).show()
+    file.unlink()
+    assert "cannot be read" in Credentials(made).who()
+    assert who(authentication=Basic("ann", SECRET)) == "user 'ann'"
+    for claims in ({}, {"sub": 5, "exp": 1}, {"sub": "app", "exp": 1e300}, [], {"exp": "x"}):
+        body = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+        assert SECRET not in who(authentication=Token(f"eyJ.{body}.{SECRET}"))
+    assert "no role" in who(authentication=Token(SECRET))
+    assert who() == "who gives no authentication"
+
+
+def test_a_secret_in_the_clear_is_seen() -> None:
+    token = Token(SECRET)
+    assert Connection("pulsar://h:1", authentication=token).says_secrets_in_the_clear
+    assert Connection("pulsar://127.0.0.1.evil:1", authentication=token).says_secrets_in_the_clear
+    assert Connection(TLS, "http://h:1", authentication=token).says_secrets_in_the_clear
+    for url in ("pulsar://127.0.0.1:6650", "pulsar://localhost", TLS):
+        assert not Connection(url, authentication=token).says_secrets_in_the_clear
+    assert not Connection("pulsar://h:1").says_secrets_in_the_clear
+
+
+def test_nothing_is_logged_by_describing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        Connection(TLS, authentication=Token(SECRET))
+    assert caplog.records == []
