@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -103,6 +104,9 @@ class ControlServer:
                 if not self._closing:
                     _log.warning("the control socket ended: %s", exc)
                 return
+            if _of_another_user(connection):
+                connection.close()
+                continue
             serve = self._serve if self._free.acquire(blocking=False) else self._refuse
             threading.Thread(
                 target=serve, args=(connection,), name="keyshard-control-answer", daemon=True
@@ -267,6 +271,19 @@ def _own_folder() -> Path:
             "XDG_RUNTIME_DIR."
         )
     return folder
+
+
+def _of_another_user(connection: socket.socket) -> bool:
+    """Whether the other end is a process of another user, where the system says it.
+
+    Folder and socket are this user's alone; this holds also when somebody has opened them.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return False
+    size = struct.calcsize("3i")
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack("3i", told)
+    return bool(uid != os.getuid())
 
 
 def _listen(path: Path) -> socket.socket:

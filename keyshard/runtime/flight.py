@@ -90,8 +90,12 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         self._token = token
 
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        request = json.loads(ticket.ticket)
-        if not secrets.compare_digest(str(request.get("token")), self._token):
+        try:
+            request = json.loads(ticket.ticket)
+            token = str(request["token"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            request, token = {}, ""
+        if not secrets.compare_digest(token.encode(errors="replace"), self._token.encode()):
             raise flight.FlightUnauthenticatedError(
                 "[KEYSHARD_BATCH_UNKNOWN] The ticket is of another run; the batch is planned again."
             )

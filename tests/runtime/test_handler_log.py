@@ -133,7 +133,7 @@ def test_requests_of_ours_are_not_logged_by_httpx_and_those_of_others_are(
         return httpx.Response(200, json="4.0.8")
 
     admin = PulsarAdmin(Connection(admin_url="http://admin:8080"))
-    admin._client = httpx.Client(transport=httpx.MockTransport(answer))
+    admin._http._client = httpx.Client(transport=httpx.MockTransport(answer))
     with caplog.at_level(logging.INFO), httpx.Client(transport=httpx.MockTransport(answer)) as own:
         assert admin.version() == "4.0.8"
         assert lines(caplog) == []

@@ -105,6 +105,27 @@ def test_socket_and_folder_are_for_this_user_alone(folder: Path) -> None:
         server.close()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which only root can")
+def test_another_user_is_refused_also_where_folder_and_socket_are_open(folder: Path) -> None:
+    server = serve()
+    try:
+        for path in (server.path, *server.path.parents[:-2]):
+            path.chmod(0o777)
+        program = (
+            "import os, socket, sys; os.setgid(65534); os.setuid(65534);"
+            "made = socket.socket(socket.AF_UNIX); made.settimeout(20);"
+            'made.connect(sys.argv[1]); made.sendall(b\'{"do": "who"}\\n\');'
+            "print(made.recv(100))"
+        )
+        asked = [sys.executable, "-c", program, str(server.path)]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert "connect" not in done.stderr.rpartition("\n")[2]
+        assert "b''" in done.stdout or "Broken" in done.stderr or "reset" in done.stderr
+        assert raw(server.path, b'{"do": "who"}\n')["ok"]
+    finally:
+        server.close()
+
+
 def test_two_sources_of_one_name_are_told_apart_by_cluster_or_pid() -> None:
     servers = [serve(topics="a"), serve(url="pulsar://other:6650", topics="b")]
     try:

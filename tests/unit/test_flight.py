@@ -101,6 +101,32 @@ def test_the_refusal_of_a_ticket_says_that_the_batch_is_planned_again(
     assert caught.value.message == "The ticket is of another run; the batch is planned again."
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"token": null}',
+        '{"token": "é"}'.encode(),
+        b"[" * 9_999,
+    ],
+)
+def test_who_has_no_token_gets_nothing(batches: Batches, ticket: BatchTicket, text: bytes) -> None:
+    with flight.flight.connect(ticket.endpoint) as client:
+        with pytest.raises(flight.flight.FlightUnauthenticatedError):
+            client.do_get(flight.flight.Ticket(text)).read_all()
+        for ask in (
+            lambda: list(client.list_flights()),
+            lambda: list(client.do_action(flight.flight.Action("x", b""))),
+        ):
+            with pytest.raises(pa.ArrowException):
+                ask()
+    assert batches.asked == []
+
+
 def test_each_run_has_a_token_of_its_own(ticket: BatchTicket) -> None:
     other = BatchServer(Batches(), "127.0.0.1")
     try:

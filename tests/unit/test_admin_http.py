@@ -1,0 +1,80 @@
+"""Requests to the admin interface: who is shown what, also when a broker sends them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import httpx
+import pytest
+
+from keyshard import Basic, Connection, Token
+from keyshard.broker import admin_http
+from keyshard.broker.admin_http import AdminHttp
+from keyshard.errors import AdminError, AuthenticationError, AuthorizationError, TlsError
+
+SECRET = "s3cr3t-of-nobody"
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
+    client = httpx.Client
+
+    def use(answer: Answer) -> None:
+        def make(**options: object) -> httpx.Client:
+            return client(**options, transport=httpx.MockTransport(answer))  # type: ignore[arg-type]
+
+        monkeypatch.setattr(admin_http.httpx, "Client", make)
+
+    return use
+
+
+def ask(url: str = "https://a:8443") -> httpx.Response:
+    with closing(AdminHttp(Connection(admin_url=url, authentication=Token(SECRET)))) as admin:
+        return admin.request("GET", "/admin/v2/clusters")
+
+
+def test_who_is_sent_on_to_another_broker_says_who_it_is_there_too(
+    answers: Callable[[Answer], None],
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("Authorization") != f"Bearer {SECRET}":
+            return httpx.Response(401, text="<html>")
+        if request.url.host == "a":
+            return httpx.Response(307, headers={"Location": "https://b:8443/admin/v2/clusters"})
+        return httpx.Response(200, json=["c"])
+
+    answers(answer)
+    assert ask().json() == ["c"]
+
+
+def test_nobody_is_sent_on_without_tls_or_in_circles(answers: Callable[[Answer], None]) -> None:
+    answers(lambda _: httpx.Response(307, headers={"Location": "http://b:8080/admin/v2/clusters"}))
+    with pytest.raises(TlsError, match="without TLS"):
+        ask()
+    answers(lambda request: httpx.Response(307, headers={"Location": str(request.url)}))
+    with pytest.raises(AdminError, match="from broker to broker"):
+        ask()
+
+
+def test_what_is_refused_is_said_by_kind(answers: Callable[[Answer], None]) -> None:
+    answers(lambda _: httpx.Response(401, text="<html> Authentication required </html>"))
+    with pytest.raises(AuthenticationError, match="does not accept"):
+        ask()
+    reason = "Unauthorized to validateTopicOperation for operation [LOOKUP] on topic [t://x]"
+    for status in (401, 403):
+        answers(lambda _, code=status: httpx.Response(code, json={"reason": reason}))  # type: ignore[misc]
+        with pytest.raises(AuthorizationError, match=r"lacks the permission 'consume' on t://x"):
+            ask()
+    answers(lambda _: httpx.Response(403, json={"reason": f"odd {'x' * 9_000}"}))
+    with pytest.raises(AuthorizationError) as caught:
+        ask()
+    assert len(str(caught.value)) < 2_000
+
+
+def test_basic_is_a_header(answers: Callable[[Answer], None]) -> None:
+    answers(lambda request: httpx.Response(200, json=request.headers["Authorization"]))
+    connection = Connection(admin_url="https://a:1", authentication=Basic("ann", "b"))
+    with closing(AdminHttp(connection)) as admin:
+        assert admin.request("GET", "/x").json() == "Basic YW5uOmI="
