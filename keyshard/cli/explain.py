@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
 
 
@@ -19,6 +20,7 @@ def explain(  # noqa: PLR0917 - one argument per option
     ] = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -26,7 +28,9 @@ def explain(  # noqa: PLR0917 - one argument per option
     from keyshard.handlers.control import running_source
 
     if parallelism is None:
-        told = running_source(subscription, service_url, pid).ask("explain", key=key)
+        told = running_source(subscription, service_url_of(service_url, client_conf), pid).ask(
+            "explain", key=key
+        )
     else:
         told = _offline(key, parallelism)
     typer.echo(json.dumps(told, indent=2) if as_json else _text(told))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import (
     JsonOption,
     PidOption,
@@ -40,6 +41,7 @@ def unpark(  # noqa: PLR0917 - one argument per option
     older_than: OlderOption = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,7 +49,7 @@ def unpark(  # noqa: PLR0917 - one argument per option
     from keyshard.handlers.control import running_source
 
     fields = _selection(key, every, topic, older_than)
-    source = running_source(subscription, service_url, pid)
+    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     told = source.ask("unpark", timeout_s=_TIMEOUT_S, **fields)
     if as_json:
         typer.echo(json.dumps(told))
@@ -69,6 +71,7 @@ def discard(  # noqa: PLR0917 - one argument per option
     ] = False,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -78,7 +81,7 @@ def discard(  # noqa: PLR0917 - one argument per option
     fields = _selection(key, every, topic, older_than)
     if rejected:
         fields["rejected"] = True
-    source = running_source(subscription, service_url, pid)
+    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     told = source.ask("discard", timeout_s=_TIMEOUT_S, **fields)
     typer.echo(
         json.dumps(told) if as_json else f"{plural(told['letters'], 'letter')} given up for good."
@@ -117,6 +120,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
     ] = False,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -125,7 +129,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
 
     if (ranges is None) != balance:
         raise ConfigError("Give the number of ranges, or --balance to keep it.")
-    source = running_source(subscription, service_url, pid)
+    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=_TIMEOUT_S)
     typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import (
     JsonOption,
     PidOption,
@@ -55,6 +56,7 @@ def plan(  # noqa: PLR0917 - one argument per option
     ] = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,7 +67,9 @@ def plan(  # noqa: PLR0917 - one argument per option
 
     status: Mapping[str, Any] = {}
     if start is None:
-        status = running_source(subscription, service_url, pid).ask("status")
+        status = running_source(subscription, service_url_of(service_url, client_conf), pid).ask(
+            "status"
+        )
         before = _assignment_of(status)
     else:
         before = assign(start)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyshard.cli import watching
+from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console, plural
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _STYLES = {
 }
 
 
-def status(
+def status(  # noqa: PLR0917 - one argument per option
     subscription: Annotated[
         str | None, typer.Argument(help="Subscription of the source; default: the only one.")
     ] = None,
@@ -35,13 +36,14 @@ def status(
         bool, typer.Option("--watch", help="Again every second, with rates, until it stops.")
     ] = False,
     service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
     from keyshard.handlers.control import running_source
 
-    source = running_source(subscription, service_url, pid)
+    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     if watch:
         watching.watch(source, _view, as_json=as_json)
         return

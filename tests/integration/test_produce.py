@@ -140,7 +140,7 @@ def test_a_topic_is_created_once_with_its_partitions(
     assert not create_partitioned_topic(dev_broker.admin_url, topic_name, 3)
     with pytest.raises(AdminError, match="exists with 3 partitions, not with 4"):
         create_partitioned_topic(dev_broker.admin_url, topic_name, 4)
-    with pytest.raises(AdminError, match="refused with status 404"):
+    with pytest.raises(AdminError, match="status 404, Namespace not found"):
         create_partitioned_topic(dev_broker.admin_url, f"no-tenant/none/{topic_name}", 3)
 
 
