@@ -101,6 +101,23 @@ def handlers_go_back_twice_after_one_fault(script: Script) -> Sequence[Event]:
     return [script.add("started", message(seq), worker="w") for seq in (3, 1, 0)][1:]
 
 
+def handlers_begin_again_in_another_order(script: Script) -> Sequence[Event]:
+    for seq in (0, 1, 2):
+        script.add("started", message(seq), worker="w")
+    script.add("crashed", worker="broker")
+    return [script.add("started", message(seq), worker="w") for seq in (2, 1)]
+
+
+def handlers_go_back_in_what_the_broker_delivered_again(script: Script) -> Sequence[Event]:
+    for seq in (0, 1, 2):
+        script.add("delivered", message(seq), worker="w")
+        script.add("started", message(seq), worker="w")
+    script.add("crashed", worker="broker")
+    for seq in (1, 2):
+        script.add("delivered", message(seq), worker="w")
+    return [script.add("started", message(seq), worker="w") for seq in (2, 1)]
+
+
 def handlers_go_back_to_what_came_after_the_fault(script: Script) -> Sequence[Event]:
     script.add("started", message(0), worker="w")
     script.add("crashed", worker="broker")
@@ -330,6 +347,8 @@ BROKEN: dict[str, list[Change]] = {
         handlers_inverted,
         handlers_go_back_without_a_fault,
         handlers_go_back_twice_after_one_fault,
+        handlers_begin_again_in_another_order,
+        handlers_go_back_in_what_the_broker_delivered_again,
         handlers_go_back_to_what_came_after_the_fault,
         new_message_after_a_later_one_in_spite_of_a_fault,
     ],

@@ -72,10 +72,10 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
     faults_of: dict[Name, int] = {}
     """Faults before a message came last."""
     used: dict[Name, int] = {}
-    """Faults before a key started again last. What one brings back may come late: a handler has
-    another message of the key in hand, or they wait in a process, when a broker forgets."""
+    """Faults before the broker delivered what a key started again with last. It may come late:
+    a handler has another message of the key in hand, or they wait, when a broker forgets."""
     stored_twice = _StoredTwice(view)
-    for event, faults in view.seen_between_faults():
+    for event, faults, arrival in view.seen_with_arrivals():
         if event.key is None:
             continue
         found.checked += 1
@@ -91,11 +91,15 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
                 f"{_text(event)} came for the first time after {_text(top)}", top, event
             )
             continue
-        if faults_then is None or order >= _order(before):
+        if faults_then is None:
             continue
-        if faults == max(faults_then, used.get(routing_name, 0)):
+        then, back = used.get(routing_name, 0), order < _order(before)
+        if back and (arrival.latest if arrival else faults) <= max(faults_then, then):
             found.violation(f"{_text(event)} came after {_text(before)}", before, event)
-        used[routing_name] = faults
+        if arrival is not None and event.stored not in view.parked:
+            used[routing_name] = max(then, arrival.first)
+        elif back:
+            used[routing_name] = arrival.latest if arrival else faults
 
 
 def exactly_once(events: Sequence[Event]) -> Verdict:

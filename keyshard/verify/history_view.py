@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import overload
+from typing import NamedTuple, overload
 
 from keyshard.verify.history import FAULTS, Event, Name
 
@@ -34,6 +34,14 @@ class Commit:
 
     event: Event
     rows: list[Event]
+
+
+class Arrival(NamedTuple):
+    """How often faults had come when the broker delivered a message."""
+
+    first: int
+    latest: int
+    """The same, the last time: what a program holds already comes to it again and is dropped."""
 
 
 class HistoryView(Sequence[Event]):
@@ -117,6 +125,42 @@ class HistoryView(Sequence[Event]):
                 following = next(seen, None)
             elif event.kind in FAULTS:
                 faults += 1
+
+    def seen_with_arrivals(self) -> Iterator[tuple[Event, int, Arrival | None]]:
+        """:meth:`seen_between_faults`, each with how it came since user code got it before.
+
+        ``None``: not again from the broker, so it is another attempt. A history that does not say
+        what the broker delivered calls each a new arrival.
+        """
+        told = self.host is Host.HANDLERS and any(one.kind == "delivered" for one in self._events)
+        arrivals: dict[Name, Arrival] = {}
+        seen = iter(self.seen)
+        following = next(seen, None)
+        faults = 0
+        for event in self._events:
+            if event is following:
+                now = None if told else Arrival(faults, faults)
+                yield event, faults, arrivals.pop(event.stored, now)
+                following = next(seen, None)
+            elif event.kind in FAULTS:
+                faults += 1
+            elif told and event.kind == "delivered":
+                first = arrivals.get(event.stored, Arrival(faults, faults)).first
+                arrivals[event.stored] = Arrival(first, faults)
+
+    @cached_property
+    def parked(self) -> set[Name]:
+        """Stored messages that may have rested, and come again when somebody lets them out."""
+        started: set[Name] = set()
+        result: set[Name] = set()
+        for event in self._events:
+            if event.kind == "started" and event.has_message:
+                started.add(event.stored)
+            elif event.kind == "failed" or (
+                event.kind == "completed" and event.has_message and event.stored not in started
+            ):
+                result.add(event.stored)
+        return result
 
     @cached_property
     def done(self) -> dict[Name, Event]:

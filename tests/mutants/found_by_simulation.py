@@ -34,13 +34,8 @@ FOUND_BY_SIMULATION = (
                 "keyshard/verify/check_messages.py",
                 "        last[routing_name] = event\n",
                 "        last[routing_name] = event\n"
-                "        used_then = used.get(routing_name, 0)\n"
-                "        used[routing_name] = faults\n",
-            ),
-            Edit(
-                "keyshard/verify/check_messages.py",
-                "used.get(routing_name, 0))",
-                "used_then)",
+                "        used[routing_name] = faults_of.get(routing_name, 0)\n"
+                "        faults_of[routing_name] = faults\n",
             ),
         ),
         killers=(killer("unit/test_checkers", "test_what_is_allowed_passes"),),
@@ -51,7 +46,7 @@ FOUND_BY_SIMULATION = (
         edits=(
             Edit(
                 "keyshard/verify/check_messages.py",
-                "max(faults_then, used.get(routing_name, 0))",
+                "max(faults_then, then)",
                 "faults_then",
             ),
         ),

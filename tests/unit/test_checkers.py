@@ -118,11 +118,39 @@ def again_behind_what_waited_when_the_broker_forgot(script: Script) -> str:
 def again_behind_an_attempt_of_what_was_in_hand(script: Script) -> str:
     """Found by the simulation, seed 917175287: the next life gets what the broker forgot."""
     for seq in (0, 1, 2):
+        script.add("delivered", message(seq), worker="first")
         script.add("started", message(seq), worker="first")
     script.add("crashed", worker="broker")
     script.add("failed", message(2), worker="first")
     script.add("started", message(2), worker="first")
     for seq in (0, 1, 2):
+        script.add("delivered", message(seq), worker="second")
+        script.add("started", message(seq), worker="second")
+    return "key_order bounded_duplicates"
+
+
+def again_behind_what_came_again_before_the_broker_forgot(script: Script) -> str:
+    for seq in (0, 1):
+        script.add("delivered", message(seq), worker="first")
+        script.add("started", message(seq), worker="first")
+    script.add("crashed", worker="first")
+    script.add("delivered", message(1), worker="second")
+    script.add("crashed", worker="broker")
+    for seq in (0, 1):
+        script.add("delivered", message(seq), worker="second")
+    for seq in (1, 0):
+        script.add("started", message(seq), worker="second")
+    return "key_order bounded_duplicates"
+
+
+def again_behind_a_letter_of_the_same_entry(script: Script) -> str:
+    """Found by the simulation, seed 917177868: a letter is let out before its entry comes again."""
+    for kind, seq in [("started", 0), ("completed", 0), ("started", 1), ("failed", 1)]:
+        script.add(kind, message(seq), worker="first")
+    script.add("crashed", worker="first")
+    for seq in (0, 1):
+        script.add("delivered", message(seq), worker="second")
+    for seq in (1, 0):
         script.add("started", message(seq), worker="second")
     return "key_order bounded_duplicates"
 
@@ -206,6 +234,8 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         again_after_a_fault,
         again_behind_what_waited_when_the_broker_forgot,
         again_behind_an_attempt_of_what_was_in_hand,
+        again_behind_a_letter_of_the_same_entry,
+        again_behind_what_came_again_before_the_broker_forgot,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,
