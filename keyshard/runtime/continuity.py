@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from keyshard.broker.port import Broker
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.fingerprint import Known
 from keyshard.core.window import Window
 from keyshard.errors import BrokerError, BrokerUnavailableError
@@ -80,18 +80,15 @@ class Continuity:
             for topic_partition in away:
                 self._window.doubt(topic_partition)
 
-    def may_receive(self, topic_partition: TopicPartition, first: EntryId) -> bool:
+    def may_receive(self, topic_partition: TopicPartition, entries: Sequence[EntryBlock]) -> bool:
         """Whether what came now is to be taken; else it has to come again.
-
-        Args:
-            topic_partition: Where it came from.
-            first: The lowest id that came.
 
         Raises:
             TopicRecreatedError: The topic partition is another one.
         """
         if self._doubted(topic_partition) is None:
             return True
+        first = min(block.id for block in entries)
         try:
             # What came now may be from before, where nothing shows that it is the same.
             return self._shown(topic_partition, first) in (Shown.SAME, Shown.OTHERS)

@@ -483,8 +483,7 @@ class Coordinator:
         self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
     ) -> Sequence[EntryBlock]:
         """Those of some entries that are to be taken now."""
-        first = min(block.id for block in entries)
-        if not self._continuity.may_receive(range_consumer.seat.topic_partition, first):
+        if not self._continuity.may_receive(range_consumer.seat.topic_partition, entries):
             # Everything comes again to the consumer that is subscribed then.
             range_consumer.rest_until_s = time.monotonic() + COMPARE_AGAIN_S
             return ()
