@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.connection import Connection
 from keyshard.core.entry import TopicPartition
 from keyshard.core.message import MessageId
 from keyshard.handlers import batches, monitor, run
@@ -286,8 +287,10 @@ class HandlerWorld:
         lines = [line for program in self.programs for line in program.record.trace]
         return sorted(lines, key=lambda line: float(line.split(maxsplit=1)[0]))
 
-    def _admin(self, url: str) -> Admin:
-        (network,) = [one.network for one in self.programs if url == f"memory://{one.name}"]
+    def _admin(self, connection: Connection) -> Admin:
+        (network,) = [
+            one.network for one in self.programs if connection.admin_url == f"memory://{one.name}"
+        ]
         return Admin(network)
 
 
@@ -302,7 +305,7 @@ class _Control:
 
 
 @contextmanager
-def _without_outside(connect_admin: Callable[[str], Admin]) -> Iterator[None]:
+def _without_outside(connect_admin: Callable[[Connection], Admin]) -> Iterator[None]:
     """Handler runs without control socket and signals, and with a simulated admin interface."""
     stand_ins = [
         (monitor, "ControlServer", _Control),
