@@ -68,7 +68,7 @@ def tls_error(exc: BaseException, where: str, connection: Connection) -> TlsErro
             f"{where} shows a certificate that is not trusted: {told}. Trusted are the authorities "
             f"of {trusted}: name the right file in tls_trust_certs_file_path."
         )
-    if isinstance(found, ssl.SSLError) and "ALERT" in (found.reason or ""):
+    if isinstance(found, ssl.SSLError) and "ALERT" in (getattr(found, "reason", None) or ""):
         own = connection.tls_certificate_file_path
         shown = "No certificate is given" if own is None else f"The certificate is {own}"
         return TlsError(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
 from helpers import wait_until
-from keyshard import Connection, KeyShardSource, Message, Token
+from keyshard import Connection, KeyShardSource, Message, OAuth2, SourceStream, Token
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.admin_http import AdminHttp
+from keyshard.cli import main
 from keyshard.core.entry import TopicPartition
 from keyshard.devbroker import DevBroker
 from keyshard.errors import (
@@ -32,6 +36,7 @@ pytestmark = pytest.mark.broker
 ROLE = "billing-app"
 KEEPER = "keeper-app"
 """Role that also keeps dead letters."""
+SECRET = "s3cr3t-of-nobody"
 SOON_S = 7.0
 """Longest time until a mistake is told, seconds."""
 
@@ -71,11 +76,15 @@ def source_at(connection: Connection, topic: str) -> KeyShardSource:
 
 def rows_of(connection: Connection, topic: str, wanted: int = 100) -> int:
     """Rows that a source gets and acknowledges."""
-    rows = 0
     with source_at(connection, topic).open() as stream:
-        while rows < wanted and (batch := stream.next_batch(timeout_s=20)):
-            rows += sum(part.num_rows for part in batch)
-            stream.commit(batch)
+        return take(stream, wanted)
+
+
+def take(stream: SourceStream, wanted: int) -> int:
+    rows = 0
+    while rows < wanted and (batch := stream.next_batch(timeout_s=30)):
+        rows += sum(part.num_rows for part in batch)
+        stream.commit(batch)
     return rows
 
 
@@ -98,9 +107,10 @@ def refused(
             assert way.authentication.value.reveal() not in text  # type: ignore[union-attr]
         assert took < SOON_S, f"only after {took:.1f} s"
     with closing(PulsarAdmin(broker.connection)) as admin:
+        assert consumers(admin, topic) == 0
         for partition in range(2):
-            stats = admin.subscription(TopicPartition(f"{FULL}{topic}", partition), "billing")
-            assert stats is None
+            where = TopicPartition(f"{FULL}{topic}", partition)
+            assert admin.subscription(where, "billing") is None
     return text
 
 
@@ -225,3 +235,132 @@ def renew(broker: DevBroker, file: Path, expires_in_s: float, role: str) -> None
     fresh = file.with_suffix(".new")
     fresh.write_text(broker.signer.token(role, expires_in_s))
     fresh.replace(file)
+
+
+def test_a_token_that_is_renewed_late_is_waited_for(
+    broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    """1. A token expires, and connections end. 2. Only then it is renewed. 3. The rest comes."""
+    file = tmp_path / "token"
+    renew(broker, file, 4, ROLE)
+    connection = replace(as_role(broker), authentication=Token(file=file), admin_url=None)
+    with source_at(connection, topic).open() as stream:
+        rows = take(stream, 100)
+        with closing(PulsarAdmin(broker.connection)) as admin:
+            wait_until(lambda: not consumers(admin, topic), deadline_s=30)
+        produce(Workload(100, 10), broker.connection, topic)
+        renew(broker, file, 3600, ROLE)
+        assert rows + take(stream, 100) == 200
+
+
+def consumers(admin: PulsarAdmin, topic: str) -> int:
+    found = [admin.subscription(TopicPartition(FULL + topic, i), "billing") for i in range(2)]
+    return sum(len(one["consumers"]) for one in found if one)
+
+
+def test_a_restart_is_told_at_once_too(broker: DevBroker, topic: str) -> None:
+    with source_at(as_role(broker), topic).open() as stream:
+        batch = stream.next_batch(timeout_s=20)
+        assert batch
+        stream.commit(batch)
+    began = time.monotonic()
+    expired = replace(as_role(broker, -60), admin_url=None)
+    with pytest.raises(AuthenticationError, match="expired at"):
+        source_at(expired, topic).open(batch.checkpoint)
+    assert time.monotonic() - began < SOON_S
+
+
+class Issuer(BaseHTTPRequestHandler):
+    """Gives tokens for one secret."""
+
+    token = ""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"token_endpoint": f"http://{self.headers['Host']}/token"})
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        if asked["client_secret"] != [SECRET]:
+            self._answer(401, {"error": "invalid_client"})
+        else:
+            self._answer(200, {"access_token": self.token, "expires_in": 3600})
+
+    def _answer(self, status: int, told: dict[str, object]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(told).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_client_credentials_of_an_issuer(broker: DevBroker, topic: str) -> None:
+    Issuer.token = broker.signer.token(ROLE)
+    with HTTPServer(("127.0.0.1", 0), Issuer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        good = OAuth2(issuer_url=url, client_id="billing", client_secret=SECRET)
+        assert rows_of(replace(as_role(broker), authentication=good), topic) == 100
+        bad = replace(good, client_secret="another")
+        connection = replace(as_role(broker), authentication=bad)
+        refused(broker, connection, f"{topic}-x", AuthenticationError, "invalid_client")
+        server.shutdown()
+    with pytest.raises(BrokerUnavailableError, match="issuer_url"):
+        source_at(replace(as_role(broker), authentication=good), topic).open()
+
+
+@pytest.fixture
+def client_conf(broker: DevBroker, tmp_path: Path) -> Path:
+    token, conf = tmp_path / "token", tmp_path / "client.conf"
+    token.write_text(broker.signer.token("admin"))
+    conf.write_text(
+        f"brokerServiceUrl={broker.service_url}\nwebServiceUrl={broker.admin_url}\n"
+        f"authPlugin=org.apache.pulsar.client.impl.auth.AuthenticationToken\n"
+        f"authParams=file://{token}\ntlsTrustCertsFilePath={broker.authority.path}\n"
+        "tlsEnableHostnameVerification=true\n"
+    )
+    return conf
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments])
+    told = capsys.readouterr()
+    return caught.value.code, told.out + told.err
+
+
+def test_commands_take_a_client_conf(
+    broker: DevBroker, topic_name: str, client_conf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conf = ("--client-conf", str(client_conf))
+    asked = ("produce", topic_name, "--messages", "100", "--keys", "5", "--partitions", "2")
+    code, told = command(capsys, *asked, *conf)
+    assert code == 0, told
+    code, told = command(capsys, "doctor", "--topic", topic_name, *conf)
+    assert code == 0, told
+    live = ("check", "--live", "--topic", f"{topic_name}-live", "--messages", "200", "--keys", "5")
+    code, told = command(capsys, *live, *conf)
+    assert code == 0, told
+    expired = broker.signer.token(ROLE, -60)
+    own = ("--auth-plugin", "token", "--auth-params", f"token:{expired}")
+    code, told = command(capsys, "doctor", "--topic", topic_name, *conf, *own)
+    assert code == 1
+    assert "does not accept role 'billing-app'" in " ".join(told.split())
+    assert expired not in told
+
+
+def test_a_running_source_is_found_by_its_client_conf(
+    broker: DevBroker, topic: str, client_conf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = source_at(broker.connection, topic)
+    seen: list[Message] = []
+    thread = threading.Thread(target=lambda: source.run(seen.append))
+    thread.start()
+    try:
+        wait_until(lambda: len(seen) == 100, deadline_s=30)
+        code, told = command(capsys, "status", "billing", "--client-conf", str(client_conf))
+        assert code == 0
+        assert topic in told
+    finally:
+        source.stop()
+        thread.join(30)

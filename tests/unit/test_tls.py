@@ -1,0 +1,66 @@
+"""Files for TLS: each that does not fit is one sentence, and nobody is asked for a passphrase."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from keyshard import Connection
+from keyshard.broker.tls import tls_context, tls_error
+from keyshard.devbroker.security import Authority
+from keyshard.errors import ConfigError
+
+URL = "pulsar+ssl://broker:6651"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def test_files_that_fit_are_used(authority: Authority) -> None:
+    certificate, key = authority.certificate("app")
+    context = tls_context(
+        Connection(
+            URL, tls_trust_certs_file_path=authority.path, tls_hostname_verification=False,
+            tls_certificate_file_path=certificate, tls_key_file_path=key,
+        )
+    )  # fmt: skip
+    assert (context.check_hostname, context.verify_mode) == (False, ssl.CERT_REQUIRED)
+    assert tls_context(Connection(URL)).check_hostname
+
+
+def test_keys_are_for_this_user_alone(authority: Authority) -> None:
+    for path in authority.certificate("app"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_files_that_do_not_fit_are_named(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = authority.certificate("app")
+    _, other = authority.certificate("other")
+    junk = tmp_path / "junk.pem"
+    junk.write_text("-----BEGIN CERTIFICATE-----\nno\n")
+    locked = tmp_path / "locked.pem"
+    made = serialization.load_pem_private_key(key.read_bytes(), None)
+    locked.write_bytes(
+        made.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"pass"),
+        )
+    )
+    with pytest.raises(ConfigError, match=r"tls_trust_certs_file_path .* holds no certificates"):
+        tls_context(Connection(URL, tls_trust_certs_file_path=junk))
+    for wrong in (other, junk, locked):
+        connection = Connection(URL, tls_certificate_file_path=certificate, tls_key_file_path=wrong)
+        with pytest.raises(ConfigError, match="do not go together") as caught:
+            tls_context(connection)
+        assert str(wrong) in str(caught.value)
+
+
+def test_what_is_no_tls_is_none() -> None:
+    assert tls_error(ConnectionResetError(), "x", Connection(URL)) is None
+    assert tls_error(ssl.SSLError(1, "[SSL] WRONG_VERSION_NUMBER"), "x", Connection(URL)) is None
