@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from helpers import wait_until
-from keyshard import Connection, KeyShardSource, Message, OAuth2, SourceStream, Token
+from keyshard import Connection, KeyShardSource, Message, OAuth2, Reject, SourceStream, Token
 from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.admin_http import AdminHttp
 from keyshard.cli import main
@@ -364,3 +364,32 @@ def test_a_running_source_is_found_by_its_client_conf(
     finally:
         source.stop()
         thread.join(30)
+
+
+def test_who_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> None:
+    reader = "reader-app"
+    with closing(AdminHttp(broker.connection)) as admin:
+        path = f"/admin/v2/namespaces/public/default/permissions/{reader}"
+        assert admin.request("POST", path, json=["consume"]).is_success
+    token = Token(broker.signer.token(reader))
+    source = source_at(replace(broker.connection, authentication=token), topic)
+
+    def reject(_message: Message) -> None:
+        raise Reject("no")
+
+    with pytest.raises(KeyShardError) as caught:
+        source.run(reject)
+    text = str(caught.value)
+    assert f"Role {reader!r} lacks the permission 'produce'" in text, text
+    assert f"{topic}-billing-DLQ" in text
+    with closing(PulsarAdmin(broker.connection)) as admin:
+        found = [admin.subscription(TopicPartition(FULL + topic, i), "billing") for i in range(2)]
+    assert sum(one["msgBacklog"] for one in found if one) == messages(broker, topic)
+
+
+def messages(broker: DevBroker, topic: str) -> int:
+    """Entries that are stored of a topic."""
+    with closing(AdminHttp(broker.connection)) as admin:
+        paths = [f"/admin/v2/persistent/public/default/{topic}-partition-{i}" for i in range(2)]
+        told = [admin.request("GET", f"{path}/internalStats").json() for path in paths]
+    return sum(int(one["entriesAddedCounter"]) for one in told)
