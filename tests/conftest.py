@@ -1,4 +1,7 @@
-"""Fixtures for all tests; the real broker is started once per session, when a test needs it."""
+"""Fixtures for all tests, and the order in which several processes run them.
+
+The real broker is started once per process, when a test needs it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,40 @@ import pytest
 
 from control_folder import own_control_folder
 from keyshard.devbroker import DevBroker
+
+
+FOLDERS = ("unit", "property", "spark", "mutants", "simulation", "chaos", "integration")
+"""What tells most in the least time comes first, then what lasts or waits longest; the rest fills
+the processes up to the end."""
+SHARED_BY_ALL = {"dev_broker"}
+"""Fixtures of the session that every process may have one of."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests; those that share an expensive fixture share a process, too."""
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(item.config.rootpath).parts[1]
+        return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+
+    items.sort(key=rank)
+    for item in items:
+        if group := _shared_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _shared_fixture(item: pytest.Item) -> str | None:
+    """The fixture of the session, or else the file, that a test shares with others."""
+    definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    scopes = {
+        name: found[-1].scope
+        for name, found in definitions.items()
+        if found[-1].baseid and not name.startswith("_") and name not in SHARED_BY_ALL
+    }
+    for name, scope in scopes.items():
+        if scope == "session":
+            return name
+    return item.path.stem if "module" in scopes.values() else None
 
 
 @pytest.fixture(scope="session")
