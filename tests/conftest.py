@@ -15,7 +15,6 @@ import pytest
 from control_folder import own_control_folder
 from keyshard.devbroker import DevBroker
 
-
 FOLDERS = ("unit", "property", "spark", "mutants", "simulation", "chaos", "integration")
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
 the processes up to the end."""
