@@ -11,7 +11,7 @@ from typing import Any
 
 import pulsar
 
-from keyshard.core.hash_range import split_ring
+from keyshard.core.ring.hash_range import split_ring
 
 RANGES, THREADS = 10, 4
 

@@ -18,15 +18,15 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 
-from keyshard.core.assignment import assign, moved_ranges, reassign, slot_owners
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import RING_SIZE
-from keyshard.core.key_slot import key_slot
-from keyshard.core.lanes import Lanes
+from keyshard.core.dead_letter.parking import Parked
+from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import Message, MessageId
-from keyshard.core.parking import Parked
-from keyshard.core.window import Budget, Window
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.assignment import assign, moved_ranges, reassign, slot_owners
+from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.window.window import Budget, Window
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONGEST_S = 60.0
@@ -109,7 +109,7 @@ def lanes(size: int) -> Measured:
     yield
     while (work := full.next(0.0)) is not None:
         full.completed(work)
-    full.take_completed()
+    full.pop_completed()
     yield
 
 
@@ -158,8 +158,8 @@ def commit(size: int) -> Measured:
         completed: dict[TopicPartition, list[EntryId]] = {}
         for where, entry_id in taken[number * size // COMMITS : (number + 1) * size // COMMITS]:
             completed.setdefault(where, []).append(entry_id)
-        assert not full.commit(completed)
-        full.release_committed()
+        assert not full.plan_completed(completed)
+        full.release_completed()
     yield
 
 
@@ -167,10 +167,10 @@ def _beside(window: Window, where: TopicPartition, commits: int, *, text: bool) 
     """So many commits of one entry of one topic partition."""
     for entry in range(10, 10 + commits):
         window.receive(where, 0, _block(entry))
-        window.commit({where: [block.id for _, _, block in window.take()]})
+        window.plan_completed({where: [block.id for _, _, block in window.take()]})
         if text:
             window.newest.to_json()
-        window.release_committed()
+        window.release_completed()
 
 
 def _many(size: int) -> tuple[Window, TopicPartition]:
@@ -178,11 +178,11 @@ def _many(size: int) -> tuple[Window, TopicPartition]:
     window = _window(partitions)
     for where in partitions:
         window.receive(where, 0, _block(0))
-    window.commit({where: [EntryId(1, 0)] for where, _, _ in window.take()})
-    window.release_committed()
+    window.plan_completed({where: [EntryId(1, 0)] for where, _, _ in window.take()})
+    window.release_completed()
     window.receive(partitions[0], 0, _block(1))
-    window.commit({where: [block.id] for where, _, block in window.take()})
-    window.release_committed()
+    window.plan_completed({where: [block.id] for where, _, block in window.take()})
+    window.release_completed()
     return window, partitions[0]
 
 

@@ -9,8 +9,8 @@ import uuid
 import pulsar
 
 from keyshard import KeyShardSource
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import create_partitioned_topic
 
 MESSAGES = 100
 PAUSE_S, SETTLE_S, IDLE_S = 0.05, 2.0, 10.0

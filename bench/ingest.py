@@ -14,8 +14,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from bench.child import child
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 PARTITIONS = 5
 RUNS = 3

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from bench.child import child
 from bench.loads import efficiency, even_keys, handler_s, mixed_keys, publish, values
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 KEYS = (1, 2, 5, 10, 20, 50, 100, 1_000, 10_000)
 UNBATCHED_KEYS = 1_000

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import pulsar
 
-from keyshard.core.hash_range import range_index
-from keyshard.core.key_slot import key_slot
+from keyshard.core.ring.hash_range import range_index
+from keyshard.core.ring.key_slot import key_slot
 
 SKEW = ((10, 1_000), (100, 100), (5_890, 9))
 """(keys, messages of each): the distribution of a public report about Key_Shared."""

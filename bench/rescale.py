@@ -4,7 +4,7 @@
 another process publishes meanwhile, and (figures with ``_backlog``) on what was published before. A
 pause is what the rescale reports of each range that moved. A gap is seen from outside: the longest
 time around a rescale in which no handler ran for a part of the ring that moved. The checkers of
-:mod:`keyshard.verify` judge order, and that one handler at a time works on a key.
+:mod:`keyshard.testing.verify` judge order, and that one handler at a time works on a key.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from typing import Any
 from rich.console import Console
 
 from keyshard import KeyShardSource
-from keyshard.core.assignment import Assignment, assign, reassign
-from keyshard.core.hash_range import HashRange
-from keyshard.devbroker import DevBroker
-from keyshard.verify.checkers import key_order, mutual_exclusion
-from keyshard.verify.history import Event
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
+from keyshard.core.ring.assignment import Assignment, assign, reassign
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.checkers import key_order, mutual_exclusion
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
 
 FIRST = 4
 STEPS = (8, 3, 4, 8, 3, 4, 8, 3, 4, 8, 3)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.loads import efficiency, publish, skewed_keys
-from keyshard.devbroker import DevBroker
+from keyshard.testing.devbroker import DevBroker
 
 CLIENTS, CONSUMERS = 3, 10
 LANES = CLIENTS * CONSUMERS

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload
 
 MESSAGES = 200_000
 RANGES = (10, 1_000)

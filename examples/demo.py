@@ -21,13 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.core.hash_range import split_ring
-from keyshard.devbroker import DevBroker
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerError, KeyShardError
-from keyshard.verify.file_sink import SinkCheck, committed_files
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.file_sink import SinkCheck, committed_files
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 TOPIC, SUBSCRIPTION, PARTITIONS, RANGES = "orders", "demo", 5, 10
 LOAD = Workload(messages=120_000, keys=500, size_bytes=100, entry_messages=4)

@@ -17,7 +17,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 import spark_adapter
-from keyshard.devbroker import java_home
+from keyshard.testing.devbroker import java_home
 
 
 def session() -> SparkSession:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from keyshard.connection import Basic, Connection, OAuth2, Token
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.failure import Reject, RetryLater
+from keyshard.config.connection import Basic, Connection, OAuth2, Token
+from keyshard.config.handlers import HandlerConfig
+from keyshard.core.lanes.failure import Reject, RetryLater
+from keyshard.core.lanes.retrying import RetryPolicy
 from keyshard.core.message import Message, MessageId
-from keyshard.core.retrying import RetryPolicy
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
-from keyshard.handlers.config import HandlerConfig
 from keyshard.redaction import Secret
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream
 

@@ -9,25 +9,25 @@ from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.hash_range import RING_SIZE
+from keyshard.config.handlers import HandlerConfig
+from keyshard.config.source import SourceConfig
+from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.option_checks import check_bool, check_integer, check_seconds
-from keyshard.core.selection import Selection
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
-from keyshard.handlers.config import HandlerConfig
 from keyshard.redaction import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
+    from keyshard.config.handlers import HandlerOptions
+    from keyshard.coordinator.coordinator import Coordinator
+    from keyshard.coordinator.rescale import Rescaler, RescaleReport
     from keyshard.handlers.batches import Batch, BatchRun
     from keyshard.handlers.calling import Handle
-    from keyshard.handlers.config import HandlerOptions
     from keyshard.handlers.observing import Observer
-    from keyshard.runtime.coordinator import Coordinator
-    from keyshard.runtime.rescale import Rescaler, RescaleReport
 
 
 def _handling(options: HandlerOptions) -> HandlerConfig:
@@ -51,7 +51,7 @@ class KeyShardSource(SourceConfig):
 
         source = KeyShardSource("orders", subscription="billing", parallelism=10)
 
-    Args: see the fields of :class:`keyshard.config.SourceConfig`.
+    Args: see the fields of :class:`keyshard.config.source.SourceConfig`.
 
     Raises:
         ConfigError: A value is missing or outside its limits.
@@ -61,7 +61,7 @@ class KeyShardSource(SourceConfig):
     def coordinator(self) -> Coordinator:
         """An unstarted runtime for this source; connects in the process that starts it."""
         from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
-        from keyshard.runtime.coordinator import Coordinator  # noqa: PLC0415
+        from keyshard.coordinator.coordinator import Coordinator  # noqa: PLC0415
 
         connection = self.how_to_connect()
         admin = None if self.admin_url is None else connect_admin(connection)
@@ -285,7 +285,7 @@ class KeyShardSource(SourceConfig):
             checkpoint: Text of the checkpoint that was committed last; ``None`` at first start.
 
         Raises:
-            KeyShardError: See :meth:`keyshard.runtime.coordinator.Coordinator.start`.
+            KeyShardError: See :meth:`keyshard.coordinator.coordinator.Coordinator.start`.
         """
         coordinator = self.coordinator()
         coordinator.start(None if checkpoint is None else Checkpoint.from_json(checkpoint))

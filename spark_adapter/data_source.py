@@ -31,7 +31,7 @@ COLUMNS: dict[str, DataType] = {
     "__properties": MapType(StringType(), StringType()),
     "__slot": IntegerType(),
 }
-"""Column names and Spark types; what they hold stands in :mod:`keyshard.schema.columns`."""
+"""Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
 
 
 class KeyShardDataSource(DataSource):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from keyshard import Connection, KeyShardSource
-from keyshard.connection_names import fields_of, names_of
+from keyshard.config.connection_names import fields_of, names_of
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 

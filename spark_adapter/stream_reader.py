@@ -31,14 +31,14 @@ from pyspark.sql.streaming.datasource import (
 
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
-from keyshard.runtime.flight import BatchServer, BatchTicket, read_batch
+from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
 from spark_adapter.lifecycle import end_with_host
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from keyshard.runtime.coordinator import Coordinator
+    from keyshard.coordinator.coordinator import Coordinator
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from histories import TOPIC, Script, run
-from keyshard.core.hash_range import split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.verify.history import Event
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.verify.history import Event
 
 Change = Callable[[Script], Sequence[Event]]
 """Adds what breaks a promise; returns the events that show it."""

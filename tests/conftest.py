@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from control_folder import own_control_folder
-from keyshard.devbroker import DevBroker
+from keyshard.testing.devbroker import DevBroker
 
 FOLDERS = ("unit", "property", "spark", "mutants", "simulation", "chaos", "integration")
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
@@ -47,6 +47,16 @@ def _shared_fixture(item: pytest.Item) -> str | None:
         if scope == "session":
             return name
     return item.path.stem if "module" in scopes.values() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logs may hold lone surrogates, which no process can send to another."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="session")

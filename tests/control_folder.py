@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.handlers import control
+from keyshard.observe import control
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryReader
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 
 NEVER = 10**9
 BACK_AFTER = (1, 2, 4, NEVER)

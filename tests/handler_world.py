@@ -12,12 +12,12 @@ from keyshard import Message
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Broker
+from keyshard.coordinator.rescale import RescaleReport
 from keyshard.errors import KeyShardError, NotRunningError
-from keyshard.runtime.rescale import RescaleReport
-from keyshard.verify.checkers import check
-from keyshard.verify.history import Event
-from keyshard.verify.recorder import Recorder
-from keyshard.verify.workloads import parse_value
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recorder import Recorder
+from keyshard.testing.verify.workloads import parse_value
 from tests.recorded_source import RecordedSource
 
 

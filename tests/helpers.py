@@ -11,16 +11,16 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.arrow.content import entry_block, gather
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.config import SourceConfig
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.subscribe import Admin
-from keyshard.schema.content import entry_block, gather
+from keyshard.broker.port import Admin
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
 
 DEADLINE_S = 30.0
 """After this a wait has failed, seconds."""

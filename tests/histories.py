@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from keyshard.core.hash_range import split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.verify.history import Event
-from keyshard.verify.workloads import Workload
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.workloads import Workload
 
 TOPIC = "persistent://public/default/t"
 

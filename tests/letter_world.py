@@ -9,11 +9,11 @@ from typing import Any
 from helpers import P0, config
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.port import Producer, Reader
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.dead_letter.letters import Letter, LetterKind, Resting
 from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
 from keyshard.errors import BrokerUnavailableError
-from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
 
 KEEPS = "unit-parked"
 PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
@@ -103,7 +103,9 @@ class _StuckReader:
         self._inner.close()
 
 
-def letter(number: int, key: str = "k", kind: Kind = Kind.PARKED, by: str = "unit") -> Letter:
+def letter(
+    number: int, key: str = "k", kind: LetterKind = LetterKind.PARKED, by: str = "unit"
+) -> Letter:
     message = Message(
         b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
         PUBLISHED, None, {}, None, redelivered=False,
@@ -126,7 +128,9 @@ def replay(letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]
     return done
 
 
-def large(number: int, size: int, kind: Kind = Kind.PARKED, **properties: str) -> Letter:
+def large(
+    number: int, size: int, kind: LetterKind = LetterKind.PARKED, **properties: str
+) -> Letter:
     """One that is kept in parts."""
     made = letter(number)
     value = b"%d " % number + bytes(size)

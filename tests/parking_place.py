@@ -12,16 +12,16 @@ import tenacity
 
 from helpers import wait_until
 from keyshard import KeyShardSource, Message, Reject, RetryPolicy
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
-from keyshard.config import SourceConfig
-from keyshard.core.entry import TopicPartition
-from keyshard.core.letters import Letter, Marker, parse
+from keyshard.config.source import SourceConfig
+from keyshard.core.dead_letter.letters import Letter, Marker, parse
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import KeyShardError, NotRunningError
-from keyshard.schema.messages import messages_of
-from keyshard.verify.checkers import check
-from keyshard.verify.history import Event
-from keyshard.verify.recorder import sent_events
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recorder import sent_events
 
 TWO_ATTEMPTS = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from keyshard import KeyShardSource
 from keyshard.broker.port import Broker
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.verify.recorder import Recorder
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.testing.verify.recorder import Recorder
 
 
 class RecordedSource(KeyShardSource):

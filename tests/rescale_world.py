@@ -11,16 +11,16 @@ from typing import Any
 from helpers import config, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import Consumer, StartPosition
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.rescale import Blocking, Rescaler
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import BrokerError, KeyShardError
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.receiver import RangeConsumer
-from keyshard.runtime.rescale import Blocking, Rescaler
 from keyshard.source import SourceBatch
-from keyshard.verify.checkers import check
-from keyshard.verify.history import Event
-from keyshard.verify.recorder import Recorder
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recorder import Recorder
+from keyshard.worker.receiver import RangeConsumer
 
 
 class Refusing(MemoryBroker):
@@ -133,7 +133,10 @@ class RescaleWorld:
     def ring(self, partition: int = 0) -> list[tuple[int, HashRange]]:
         """Owners and hash ranges of one topic partition, as the consumers have them."""
         where = TopicPartition(self.topic, partition)
-        found = [(one.seat.range_index, one.seat.hash_range) for one in self.consumers[where]]
+        found = [
+            (one.owned_range.range_index, one.owned_range.hash_range)
+            for one in self.consumers[where]
+        ]
         ranges = sorted(hash_range for _, hash_range in found)
         assert sum(map(len, ranges)) == RING_SIZE, "the ring has a gap or an overlap"
         assert all(one.consumer.is_connected() for one in self.consumers[where])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keyshard.core.circuit import Circuit
-from keyshard.core.timings import Timings
+from keyshard.core.lanes.circuit import Circuit
+from keyshard.core.lanes.timings import Timings
 
 
 def range_status(index: int, **changes: Any) -> dict[str, Any]:

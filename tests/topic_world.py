@@ -9,11 +9,11 @@ from typing import Any
 
 from helpers import config, keys_of, rows_of
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
-from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import TopicPartition
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
 
 PREFIX = "persistent://public/default/"
 KEYS = keys_of(4)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from keyshard import Message, Reject
-from keyshard.verify.workloads import parse_value
+from keyshard.testing.verify.workloads import parse_value
 
 POLL_S = 0.005
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from helpers import block
-from keyshard.core.assembly import UNSURE_ENDS_ALIKE, EntryAssembly
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.settling import LedgerEnd, Proofs
+from keyshard.core.holes.settling import LedgerEnd, Proofs
+from keyshard.core.position.assembly import UNSURE_ENDS_ALIKE, EntryAssembly
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 
 
 @dataclass

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keyshard.broker import at_exit  # noqa: F401 - before what ends a run at exit
 from keyshard.broker.port import Broker
-from keyshard.connection import MEMORY, Connection
+from keyshard.broker.pulsar import at_exit  # noqa: F401 - before what ends a run at exit
+from keyshard.config.connection import MEMORY, Connection
 
 if TYPE_CHECKING:
-    from keyshard.broker.admin import PulsarAdmin
     from keyshard.broker.memory import MemoryCluster
-    from keyshard.broker.memory_admin import MemoryAdmin
+    from keyshard.broker.memory.admin import MemoryAdmin
+    from keyshard.broker.pulsar.admin import PulsarAdmin
 
 
 def connect(connection: Connection) -> Broker:
@@ -24,7 +24,7 @@ def connect(connection: Connection) -> Broker:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 
         return MemoryBroker(_cluster(connection))
-    from keyshard.broker.pulsar import PulsarBroker  # noqa: PLC0415
+    from keyshard.broker.pulsar.broker import PulsarBroker  # noqa: PLC0415
 
     return PulsarBroker(connection)
 
@@ -36,10 +36,10 @@ def connect_admin(connection: Connection) -> PulsarAdmin | MemoryAdmin:
         ConfigError: The connection has no ``admin_url``, or a file of TLS does not fit.
     """
     if connection.in_memory:
-        from keyshard.broker.memory_admin import MemoryAdmin  # noqa: PLC0415
+        from keyshard.broker.memory.admin import MemoryAdmin  # noqa: PLC0415
 
         return MemoryAdmin(_cluster(connection), connection.service_url.removeprefix(MEMORY))
-    from keyshard.broker.admin import PulsarAdmin  # noqa: PLC0415
+    from keyshard.broker.pulsar.admin import PulsarAdmin  # noqa: PLC0415
 
     return PulsarAdmin(connection)
 

@@ -1,18 +1,20 @@
 """What keyshard needs of a broker; the only interface the runtime talks to.
 
-Implementations: :mod:`keyshard.broker.pulsar` (pulsar-client) and :mod:`keyshard.broker.memory`.
-``tests/contract`` runs the same cases on both. Implementations translate every exception of their
-library into :mod:`keyshard.errors`, with ``raise ... from``.
+Implementations: :mod:`keyshard.broker.pulsar.broker` (pulsar-client) and
+:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on both.
+Implementations translate every exception of their library into :mod:`keyshard.errors`, with
+``raise ... from``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
 
 
 class StartPosition(str, Enum):
@@ -225,3 +227,35 @@ class Broker(Protocol):
 
     def close(self) -> None:
         """Close every handle and the connection. Idempotent."""
+
+
+class Admin(Protocol):
+    """What the runtime asks the admin interface."""
+
+    def version(self) -> str: ...
+
+    def settings(self) -> Mapping[str, str]: ...
+
+    def cluster(self) -> str: ...
+
+    def partition_count(self, topic: str) -> int | None: ...
+
+    def topics(self, tenant: str, namespace: str) -> set[str]: ...
+
+    def created(self, topic_partition: TopicPartition) -> str: ...
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool: ...
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None: ...
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]: ...
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None: ...
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
+
+    def close(self) -> None: ...

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from keyshard.devbroker.registry import BrokerRecord
+    from keyshard.testing.devbroker.registry import BrokerRecord
 
 _POLL_S = 0.2
-_VERSION = "4.0.8"  # The one of keyshard.devbroker; imported there it would load httpx for --help.
+_VERSION = "4.0.8"  # As keyshard.testing.devbroker says, which would load httpx for --help.
 _PORT = 6650
 _ADMIN_PORT = 8080
 
@@ -48,8 +48,8 @@ def start(
     """Start a broker and return when it is ready."""
     from rich.console import Console
 
-    from keyshard.devbroker import DevBroker, install, registry
     from keyshard.errors import DevBrokerError
+    from keyshard.testing.devbroker import DevBroker, install, registry
 
     folder = registry.data_dir(data)
     running = registry.find(folder)
@@ -78,8 +78,8 @@ def start(
 @broker_app.command()
 def stop(data: DataOption = None) -> None:
     """Stop the broker that runs; its data stays. Of several, --data names one."""
-    from keyshard.devbroker import registry
     from keyshard.errors import DevBrokerError
+    from keyshard.testing.devbroker import registry
 
     found = _running(data)
     if not found:
@@ -112,8 +112,8 @@ def logs(
     data: DataOption = None,
 ) -> None:
     """Print the end of the broker's log."""
-    from keyshard.devbroker import registry
     from keyshard.errors import DevBrokerError
+    from keyshard.testing.devbroker import registry
 
     found = _running(data)
     folder = Path(found[0].data_dir) if len(found) == 1 else registry.data_dir(data)
@@ -133,7 +133,7 @@ def logs(
 
 def _running(data: Path | None) -> list[BrokerRecord]:
     """The broker on the folder that is named, else every one that was started by this user."""
-    from keyshard.devbroker import registry
+    from keyshard.testing.devbroker import registry
 
     if data is None:
         return registry.running()
@@ -142,7 +142,7 @@ def _running(data: Path | None) -> list[BrokerRecord]:
 
 
 def _none(data: Path | None) -> str:
-    from keyshard.devbroker import registry
+    from keyshard.testing.devbroker import registry
 
     return "No broker runs." if data is None else f"No broker runs on {registry.data_dir(data)}."
 

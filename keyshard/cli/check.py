@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyshard.cli.connecting import with_connection
-from keyshard.connection import Connection
+from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, KeyShardError
 
 if TYPE_CHECKING:
-    from keyshard.verify.checkers import Verdict
-    from keyshard.verify.live_run import Progress
+    from keyshard.testing.verify.checkers import Verdict
+    from keyshard.testing.verify.live_run import Progress
 
 _PARTITIONS = 5
 _BROKEN, _NO_VERDICT = 1, 2
@@ -116,8 +116,8 @@ def check(  # noqa: PLR0917 - one argument per option
 
 
 def _judge(path: Path, deliveries_max: int | None, liveness_s: float) -> list[Verdict]:
-    from keyshard.verify.checkers import check as judge
-    from keyshard.verify.history import read_history
+    from keyshard.testing.verify.checkers import check as judge
+    from keyshard.testing.verify.history import read_history
 
     return judge(list(read_history(path)), deliveries_max=deliveries_max, liveness_s=liveness_s)
 
@@ -145,8 +145,8 @@ def _run_live(
     timeout_s: float,
 ) -> dict[str, Any]:
     """Make the history; returns what was done."""
-    from keyshard.verify.history import HistoryWriter
-    from keyshard.verify.live import LiveCheck
+    from keyshard.testing.verify.history import HistoryWriter
+    from keyshard.testing.verify.live import LiveCheck
 
     if topic is None:
         raise ConfigError("--live needs --topic: the topic to publish to, best a new one.")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from keyshard.connection import SERVICE_URL, Connection
+from keyshard.config.connection import SERVICE_URL, Connection
 from keyshard.errors import ConfigError
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def connection_of(client_conf: Path | None, given: dict[str, Any]) -> Connection
     Raises:
         ConfigError: A value is wrong; names the option.
     """
-    from keyshard.connection_names import NAMES, fields_of, read_client_conf
+    from keyshard.config.connection_names import NAMES, fields_of, read_client_conf
 
     names = {
         _OPTIONS[name][0]: str(value).lower() if isinstance(value, bool) else value
@@ -131,7 +131,7 @@ def connection_of(client_conf: Path | None, given: dict[str, Any]) -> Connection
 
 def service_url_of(service_url: str | None, client_conf: Path | None) -> str | None:
     """The service URL that options say; ``None`` when none does."""
-    from keyshard.connection_names import read_client_conf
+    from keyshard.config.connection_names import read_client_conf
 
     if service_url is not None or client_conf is None:
         return service_url

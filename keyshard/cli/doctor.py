@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keyshard.cli.connecting import with_connection
-from keyshard.connection import Connection
+from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def doctor(  # noqa: PLR0917 - one argument per option
     Exit status 0: no problem, warnings at most; 1: a problem was found.
     """
     from keyshard.broker.connect import connect, connect_admin
-    from keyshard.config import SourceConfig
+    from keyshard.config.source import SourceConfig
     from keyshard.core.diagnosis import Level
-    from keyshard.runtime.doctor import Expected, examine
+    from keyshard.observe.doctor import Expected, examine
 
     config = SourceConfig(
         topic,

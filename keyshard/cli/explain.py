@@ -25,7 +25,7 @@ def explain(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Say the slot, range and owner of a key, and what waits, runs or is parked."""
-    from keyshard.handlers.control import running_source
+    from keyshard.observe.control import running_source
 
     if parallelism is None:
         told = running_source(subscription, service_url_of(service_url, client_conf), pid).ask(
@@ -37,8 +37,8 @@ def explain(  # noqa: PLR0917 - one argument per option
 
 
 def _offline(key: str, parallelism: int) -> dict[str, Any]:
-    from keyshard.core.hash_range import range_index, split_ring
-    from keyshard.core.key_slot import possible_slots
+    from keyshard.core.ring.hash_range import range_index, split_ring
+    from keyshard.core.ring.key_slot import possible_slots
 
     ring = split_ring(parallelism)
     places = [

@@ -46,7 +46,7 @@ def unpark(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Let a running source replay the dead letters of parked keys, and then newer messages."""
-    from keyshard.handlers.control import running_source
+    from keyshard.observe.control import running_source
 
     fields = _selection(key, every, topic, older_than)
     source = running_source(subscription, service_url_of(service_url, client_conf), pid)
@@ -76,7 +76,7 @@ def discard(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Let a running source give dead letters up for good."""
-    from keyshard.handlers.control import running_source
+    from keyshard.observe.control import running_source
 
     fields = _selection(key, every, topic, older_than)
     if rejected:
@@ -92,7 +92,7 @@ def _selection(
     key: str | None, every: bool, topic: str | None, older_than: str | None
 ) -> dict[str, Any]:
     """Fields of a request that are given; which of them go together the source knows."""
-    from keyshard.core.selection import Selection
+    from keyshard.core.dead_letter.selection import Selection
 
     age = None if older_than is None else _seconds(older_than)
     Selection(key, every, topic, age)
@@ -125,7 +125,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Cut the ring of a running source anew, while it runs."""
-    from keyshard.handlers.control import running_source
+    from keyshard.observe.control import running_source
 
     if (ranges is None) != balance:
         raise ConfigError("Give the number of ranges, or --balance to keep it.")

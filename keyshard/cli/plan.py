@@ -20,7 +20,7 @@ from keyshard.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from keyshard.core.rescale_plan import Ceiling, RescalePlan
+    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
 
 _LANES = 16
 _MOVES_MAX = 20
@@ -61,9 +61,9 @@ def plan(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Show what a rescale would move, and the most that handlers could do after it."""
-    from keyshard.core.assignment import assign
-    from keyshard.core.rescale_plan import Ceiling, RescalePlan
-    from keyshard.handlers.control import running_source
+    from keyshard.core.ring.assignment import assign
+    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+    from keyshard.observe.control import running_source
 
     status: Mapping[str, Any] = {}
     if start is None:
@@ -85,7 +85,7 @@ def plan(  # noqa: PLR0917 - one argument per option
 
 
 def _assignment_of(status: Mapping[str, Any]) -> Any:
-    from keyshard.core.hash_range import HashRange
+    from keyshard.core.ring.hash_range import HashRange
 
     return tuple(
         tuple(HashRange(*map(int, text.split("-"))) for text in each["hashRanges"])

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from keyshard.cli.connecting import with_connection
-from keyshard.connection import Connection
+from keyshard.config.connection import Connection
 
 
 @with_connection
@@ -50,8 +50,13 @@ def produce(  # noqa: PLR0917 - one argument per option
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
-    from keyshard.verify.workloads import Batching, KeyKind, Workload, create_partitioned_topic
-    from keyshard.verify.workloads import produce as run
+    from keyshard.testing.verify.workloads import (
+        Batching,
+        KeyKind,
+        Workload,
+        create_partitioned_topic,
+    )
+    from keyshard.testing.verify.workloads import produce as run
 
     workload = Workload(
         messages=messages,

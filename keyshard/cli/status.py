@@ -41,7 +41,7 @@ def status(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
-    from keyshard.handlers.control import running_source
+    from keyshard.observe.control import running_source
 
     source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     if watch:

@@ -17,7 +17,7 @@ from keyshard.errors import ControlError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from keyshard.handlers.control import RunningSource
+    from keyshard.observe.control import RunningSource
 
 EVERY_S = 1.0
 """Time between two looks, seconds."""

@@ -1,7 +1,7 @@
 """What is wrong with a topic, a subscription or a load, before or while a source runs.
 
 Each check is a function from facts to findings. ``keyshard doctor`` gathers the facts
-(:mod:`keyshard.runtime.doctor`) and shows the findings.
+(:mod:`keyshard.observe.doctor`) and shows the findings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from keyshard.core.key_slot import key_slot
+from keyshard.core.ring.key_slot import key_slot
 
 
 class MessageId(NamedTuple):

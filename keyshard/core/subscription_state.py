@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keyshard.core.hash_range import HashRange, gaps
+from keyshard.core.ring.hash_range import HashRange, gaps
 
 
 @dataclass(frozen=True, slots=True)

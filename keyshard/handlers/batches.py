@@ -11,22 +11,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.config import SourceConfig
-from keyshard.core.assignment import slot_owners
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import range_index
-from keyshard.core.lanes import Lanes
-from keyshard.core.tally import Tally
+from keyshard.arrow.columns import SCHEMA, record_batches
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.opening import first_assignment
+from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.lanes.tally import Tally
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.assignment import slot_owners
+from keyshard.core.ring.hash_range import range_index
 from keyshard.errors import KeyShardError, NotRunningError, WindowFullError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.lane_moves import LaneMoves
-from keyshard.handlers.monitor import Monitor
-from keyshard.handlers.status import StatusView, Subject
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.opening import first_assignment
-from keyshard.runtime.rescale import Rescaler
-from keyshard.schema.columns import SCHEMA, record_batches
+from keyshard.observe.monitor import Monitor
+from keyshard.observe.status import StatusView, Subject
 
 BATCH_BYTES_MAX = 512 * 1024 * 1024
 """Payload at which a batch is full, bytes, unless one entry has more. A column of a record batch
@@ -45,7 +45,7 @@ class Batch:
         self, records: pa.RecordBatch, entries: dict[TopicPartition, list[EntryId]], run: BatchRun
     ) -> None:
         self.records = records
-        """All columns of :data:`keyshard.schema.columns.SCHEMA`."""
+        """All columns of :data:`keyshard.arrow.columns.SCHEMA`."""
         self._entries = entries
         self._run = run
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from keyshard.core.failure import text_of
+from keyshard.core.lanes.failure import text_of
 from keyshard.core.message import Message
 from keyshard.errors import ConfigError, UnfitHandlerError
 from keyshard.handlers.event_loop import EventLoop

@@ -9,10 +9,10 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.config.handlers import checkpoint_url
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError
 from keyshard.handlers.checkpoint_lock import CheckpointLock
-from keyshard.handlers.config import checkpoint_url
 from keyshard.redaction import redacted, shown
 
 _log = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.runtime.coordinator import Coordinator
 
 Entries = Mapping[TopicPartition, Collection[EntryId]]
 
 
-class ParkedKeys(Protocol):
+class ParkedState(Protocol):
     """The dead letters, as far as a commit needs them."""
 
     def checkpoint(self) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ class Committer:
         coordinator: Coordinator,
         store: CheckpointStore | None,
         stored: Checkpoint | None,
-        parked: ParkedKeys | None = None,
+        parked: ParkedState | None = None,
     ) -> None:
         self._parked = parked
         self._coordinator = coordinator
@@ -78,7 +78,7 @@ class Committer:
         Raises:
             KeyShardError: The source ended; nothing was taken.
         """
-        return self._coordinator.commit(completed)
+        return self._coordinator.plan_completed(completed)
 
     def store(self) -> None:
         """Make what was planned durable and acknowledge it; what a failed call left, too.
@@ -86,7 +86,7 @@ class Committer:
         Raises:
             KeyShardError: The checkpoint could not be stored. Nothing of it is acknowledged.
         """
-        if not (self._coordinator.committed or self.behind):
+        if not (self._coordinator.completed or self.behind):
             return
         if self._store is not None:
             rescaled = self._coordinator.rescaled
@@ -96,4 +96,4 @@ class Committer:
             self._rescaled = rescaled
             if self._parked is not None:
                 self._parked.saved()
-        self._coordinator.release_committed()
+        self._coordinator.release_completed()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from keyshard.core.failure import name_of, text_of
+from keyshard.core.lanes.failure import name_of, text_of
 
 CANCEL_S = 1.0
 """Longest wait for tasks that were cancelled, seconds."""

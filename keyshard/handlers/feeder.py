@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from keyshard.core.lanes import Lanes
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.schema.messages import messages_of_each
+from keyshard.arrow.messages import messages_of_each
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.lanes.lanes import Lanes
 
 ROWS_AT_ONCE = 200
 """Rows that are taken at once."""

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from keyshard.core.hash_range import HashRange
-from keyshard.core.lanes import Lanes
-from keyshard.runtime.rescale import Blocking
+from keyshard.coordinator.rescale import Blocking
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.ring.hash_range import HashRange
 
 LOOK_S = 0.002
 """Time between two looks whether handlers have ended, seconds. Whoever waited for ``changed``
@@ -16,7 +16,7 @@ instead would take a wake-up call that is meant for a worker."""
 
 
 class LaneMoves:
-    """The :class:`~keyshard.runtime.rescale.Work` of handlers; called by who rescales.
+    """The :class:`~keyshard.coordinator.rescale.Work` of handlers; called by who rescales.
 
     Args:
         lanes: What is worked on.

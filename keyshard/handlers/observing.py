@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from keyshard.core.failure import name_of, text_of
+from keyshard.core.lanes.failure import name_of, text_of
 from keyshard.core.message import Message
 from keyshard.handlers.calling import Handle
 

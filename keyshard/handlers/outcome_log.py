@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from keyshard.core.failure import Reject, RetryLater, name_of
-from keyshard.core.lane_queues import Work
+from keyshard.core.lanes.failure import Reject, RetryLater, name_of
+from keyshard.core.lanes.queues import Work
 
 AGAIN_S = 60.0
 """Time after which a kind that goes on is told again, seconds."""

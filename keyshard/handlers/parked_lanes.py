@@ -15,18 +15,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-from keyshard.core.entry import TopicPartition
-from keyshard.core.failure import Failure, Verdict
-from keyshard.core.lane_queues import Work
-from keyshard.core.lanes import Lanes
-from keyshard.core.letters import Kind, Letter, Resting
-from keyshard.core.parking import Course, State
-from keyshard.core.selection import Selection
-from keyshard.core.tally import Tally
+from keyshard.config.handlers import HandlerConfig
+from keyshard.core.dead_letter.letters import Letter, LetterKind, Resting
+from keyshard.core.dead_letter.parking import Course, State
+from keyshard.core.dead_letter.selection import Selection
+from keyshard.core.lanes.failure import Failure, FailureKind
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.tally import Tally
+from keyshard.core.position.entry import TopicPartition
+from keyshard.dead_letter.dead_letters import DeadLetters
+from keyshard.dead_letter.replay import Replay
 from keyshard.errors import KeyShardError
-from keyshard.handlers.config import HandlerConfig
-from keyshard.handlers.dead_letters import DeadLetters
-from keyshard.handlers.letter_replay import Replay
 from keyshard.handlers.outcome_log import OutcomeLog
 
 THREADS = 8
@@ -38,7 +38,7 @@ NO_KEY = "it has no key, and null_keys is 'reject'"
 _log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
+class HandlerRun(Protocol):
     """The handler run, as far as parking needs it."""
 
     changed: threading.Condition
@@ -67,7 +67,7 @@ class ParkedLanes:
 
     def __init__(
         self,
-        run: Run,
+        run: HandlerRun,
         letters: DeadLetters,
         handling: HandlerConfig,
         subscription: str,
@@ -98,7 +98,7 @@ class ParkedLanes:
         if key is None:
             if self._rejects_keyless:
                 self._outcomes.rejected(work, None, NO_KEY)
-                self._write(work, Kind.REJECTED, 0, NO_KEY)
+                self._write(work, LetterKind.REJECTED, 0, NO_KEY)
             return self._rejects_keyless
         parking, message = self.letters.parking, work.message
         if not parking and not parking.parked.remembers:
@@ -118,7 +118,7 @@ class ParkedLanes:
             self._go_on(key)
         else:
             behind = self._behind.get(key, "letters of a run before")
-            self._write(work, Kind.PARKED, 0, f"its key is parked behind {behind}")
+            self._write(work, LetterKind.PARKED, 0, f"its key is parked behind {behind}")
         return True
 
     def handled(self, work: Work) -> None:
@@ -132,19 +132,21 @@ class ParkedLanes:
 
     def give_up(self, work: Work, failure: Failure) -> bool:
         """A message will not be tried again; ``False`` when that must end the source."""
-        rejected, reason = failure.verdict is Verdict.REJECTED, failure.reason
+        rejected, reason = failure.verdict is FailureKind.REJECTED, failure.reason
         if self._stops and not rejected:
             return False
         attempts, key = work.queue.attempts + 1, work.queue.key
         if rejected or not self._parks or key is None:
             told = self._outcomes.rejected if rejected else self._outcomes.dead_lettered
             told(work, failure.error, reason)
-            self._write(work, Kind.REJECTED if rejected else Kind.DEAD_LETTER, attempts, reason)
+            self._write(
+                work, LetterKind.REJECTED if rejected else LetterKind.DEAD_LETTER, attempts, reason
+            )
             return True
         self._outcomes.parked(work, failure.error, reason)
         self._behind[key] = f"message {work.message.message_id}"
         if work.resting is None:
-            self._write(work, Kind.PARKED, attempts, reason)
+            self._write(work, LetterKind.PARKED, attempts, reason)
         else:
             self.letters.failed_again(key)
             del self._replays[key]
@@ -206,7 +208,7 @@ class ParkedLanes:
 
     # -- in the threads ---------------------------------------------------------------------------
 
-    def _write(self, work: Work, kind: Kind, attempts: int, error: str) -> None:
+    def _write(self, work: Work, kind: LetterKind, attempts: int, error: str) -> None:
         work.parking = True
         letter = Letter(work.message, self._subscription, kind, attempts, error)
         self._submit(work, lambda: self._written(work, letter))

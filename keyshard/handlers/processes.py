@@ -19,11 +19,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from keyshard.core.failure import Failure, Reject, RetryLater, Verdict, text_of
+from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.message import Message
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.calling import Calling, Handle
-from keyshard.handlers.workers import Desk, ThreadWorkers
+from keyshard.handlers.executors import Desk, ThreadWorkers
 
 START_TIMEOUT_S = 60.0
 """Longest wait until a process has loaded the handler, seconds."""
@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Reply(NamedTuple):
     """How a child tells that an attempt failed; ``None`` stands for success."""
 
-    verdict: Verdict
+    verdict: FailureKind
     reason: str
     after_s: float | None = None
     error: bytes | None = None
@@ -57,11 +57,11 @@ class Reply(NamedTuple):
                 return error  # type: ignore[no-any-return]
         except BaseException:  # noqa: BLE001, S110 - a class of the user's: the facts are enough
             pass
-        if self.verdict is Verdict.UNFIT:
+        if self.verdict is FailureKind.UNFIT:
             return UnfitHandlerError(self.reason)
-        if self.verdict is Verdict.REJECTED:
+        if self.verdict is FailureKind.REJECTED:
             return Reject(self.reason)
-        if self.verdict is Verdict.LATER:
+        if self.verdict is FailureKind.LATER:
             return RetryLater(self.after_s or 0.0, self.reason)
         return RuntimeError(self.reason)
 
@@ -242,7 +242,7 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     try:
         handle = Calling(pickle.loads(pickled))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
-        connection.send_bytes(pickle.dumps(Reply(Verdict.UNFIT, Failure.of(exc).reason)))
+        connection.send_bytes(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
         return
     connection.send_bytes(pickle.dumps(None))
     while True:

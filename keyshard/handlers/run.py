@@ -18,16 +18,22 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from keyshard.config import SourceConfig
-from keyshard.core.assignment import slot_owners
-from keyshard.core.circuit import Circuit
-from keyshard.core.failure import Failure, Verdict, text_of
-from keyshard.core.hash_range import range_index
-from keyshard.core.lane_queues import Work
-from keyshard.core.lanes import Lanes
-from keyshard.core.retrying import Setback
-from keyshard.core.selection import Selection
-from keyshard.core.tally import Tally
+from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.opening import first_assignment
+from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.dead_letter.selection import Selection
+from keyshard.core.lanes.circuit import Circuit
+from keyshard.core.lanes.failure import Failure, FailureKind, text_of
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.retrying import Setback
+from keyshard.core.lanes.tally import Tally
+from keyshard.core.ring.assignment import slot_owners
+from keyshard.core.ring.hash_range import range_index
+from keyshard.dead_letter.dead_letters import open_dead_letters
+from keyshard.dead_letter.topic import check_dead_letter_topic, find_dead_letter_topic
 from keyshard.errors import (
     ConfigError,
     HandlerFailedError,
@@ -39,22 +45,16 @@ from keyshard.errors import (
 from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits, is_async
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
-from keyshard.handlers.config import WORKERS_MAX, HandlerConfig
-from keyshard.handlers.dead_letter_topic import check_dead_letter_topic, find_dead_letter_topic
-from keyshard.handlers.dead_letters import open_dead_letters
+from keyshard.handlers.executors import AsyncWorkers, ThreadWorkers, Workers
 from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_moves import LaneMoves
-from keyshard.handlers.monitor import Monitor
 from keyshard.handlers.observing import Observer, Observers
 from keyshard.handlers.outcome_log import OutcomeLog
 from keyshard.handlers.parked_lanes import ParkedLanes
 from keyshard.handlers.processes import ProcessWorkers
-from keyshard.handlers.status import StatusView, Subject
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
-from keyshard.handlers.workers import AsyncWorkers, ThreadWorkers, Workers
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.opening import first_assignment
-from keyshard.runtime.rescale import Rescaler
+from keyshard.observe.monitor import Monitor
+from keyshard.observe.status import StatusView, Subject
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
@@ -254,7 +254,7 @@ class HandlerRun:
             self._letters.handled(work)
             return
         failure, delay_s = setback.failure, setback.decision.delay_s
-        if failure.verdict is Verdict.UNFIT:
+        if failure.verdict is FailureKind.UNFIT:
             self.lanes.again(work, math.inf, failure.reason)
             assert isinstance(failure.error, UnfitHandlerError)
             self.fail(failure.error)
@@ -269,7 +269,7 @@ class HandlerRun:
         """Tell the circuit of an attempt; whether it failed by weather, and is seen to."""
         circuit, lane = self._circuit, _lane(work)
         verdict = None if setback is None else setback.failure.verdict
-        if setback is None or verdict is Verdict.REJECTED:
+        if setback is None or verdict is FailureKind.REJECTED:
             if circuit.succeeded(lane, now_s):
                 _log.warning(
                     "a message was handled again after %.1f s: handlers go on",
@@ -277,7 +277,7 @@ class HandlerRun:
                 )
                 self.wake()
             return False
-        if verdict is not Verdict.FAILED or not self._has_weather:
+        if verdict is not FailureKind.FAILED or not self._has_weather:
             circuit.undecided(lane, now_s)
             return False
         if circuit.failed(lane, now_s, setback.failure.reason):
@@ -395,7 +395,7 @@ class HandlerRun:
     def _commit(self) -> None:
         began_s = time.thread_time()
         with self.changed:
-            completed = self.lanes.take_completed()
+            completed = self.lanes.pop_completed()
         left = self._committer.plan(completed)
         if left:
             with self.changed:

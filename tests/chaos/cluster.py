@@ -11,9 +11,9 @@ from types import TracebackType
 
 import httpx
 
-from keyshard.devbroker import DevBroker
-from keyshard.devbroker.ports import LOOPBACK, free_port
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.plan import KEEP_ALIVE_S, PARTITIONS
 from tests.chaos.proxy import TcpProxy
 

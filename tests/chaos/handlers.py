@@ -23,17 +23,17 @@ from zlib import crc32
 import tenacity
 
 from keyshard import Message, RetryPolicy
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.port import Reader
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.connection import Connection
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.letters import Letter, parse
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import Connection
+from keyshard.core.dead_letter.letters import Letter, parse
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import KeyShardError, NotRunningError, SubscriptionInUseError
-from keyshard.schema.messages import messages_of
-from keyshard.verify.history import Event, HistoryWriter
-from keyshard.verify.recorder import Recorder
-from keyshard.verify.recording_broker import message_name
-from keyshard.verify.workloads import parse_value
+from keyshard.testing.verify.history import Event, HistoryWriter
+from keyshard.testing.verify.recorder import Recorder
+from keyshard.testing.verify.recording_broker import message_name
+from keyshard.testing.verify.workloads import parse_value
 from tests.chaos.stream import CLIENT_TIMEOUT_S, TRY_AGAIN, WORKER, Settings, Status, replace_file
 from tests.recorded_source import RecordedSource
 

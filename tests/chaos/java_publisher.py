@@ -21,7 +21,7 @@ import pyspark
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError, Py4JJavaError
 
-from keyshard.devbroker import install, java_home
+from keyshard.testing.devbroker import install, java_home
 from tests.chaos.publisher import BATCH_DELAY_MS, RUN, Publisher
 
 _MEMORY = "-Xmx192m"

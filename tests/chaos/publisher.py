@@ -15,7 +15,7 @@ from typing import Any
 
 import pulsar
 
-from keyshard.verify.history import Event
+from keyshard.testing.verify.history import Event
 
 RUN = 3
 """Messages of one key that make one entry."""

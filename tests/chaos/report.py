@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from keyshard.verify.checkers import Verdict, check
-from keyshard.verify.history import Event, Name
-from keyshard.verify.history_view import HistoryView, Host
+from keyshard.testing.verify.checkers import Verdict, check
+from keyshard.testing.verify.history import Event, Name
+from keyshard.testing.verify.history_view import HistoryView, Host
 from tests.chaos.stream import WORKER
 
 BROKER = "broker"

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from keyshard.errors import DevBrokerError
-from keyshard.verify.history import HistoryWriter, read_history
-from keyshard.verify.history_view import Host
+from keyshard.testing.verify.history import HistoryWriter, read_history
+from keyshard.testing.verify.history_view import Host
 from tests.chaos.cluster import SUBSCRIPTION, TOPIC, Cluster
 from tests.chaos.java_publisher import JavaPublisher, keys_of_bytes, keys_of_text
 from tests.chaos.plan import RANGES, Fault, Kind, Subject, faults

@@ -20,15 +20,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.config import SourceConfig
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError, ReplayTimeoutError, SubscriptionInUseError
-from keyshard.runtime.coordinator import Coordinator
 from keyshard.source import SourceBatch
-from keyshard.verify.history import Event, HistoryWriter
-from keyshard.verify.recorder import Recorder
+from keyshard.testing.verify.history import Event, HistoryWriter
+from keyshard.testing.verify.recorder import Recorder
 
 WORKER = "program"
 """Its name in the history."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 
-from keyshard.verify.history import Event, HistoryWriter
+from keyshard.testing.verify.history import Event, HistoryWriter
 from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status
 
 ROOT = Path(__file__).parents[2]

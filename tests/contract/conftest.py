@@ -9,7 +9,7 @@ from contract_harness import BreakableHarness, Harness
 from memory_harness import MemoryHarness
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
-from keyshard.devbroker import DevBroker
+from keyshard.testing.devbroker import DevBroker
 
 BOTH = ["memory", pytest.param("pulsar", marks=pytest.mark.broker)]
 

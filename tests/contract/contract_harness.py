@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.port import Broker, Consumer, Reader, StartPosition
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.runtime.subscribe import Admin
+from keyshard.broker.port import Admin, Broker, Consumer, Reader, StartPosition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
 
 SUBSCRIPTION = "contract"
 WHOLE_RING = split_ring(1)[0]

@@ -17,11 +17,10 @@ from keyshard.broker.memory import (
     Message,
     UnackedLimits,
 )
-from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.broker.port import Broker
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
-from keyshard.runtime.subscribe import Admin
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import Admin, Broker
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
 
 
 class MemoryHarness:

@@ -19,16 +19,15 @@ import pulsar
 from contract_harness import SUBSCRIPTION, OtherClient
 from raw_protocol import RawConnection, RawEntry, entry_of
 
-from keyshard.broker.admin import PulsarAdmin
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.memory_log import batches
-from keyshard.broker.port import Broker
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.connection import Connection
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
-from keyshard.devbroker import DevBroker
-from keyshard.runtime.subscribe import Admin
+from keyshard.broker.memory.log import batches
+from keyshard.broker.port import Admin, Broker
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.testing.devbroker import DevBroker
 
 OTHER_CLIENT = Path(__file__).with_name("other_client.py")
 

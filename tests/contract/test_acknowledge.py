@@ -5,8 +5,8 @@ from __future__ import annotations
 from contract_harness import Harness, Received, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 
 KEYS = [f"key-{number}" for number in range(20)]
 

@@ -6,8 +6,8 @@ import pytest
 from contract_harness import SUBSCRIPTION, Harness, subscribe, wait_until
 
 from keyshard.broker.memory import Message
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryId, TopicPartition
 
 
 def test_it_tells_ledgers_and_what_is_acknowledged(harness: Harness) -> None:

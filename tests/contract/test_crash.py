@@ -15,10 +15,10 @@ from contract_harness import (
 
 from helpers import DEADLINE_S
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.broker.retry import retry_until
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import RangeConflictError
-from keyshard.runtime.retry import retry_until
 
 LOW, HIGH = split_ring(2)
 

@@ -15,9 +15,9 @@ from contract_harness import subscribe, wait_until
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import Broker, Reader
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.connection import Connection
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError
 from tests.chaos.cluster import TOPIC, Cluster
 

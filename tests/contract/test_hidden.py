@@ -15,10 +15,10 @@ from contract_harness import (
 )
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.memory_log import MARKER_SLOT
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.broker.memory.log import MARKER_SLOT
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ChunkedMessageError
 
 FIRST = EntryId(0, 0)

@@ -10,9 +10,9 @@ import pytest
 from contract_harness import Harness, receive, subscribe
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import split_ring
-from keyshard.core.key_slot import bytes_slot, key_slot
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.key_slot import bytes_slot, key_slot
 
 RANGES = 16
 RANDOM = random.Random(21)

@@ -15,9 +15,9 @@ from contract_harness import (
 
 from keyshard.broker.memory import Message
 from keyshard.broker.port import Consumer
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
 
 
 def publish_many(harness: Harness, where: TopicPartition, limit: int) -> list[str]:

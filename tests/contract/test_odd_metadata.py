@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 from contract_harness import Harness, receive, subscribe
 
+from keyshard.arrow.columns import record_batches
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import EntryBlock, TopicPartition
-from keyshard.core.key_slot import key_slot
-from keyshard.schema.columns import record_batches
-from keyshard.schema.messages import messages_of
+from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.ring.key_slot import key_slot
 
 MICROSECONDS = 1_700_000_000_000_000
 LARGEST = 2**64 - 1

@@ -18,11 +18,11 @@ from contract_harness import (
 )
 
 from helpers import event_ms
+from keyshard.arrow.content import gather
 from keyshard.broker.port import Producer
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerError, BrokerUnavailableError
-from keyshard.schema.content import gather
 
 FIRST = EntryId(0, 0)
 TIMEOUT_MS = 10_000

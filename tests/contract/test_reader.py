@@ -6,7 +6,7 @@ import pytest
 from contract_harness import Harness, Received, read_to_end, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError
 
 FIRST = EntryId(0, 0)

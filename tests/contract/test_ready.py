@@ -7,7 +7,7 @@ import threading
 from contract_harness import DEADLINE_S, Harness, Received, subscribe, wait_until
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition
 
 
 def test_a_consumer_rings_when_something_comes_and_gives_all_of_it_in_order(

@@ -11,9 +11,9 @@ from contract_harness import Harness, Received, receive, subscribe
 from helpers import event_ms
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
-from keyshard.core.entry import EntryBlock, TopicPartition
-from keyshard.core.hash_range import range_index, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.ring.hash_range import range_index, split_ring
+from keyshard.core.ring.key_slot import key_slot
 
 RANGES = 10
 KEY_BYTES_MAX = 40

@@ -8,13 +8,13 @@ import pytest
 from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
 
 from helpers import event_ms
+from keyshard.arrow.content import gather
 from keyshard.broker.memory import Message
 from keyshard.broker.port import StartPosition
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerError, RangeConflictError
-from keyshard.schema.content import gather
 
 
 def test_partitions_of_a_partitioned_topic_are_all_named(harness: Harness) -> None:

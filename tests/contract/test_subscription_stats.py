@@ -5,11 +5,11 @@ from __future__ import annotations
 from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Message
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import HashRange
-from keyshard.core.key_slot import key_slot
+from keyshard.broker.port import Admin
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
-from keyshard.runtime.subscribe import Admin
 
 
 def state_of(admin: Admin, where: TopicPartition) -> SubscriptionState:

@@ -9,8 +9,8 @@ from contract_harness import DEADLINE_S, Harness, Received, subscribe, wait_unti
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 
 KEYS = 40
 ROUNDS = 50

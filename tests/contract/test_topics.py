@@ -6,8 +6,8 @@ import pytest
 from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Message
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerError
 
 

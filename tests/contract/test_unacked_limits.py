@@ -6,9 +6,9 @@ from contract_harness import Harness, Received, receive_until_idle, subscribe
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.key_slot import key_slot
 
 LOW, HIGH = split_ring(2)
 LOW_KEY = next(key for key in map(str, range(100)) if key_slot(key) in LOW)

@@ -9,7 +9,7 @@ from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Message
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
 from tests.fuzz.promises import Cluster, Ended, promise, refused
 from tests.fuzz.values import text, value

@@ -10,7 +10,7 @@ from typing import Any
 
 from keyshard import HandlerConfig, KeyShardSource, RetryPolicy
 from keyshard.broker.memory import Message
-from keyshard.config import SourceConfig
+from keyshard.config.source import SourceConfig
 from keyshard.errors import KeyShardError
 from tests.fuzz.promises import Cluster, Ended, promise, refused
 from tests.fuzz.values import SECRET, Hostile, value

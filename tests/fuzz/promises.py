@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from keyshard.broker import memory_cluster
 from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import cluster as memory_cluster
 from keyshard.errors import KeyShardError
 from tests.fuzz.values import SECRET
 

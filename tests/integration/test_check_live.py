@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from keyshard.broker.admin import PulsarAdmin
+from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.cli import main
-from keyshard.core.entry import full_topic_name
-from keyshard.core.hash_range import split_ring
-from keyshard.devbroker import DevBroker
-from keyshard.verify.history import read_history
+from keyshard.core.position.entry import full_topic_name
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.history import read_history
 
 pytestmark = pytest.mark.broker
 

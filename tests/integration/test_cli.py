@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keyshard.cli import broker, main
-from keyshard.devbroker import DEFAULT_VERSION, registry
+from keyshard.testing.devbroker import DEFAULT_VERSION, registry
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from helpers import wait_until
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.core.entry import TopicPartition
-from keyshard.devbroker import DevBroker
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerError
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import create_partitioned_topic
 
 TOPIC = "persistent://public/default/orders"
 PARTITIONS, RANGES = 5, 8

@@ -16,11 +16,10 @@ import pytest
 
 from helpers import wait_until
 from keyshard import Connection, KeyShardSource, Message, OAuth2, Reject, SourceStream, Token
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.admin_http import AdminHttp
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.cli import main
-from keyshard.core.entry import TopicPartition
-from keyshard.devbroker import DevBroker
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import (
     AuthenticationError,
     AuthorizationError,
@@ -29,7 +28,8 @@ from keyshard.errors import (
     KeyShardError,
     TlsError,
 )
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.broker
 

@@ -12,21 +12,21 @@ import pulsar
 import pytest
 
 from helpers import block, config
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.port import Broker, Reader
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.connection import Connection
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.letters import Kind, Letter
-from keyshard.core.parking import State
-from keyshard.core.target import Gap
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import Connection
+from keyshard.coordinator.available_now import _first_entry
+from keyshard.core.dead_letter.letters import Letter, LetterKind
+from keyshard.core.dead_letter.parking import State
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.target import Gap
+from keyshard.dead_letter.dead_letters import open_dead_letters
 from keyshard.errors import DataLossTrimmedError
-from keyshard.handlers.dead_letters import open_dead_letters
-from keyshard.runtime.available_now import _first_entry
-from keyshard.runtime.inspect_holes import inspect_holes
-from keyshard.runtime.replay import replay
-from keyshard.schema.messages import messages_of
+from keyshard.reading.holes import inspect_holes
+from keyshard.reading.replay import replay
 from tests.chaos.cluster import TOPIC, Cluster
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
@@ -171,7 +171,7 @@ def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
     letters = open_dead_letters(broker, topic, config("orders"))
     for number in range(6):
         (message,) = messages_of(WHERE, block(7, number, "ab"[number % 2]))
-        letters.send(Letter(message, "unit", Kind.PARKED, 3, "broken"))
+        letters.send(Letter(message, "unit", LetterKind.PARKED, 3, "broken"))
     broker.close()
 
     def look(broker: Broker) -> None:

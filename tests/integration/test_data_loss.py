@@ -14,16 +14,12 @@ from helpers import commit, key_in, received, rows_of, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import StartPosition
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import split_ring
-from keyshard.devbroker import DevBroker
-from keyshard.errors import (
-    DataLossAckedElsewhereError,
-    DataLossTrimmedError,
-    TopicRecreatedError,
-)
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, TopicRecreatedError
+from keyshard.testing.devbroker import DevBroker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 

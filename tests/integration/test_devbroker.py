@@ -13,8 +13,8 @@ import httpx
 import pulsar
 import pytest
 
-from keyshard.devbroker import DevBroker, install
 from keyshard.errors import DevBrokerError
+from keyshard.testing.devbroker import DevBroker, install
 
 pytestmark = pytest.mark.broker
 

@@ -10,12 +10,12 @@ import pulsar
 import pytest
 
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar import PulsarBroker
+from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.cli import main
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.core.hash_range import HashRange
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Batching, Workload, create_partitioned_topic, produce
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Batching, Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.broker
 

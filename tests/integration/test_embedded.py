@@ -8,11 +8,16 @@ from contextlib import closing
 import pytest
 
 from keyshard import KeyShardSource, SourceStream
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.devbroker import DevBroker
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.errors import MisroutedError, TopicNotFoundError
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
 
 pytestmark = pytest.mark.broker
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.broker
 

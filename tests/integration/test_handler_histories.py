@@ -14,12 +14,12 @@ import tenacity
 from handler_world import RecordedRun
 from helpers import wait_until
 from keyshard import RetryPolicy
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.devbroker import DevBroker
-from keyshard.verify.checkers import check
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.workloads import create_partitioned_topic
 from troubled import Troubled
 
 pytestmark = pytest.mark.broker

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 
 from helpers import wait_until
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
 
 pytestmark = pytest.mark.broker
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from helpers import wait_until
-from keyshard.verify.history import Event, HistoryWriter, read_history
+from keyshard.testing.verify.history import Event, HistoryWriter, read_history
 
 WRITER = """
 import itertools, sys
-from keyshard.verify.history import Event, HistoryWriter
+from keyshard.testing.verify.history import Event, HistoryWriter
 history = HistoryWriter(sys.argv[1])
 for seq in itertools.count():
     history.write(Event(0.0, "delivered", topic="t" * 200, seq=2 * seq))

@@ -19,18 +19,18 @@ import tenacity
 
 from helpers import wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.broker.admin import PulsarAdmin
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.port import Producer
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.core.letters import Kind, Letter, parse
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
+from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
-from keyshard.core.selection import Selection
-from keyshard.devbroker import DevBroker
+from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
 from keyshard.errors import NotRunningError, SubscriptionInUseError
-from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
-from keyshard.schema.messages import messages_of
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import create_partitioned_topic
 
 pytestmark = pytest.mark.broker
 
@@ -115,7 +115,7 @@ def letter(world: World, number: int, key: str = "k") -> Letter:
         publish_time=KNOWN_TIME, event_time=None, properties={"n": str(number)}, slot=None,
         redelivered=False,
     )  # fmt: skip
-    return Letter(message, "keyshard", Kind.PARKED, 3, "broken")
+    return Letter(message, "keyshard", LetterKind.PARKED, 3, "broken")
 
 
 def test_the_dead_letter_topic_is_created_for_the_first_letter(world: World) -> None:

@@ -10,10 +10,10 @@ from statistics import mean
 import pulsar
 import pytest
 
-from keyshard.core.key_slot import routing_key
-from keyshard.devbroker import DevBroker
+from keyshard.core.ring.key_slot import routing_key
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError
-from keyshard.verify.workloads import (
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import (
     Workload,
     create_partitioned_topic,
     parse_value,

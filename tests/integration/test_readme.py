@@ -19,8 +19,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from keyshard.devbroker.ports import free_port
-from keyshard.verify.file_sink import committed_files
+from keyshard.testing.devbroker.ports import free_port
+from keyshard.testing.verify.file_sink import committed_files
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(

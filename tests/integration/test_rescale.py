@@ -15,14 +15,14 @@ import pytest
 from handler_world import RecordedRun
 from helpers import wait_until
 from keyshard import Message
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.core.assignment import assign, moved_ranges, reassign
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.core.hash_range import RING_SIZE, HashRange
-from keyshard.core.key_slot import key_slot
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.ring.assignment import assign, moved_ranges, reassign
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.broker
 

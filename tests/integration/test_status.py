@@ -15,10 +15,10 @@ import pytest
 from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard import KeyShardSource, Message
-from keyshard.devbroker import DevBroker
 from keyshard.errors import NotRunningError
-from keyshard.handlers.control import running_source
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.observe.control import running_source
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
 

@@ -13,11 +13,16 @@ import pytest
 
 from helpers import wait_until
 from keyshard import KeyShardSource, SourceStream
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.devbroker import DevBroker
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.errors import BrokerError, DataLossTrimmedError, TopicNotFoundError
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
 
 pytestmark = pytest.mark.broker
 
@@ -266,12 +271,12 @@ def test_precedence_checkpoint_then_subscription_then_starting_position(
     latest = source(dev_broker, topics=topic_name, starting_position="latest")
     earliest = source(dev_broker, topics=topic_name)
     produce(LOAD, dev_broker.service_url, topic_name)
-    with caplog.at_level(logging.WARNING, "keyshard.runtime.topics"), latest.open() as stream:
+    with caplog.at_level(logging.WARNING, "keyshard.coordinator.topics"), latest.open() as stream:
         assert stream.next_batch(timeout_s=1) is None, "startingOffsets=latest skips what is there"
     assert caplog.text == ""
     one = Workload(messages=500, keys=10, entry_messages=5)
     produce(one, dev_broker.service_url, topic_name)
-    with caplog.at_level(logging.WARNING, "keyshard.runtime.topics"), earliest.open() as stream:
+    with caplog.at_level(logging.WARNING, "keyshard.coordinator.topics"), earliest.open() as stream:
         job = Job(dev_broker, stream)
         job.pump(lambda: job.got.total() >= 500)
         assert stream.next_batch(timeout_s=0.5) is None, "the subscription comes before earliest"

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.devbroker import DevBroker
+from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.testing.devbroker import DevBroker
 
 FIRST_S = 5.0
 """Longest time that a mistake at the first start may take, seconds."""

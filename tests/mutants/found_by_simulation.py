@@ -10,7 +10,7 @@ FOUND_BY_SIMULATION = (
         promise="No false alarm: tasks read parts at once, so neither run contains the other.",
         edits=(
             Edit(
-                "keyshard/verify/check_messages.py",
+                "keyshard/testing/verify/check_messages.py",
                 "        for part, rows in _parts(run).items():\n"
                 "            if len(rows) > len(whole.get(part, ())):\n"
                 "                whole[part] = rows\n",
@@ -31,7 +31,7 @@ FOUND_BY_SIMULATION = (
         promise="No false alarm: what was received before a broker forgot goes on meanwhile.",
         edits=(
             Edit(
-                "keyshard/verify/check_messages.py",
+                "keyshard/testing/verify/check_messages.py",
                 "        last[routing_name] = event\n",
                 "        last[routing_name] = event\n"
                 "        used[routing_name] = faults_of.get(routing_name, 0)\n"
@@ -45,7 +45,7 @@ FOUND_BY_SIMULATION = (
         promise="Order: after a fault a key starts again once, and from there in order.",
         edits=(
             Edit(
-                "keyshard/verify/check_messages.py",
+                "keyshard/testing/verify/check_messages.py",
                 "max(faults_then, then)",
                 "faults_then",
             ),
@@ -71,7 +71,7 @@ FOUND_BY_SIMULATION = (
         promise="No loss without a word: failOnDataLoss ends a source that runs, too.",
         edits=(
             Edit(
-                "keyshard/runtime/settler.py",
+                "keyshard/coordinator/settler.py",
                 "            self._report_lost("
                 "topic_partition, watched, lasting.settled & doubted)\n"
                 "            _leave_out(lasting, doubted - watched.absent - watched.lost)\n",
@@ -90,7 +90,7 @@ FOUND_BY_SIMULATION = (
         promise="No loss without a word: a wiped broker hands out the same ids again.",
         edits=(
             Edit(
-                "keyshard/core/window.py",
+                "keyshard/core/window/window.py",
                 "            check_held(topic_partition, published_ms, block)\n",
                 "",
             ),
@@ -102,7 +102,7 @@ FOUND_BY_SIMULATION = (
         promise="Exactly once: a batch that runs again has the rows that it had.",
         edits=(
             Edit(
-                "keyshard/runtime/replay.py",
+                "keyshard/reading/replay.py",
                 "        for block in blocks:\n"
                 "            check_delivered(tp, wanted[tp].published_ms, block)\n",
                 "",
@@ -120,7 +120,7 @@ FOUND_BY_SIMULATION = (
         promise="A topic that is deleted ends nothing but itself.",
         edits=(
             Edit(
-                "keyshard/core/window.py",
+                "keyshard/core/window/window.py",
                 "for tp, blocks in entries.items() if blocks}",
                 "for tp, blocks in entries.items()}",
             ),

@@ -32,9 +32,9 @@ def killer(file: str, *names: str) -> str:
     return "::".join([f"tests/{file}.py", *names])
 
 
-COORDINATOR = "keyshard/runtime/coordinator.py"
-PARTITION_WINDOW = "keyshard/core/partition_window.py"
-RESCALE = "keyshard/runtime/rescale.py"
+COORDINATOR = "keyshard/coordinator/coordinator.py"
+PARTITION_WINDOW = "keyshard/core/window/partition_window.py"
+RESCALE = "keyshard/coordinator/rescale.py"
 STREAM_READER = "spark_adapter/stream_reader.py"
 ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
@@ -77,7 +77,9 @@ MUTANTS = (
         promise="Exactly once: what the broker delivers again is recognised and dropped.",
         edits=(
             Edit(
-                "keyshard/runtime/opening.py", "checkpoint.partitions if checkpoint else {},", "{},"
+                "keyshard/coordinator/opening.py",
+                "checkpoint.partitions if checkpoint else {},",
+                "{},",
             ),
         ),
         killers=(
@@ -92,7 +94,7 @@ MUTANTS = (
         promise="No loss: an entry below the newest delivered one may still have to be delivered.",
         edits=(
             Edit(
-                "keyshard/core/checkpoint.py",
+                "keyshard/core/position/checkpoint.py",
                 "        return entry_id in self.delivered\n",
                 "        last = self.delivered.last\n"
                 "        return last is not None and entry_id <= last\n",
@@ -115,7 +117,7 @@ MUTANTS = (
         promise="Order: a message that is queued anew is overtaken by later ones of its key.",
         edits=(
             Edit(
-                "keyshard/broker/pulsar.py",
+                "keyshard/broker/pulsar/broker.py",
                 "        return _to_blocks(messages, self._topic_partition, self._hash_range)\n",
                 "        for message in messages:\n"
                 "            if message.redelivery_count() > 0:\n"
@@ -136,7 +138,8 @@ MUTANTS = (
         edits=(
             Edit(
                 COORDINATOR,
-                "        if misrouted:\n            self._watch.misrouted(seat, misrouted)\n",
+                "        if misrouted:\n"
+                "            self._watch.misrouted(owned_range, misrouted)\n",
                 "",
             ),
         ),
@@ -149,7 +152,7 @@ MUTANTS = (
         promise="No loss: an entry is joined from all receives that bring parts of it.",
         edits=(
             Edit(
-                "keyshard/runtime/receiver.py",
+                "keyshard/worker/receiver.py",
                 "                entries.extend("
                 "range_consumer.assembly.add(block, after_gap=after_gap))\n",
                 "                entries.extend("
@@ -164,7 +167,7 @@ MUTANTS = (
         promise="Order: each slot has one owner.",
         edits=(
             Edit(
-                "keyshard/core/hash_range.py",
+                "keyshard/core/ring/hash_range.py",
                 "-(-(i + 1) * RING_SIZE // count) - 1)",
                 "min(RING_SIZE - 1, -(-(i + 1) * RING_SIZE // count)))",
             ),
@@ -176,7 +179,7 @@ MUTANTS = (
         promise="Order: each slot has one owner at any time.",
         edits=(
             Edit(
-                "keyshard/runtime/subscribe.py",
+                "keyshard/worker/subscribe.py",
                 "    close_quietly(range_consumer.consumer, for_another=True)\n\n    def attempt",
                 "    def attempt",
             ),
@@ -208,7 +211,7 @@ MUTANTS = (
         promise="No idle range: nothing with data is left out of two cuts in a row.",
         edits=(
             Edit(
-                "keyshard/core/admission.py",
+                "keyshard/core/window/admission.py",
                 "    waiting = left_out - {index for _, index in taken}\n",
                 "    waiting: set[int] = set()\n",
             ),
@@ -241,12 +244,12 @@ MUTANTS = (
                 "            )\n",
             ),
             Edit(
-                "keyshard/runtime/layouts.py",
-                "    def add(self, batch: Batch) -> list[int]:\n",
-                "    def add(self, batch: Batch, ranges: int | None = None) -> list[int]:\n",
+                "keyshard/coordinator/layouts.py",
+                "    def add(self, batch: PlannedBatch) -> list[int]:\n",
+                "    def add(self, batch: PlannedBatch, ranges: int | None = None) -> list[int]:\n",
             ),
             Edit(
-                "keyshard/runtime/layouts.py",
+                "keyshard/coordinator/layouts.py",
                 "lay_out(batch.entries, end.ranges, end.merged)",
                 "lay_out(batch.entries, ranges or end.ranges, end.merged)",
             ),
@@ -258,7 +261,7 @@ MUTANTS = (
         promise="No loss: an entry that a reconnect starts again replaces what was held of it.",
         edits=(
             Edit(
-                "keyshard/core/assembly.py",
+                "keyshard/core/position/assembly.py",
                 "        if held is None or block.indices[0] <= held.indices[-1]:\n"
                 "            self.open = held = block\n",
                 "        if held is not None and block.indices[0] <= held.indices[-1]:\n"
@@ -298,9 +301,9 @@ MUTANTS = (
         promise="No loss: every slot of every topic partition has one owner.",
         edits=(
             Edit(
-                "keyshard/runtime/range_consumers.py",
-                "self.take(self.seats(found, self.assignment), start)",
-                "self.take(self.seats(found, assign(self._config.parallelism)), start)",
+                "keyshard/worker/range_consumers.py",
+                "self.subscribe(self.owned_ranges(found, self.assignment), start)",
+                "self.subscribe(self.owned_ranges(found, assign(self._config.parallelism)), start)",
             ),
         ),
         killers=(
@@ -337,7 +340,7 @@ MUTANTS = (
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(
             Edit(
-                "keyshard/handlers/dead_letters.py",
+                "keyshard/dead_letter/dead_letters.py",
                 "return state, fold(broker, where, state, consumer, config)",
                 "return state, []",
             ),
@@ -351,7 +354,7 @@ MUTANTS = (
         promise="Order: dead letters of a key are replayed before its newer messages are handled.",
         edits=(
             Edit(
-                "keyshard/core/lanes.py",
+                "keyshard/core/lanes/lanes.py",
                 "        queue.work.appendleft(",
                 "        queue.work.append(",
             ),
@@ -380,7 +383,7 @@ MUTANTS = (
         promise="No loss: a dead letter is kept until a handler got it done.",
         edits=(
             Edit(
-                "keyshard/handlers/letter_reading.py",
+                "keyshard/dead_letter/reading.py",
                 "            and not state.rests(found.key, where, message_id)\n",
                 "",
             ),
@@ -397,7 +400,7 @@ MUTANTS = (
         promise="No false loss: what the stored checkpoint calls resting has its marker.",
         edits=(
             Edit(
-                "keyshard/handlers/dead_letters.py",
+                "keyshard/dead_letter/dead_letters.py",
                 "    letters.finished(finished)\n",
                 "    letters._acknowledge_all(finished)\n",
             ),
@@ -414,7 +417,7 @@ MUTANTS = (
         promise="Order: what runs again does so with all that is newer, whoever is killed.",
         edits=(
             Edit(
-                "keyshard/handlers/letter_reading.py",
+                "keyshard/dead_letter/reading.py",
                 "        state.run_again(position, found.key, found.topic_partition, "
                 "found.message_id)\n",
                 "        state.passed(position)\n",
@@ -433,7 +436,7 @@ MUTANTS = (
         promise="Order: a message that a crash parked twice is replayed once, in its place.",
         edits=(
             Edit(
-                "keyshard/core/parking.py",
+                "keyshard/core/dead_letter/parking.py",
                 "            return False\n        parked.add",
                 "            pass\n        parked.add",
             ),
@@ -445,12 +448,12 @@ MUTANTS = (
         promise="Order: what is older than the first dead letter of a key passes before it.",
         edits=(
             Edit(
-                "keyshard/core/parking.py",
+                "keyshard/core/dead_letter/parking.py",
                 "first is not None and message_id < first else",
                 "False else",
             ),
             Edit(
-                "keyshard/core/parking.py",
+                "keyshard/core/dead_letter/parking.py",
                 "        return [self._letters[where].positions[next(sorted_ids[where])] for",
                 "        if sorted_ids:\n"
                 "            return [position for position, _ in written]\n"
@@ -464,7 +467,7 @@ MUTANTS = (
         promise="Order: messages of a key reach the handler in their order, also after retries.",
         edits=(
             Edit(
-                "keyshard/core/lanes.py",
+                "keyshard/core/lanes/lanes.py",
                 "            queue.work.append(work)\n",
                 "            queue.work.insert(min(1, len(queue.work)), work)\n",
             ),
@@ -476,7 +479,7 @@ MUTANTS = (
         promise="Order: what follows a parked message waits behind it as a letter.",
         edits=(
             Edit(
-                "keyshard/core/parking.py",
+                "keyshard/core/dead_letter/parking.py",
                 "return Course.HANDLE if first is not None and message_id < first else "
                 "Course.LETTER",
                 "return Course.HANDLE",

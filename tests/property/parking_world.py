@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers import P0, P1
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.dead_letter.parking import Course, Parked, Parking, State
 from keyshard.core.message import MessageId
-from keyshard.core.parking import Course, Parked, Parking, State
+from keyshard.core.position.entry import EntryId, TopicPartition
 
 LEDGER = 3
 """Entries of the dead-letter topic in one ledger."""

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import block
-from keyshard.core.admission import share_out, take_aligned
-from keyshard.core.entry import EntryBlock
+from keyshard.core.position.entry import EntryBlock
+from keyshard.core.window.admission import share_out, take_aligned
 
 BOUNDED = settings(max_examples=60, deadline=None)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core import assignment
-from keyshard.core.assignment import (
+from keyshard.core.ring import assignment
+from keyshard.core.ring.assignment import (
     Assignment,
     Rescaled,
     assign,
@@ -19,7 +19,7 @@ from keyshard.core.assignment import (
     moved_slots,
     reassign,
 )
-from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
 from keyshard.errors import ConfigError
 
 BOUNDED = settings(max_examples=60, deadline=None)

@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from histories import batch_host, handlers
-from keyshard.core.hash_range import split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.verify.checkers import check, rerun_equality
-from keyshard.verify.history import Event
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.verify.checkers import check, rerun_equality
+from keyshard.testing.verify.history import Event
 
 Events = list[Event]
 

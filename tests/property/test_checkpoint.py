@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.assignment import Rescaled, assign
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.assignment import Rescaled, assign
 from keyshard.errors import CheckpointError
 
 BOUNDED = settings(max_examples=40, deadline=None)

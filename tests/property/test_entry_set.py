@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.checkpoint import PartitionCheckpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet, index_runs, parse_indices
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet, index_runs, parse_indices
 from keyshard.errors import CheckpointError
 
 BOUNDED = settings(max_examples=100, deadline=None)

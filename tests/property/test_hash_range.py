@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.hash_range import RING_SIZE, range_index, split_ring
+from keyshard.core.ring.hash_range import RING_SIZE, range_index, split_ring
 
 BOUNDED = settings(max_examples=40, deadline=None)
 

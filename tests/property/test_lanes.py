@@ -15,12 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, range_index
-from keyshard.core.key_slot import key_slot
-from keyshard.core.lane_queues import KeyQueue, Work
-from keyshard.core.lanes import KEYS_READY_MIN, Lanes
+from keyshard.core.lanes.lanes import KEYS_READY_MIN, Lanes
+from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, range_index
+from keyshard.core.ring.key_slot import key_slot
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 KEYS = [f"key-{i}" for i in range(6)]
@@ -113,7 +113,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        for ids in self.lanes.take_completed().values():
+        for ids in self.lanes.pop_completed().values():
             self.completed += ids
 
     @rule(start=st.integers(0, 65_535), size=st.integers(1, 40_000))

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helpers import P0, P1
-from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import range_index
-from keyshard.core.layout import lay_out
-from keyshard.core.settling import Proofs
-from keyshard.core.window import Budget, Receipt, Window
+from keyshard.core.holes.settling import Proofs
+from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.hash_range import range_index
+from keyshard.core.window.layout import lay_out
+from keyshard.core.window.window import Budget, Receipt, Window
 from window_world import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
 
 KEYS = ["a", "b", "c", "d", "e", "f"]

@@ -11,14 +11,14 @@ import pytest
 
 from helpers import config, keys_of, rows_of
 from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, MemoryConsumer, Message
-from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
-from keyshard.config import SourceConfig
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError
-from keyshard.runtime.coordinator import Coordinator
 
 KEYS = keys_of(4)
 QUIET_MS = 400
@@ -162,8 +162,8 @@ def test_a_restart_goes_on_and_takes_a_new_target(with_admin: bool) -> None:
 def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
     queue: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keyshard.runtime.available_now.ROWS_BEHIND_MAX", 20)
-    monkeypatch.setattr("keyshard.runtime.available_now.REST_S", (0.05, 0.4))
+    monkeypatch.setattr("keyshard.coordinator.available_now.ROWS_BEHIND_MAX", 20)
+    monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
     bench = Bench(look_ahead=LookAhead(20, 80))
     before = bench.publish(400)
     source = bench.source(receiver_queue_size=queue, window_rows_max=60)
@@ -189,8 +189,8 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
 def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("keyshard.runtime.available_now.ROWS_BEHIND_MAX", 5)
-    monkeypatch.setattr("keyshard.runtime.available_now.REST_S", (0.05, 0.4))
+    monkeypatch.setattr("keyshard.coordinator.available_now.ROWS_BEHIND_MAX", 5)
+    monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
     bench = Bench()
     before = bench.publish(8, partitions=1)
     waiting: list[MemoryConsumer] = []
@@ -271,7 +271,7 @@ def test_what_cannot_be_asked_is_not_the_end_of_a_run(
     bench = Bench()
     bench.publish(10)
     monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
-    monkeypatch.setattr("keyshard.runtime.available_now.READER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("keyshard.coordinator.available_now.READER_TIMEOUT_S", 0.1)
     source = bench.source(available_now_timeout_ms=2_000)
     made = DeafBroker if what == "reader" else MemoryBroker
     admin = DeafAdmin(bench.cluster) if what == "admin" else None

@@ -9,12 +9,12 @@ import pytest
 
 from helpers import commit, config, key_in, received, rows_of, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import split_ring
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import KeyShardError, TopicRecreatedError
-from keyshard.runtime import continuity, reconnector
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.worker import continuity, reconnector
 from rescale_world import RescaleWorld
 
 LOW, HIGH = (key_in(hash_range) for hash_range in split_ring(2))
@@ -43,8 +43,8 @@ class World:
     def lose(self) -> None:
         """The source loses its connections, and somebody looks at them."""
         self.broker.drop()
-        seats = self.coordinator._range_consumers.by_partition[self.where]
-        wait_until(lambda: all(one.replace_at_s for one in seats))
+        owned_ranges = self.coordinator._range_consumers.by_partition[self.where]
+        wait_until(lambda: all(one.replace_at_s for one in owned_ranges))
 
     def wipe(self) -> None:
         self.cluster.wipe()
@@ -52,8 +52,8 @@ class World:
         self.cluster.create_topic("orders")
 
     def reconnect(self, range_index: int) -> None:
-        seats = self.coordinator._range_consumers.by_partition[self.where]
-        self.broker.reconnect([seats[range_index].consumer])  # type: ignore[list-item]
+        owned_ranges = self.coordinator._range_consumers.by_partition[self.where]
+        self.broker.reconnect([owned_ranges[range_index].consumer])  # type: ignore[list-item]
 
     @property
     def backlog(self) -> int:

@@ -19,16 +19,18 @@ from helpers import (
     running,
     wait_until,
 )
+from keyshard.arrow.content import only
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, MemoryConsumer, Message
 from keyshard.broker.port import StartPosition
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.client_queue import ClientQueue
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.core.layout import ROWS_PER_PARTITION_MIN
-from keyshard.core.window import Window
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.layout import ROWS_PER_PARTITION_MIN
+from keyshard.core.window.window import Window
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -42,10 +44,8 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.runtime.receiver import Seat
-from keyshard.runtime.subscribe import open_range_consumers
-from keyshard.schema.content import only
+from keyshard.worker.receiver import OwnedRange
+from keyshard.worker.subscribe import open_range_consumers
 
 RING = split_ring(1)[0]
 KEYS = [f"key-{i}" for i in range(12)]
@@ -358,7 +358,7 @@ def test_entries_that_stay_partial_are_delivered_in_part_and_run_again_so(bench:
         first.stop()
     assert values(rows) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1", "end"]
     assert [*end.partitions[where].partial.values()] == [frozenset({0, 1})] * 3
-    asked = {seat: broker.subscribed.count(seat) for seat in broker.subscribed}
+    asked = {owned_range: broker.subscribed.count(owned_range) for owned_range in broker.subscribed}
     assert sorted(asked.values()) == [1] * 7 + [4], "each partial entry is asked about once"
 
     with running(bench.cluster, bench.source, end, planned=True) as second:
@@ -495,13 +495,15 @@ def test_a_refused_start_gives_back_the_ranges_it_had(bench: Bench) -> None:
     )
     busy = config(bench.topic, subscribe_timeout_ms=50)
     broker = MemoryBroker(bench.cluster)
-    seats = [Seat(where, i, part) for where in bench.where for i, part in enumerate(split_ring(4))]
+    owned_ranges = [
+        OwnedRange(where, i, part) for where in bench.where for i, part in enumerate(split_ring(4))
+    ]
     with pytest.raises(SubscriptionInUseError):
         open_range_consumers(
             broker,
             None,
             busy,
-            seats,
+            owned_ranges,
             StartPosition.EARLIEST,
             make_queue=lambda: ClientQueue(10**6, 100),
         )
@@ -776,9 +778,9 @@ def test_receiving_pauses_while_handlers_have_enough(bench: Bench) -> None:
     bench.publish(40)
     with running(bench.cluster, bench.source) as coordinator:
         coordinator.ahead_rows_max = 40
-        seat = Seat(bench.where[0], 0, split_ring(4)[0])
+        owned_range = OwnedRange(bench.where[0], 0, split_ring(4)[0])
         received(coordinator, 40)
-        assert coordinator.is_paused(seat)
+        assert coordinator.is_paused(owned_range)
         assert len(coordinator.take(0, 10)) == 10
-        assert not coordinator.is_paused(seat)
+        assert not coordinator.is_paused(owned_range)
         assert len(coordinator.take(0)) == 30

@@ -13,17 +13,21 @@ import pytest
 
 from cut_readers import NEVER, CutBroker, every_cut
 from helpers import block, config, key_in
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
-from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import split_ring
-from keyshard.core.letters import Kind, Letter
+from keyshard.coordinator.audit import audit
+from keyshard.coordinator.available_now import _first_entry
+from keyshard.core.dead_letter.letters import Letter, LetterKind
+from keyshard.core.dead_letter.parking import State
 from keyshard.core.message import MessageId
-from keyshard.core.parking import State
-from keyshard.core.target import Gap
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.target import Gap
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossAckedElsewhereError,
@@ -32,14 +36,10 @@ from keyshard.errors import (
     ReplayTimeoutError,
     TopicRecreatedError,
 )
-from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
-from keyshard.runtime import scan as scan_module
-from keyshard.runtime.audit import audit
-from keyshard.runtime.available_now import _first_entry
-from keyshard.runtime.doctor import examine
-from keyshard.runtime.inspect_holes import Inspection, inspect_holes
-from keyshard.runtime.replay import replay
-from keyshard.schema.messages import messages_of
+from keyshard.observe.doctor import examine
+from keyshard.reading import scan as scan_module
+from keyshard.reading.holes import Inspection, inspect_holes
+from keyshard.reading.replay import replay
 
 RING = split_ring(1)[0]
 
@@ -235,7 +235,7 @@ def test_the_doctor_sees_the_same_sample_wherever_the_connection_is_cut(topic: T
 def letter(topic: Topic, number: int, key: str) -> Letter:
     (message,) = messages_of(topic.where, block(7, number, key, values=[b"%d" % number]))
     assert message.message_id == MessageId(7, number, 0)
-    return Letter(message, "unit", Kind.PARKED, 3, "broken")
+    return Letter(message, "unit", LetterKind.PARKED, 3, "broken")
 
 
 class Letters:

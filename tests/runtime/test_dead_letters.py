@@ -11,9 +11,9 @@ import pytest
 
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Producer
-from keyshard.core.entry import EntryId
-from keyshard.core.letters import Kind, position_of_text
-from keyshard.core.parking import State
+from keyshard.core.dead_letter.letters import LetterKind, position_of_text
+from keyshard.core.dead_letter.parking import State
+from keyshard.core.position.entry import EntryId
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
@@ -185,8 +185,8 @@ def test_a_loss_is_told_by_what_else_is_stored(world: World) -> None:
     letters = world.open()
     letters.send(letter(0))
     for number in range(1, 3):
-        letters.send(letter(number, "other", Kind.REJECTED))
-    letters.send(letter(4, "other", Kind.REJECTED))
+        letters.send(letter(number, "other", LetterKind.REJECTED))
+    letters.send(letter(4, "other", LetterKind.REJECTED))
     expired(world, EntryId(2, 0))
     with pytest.raises(DataLossTrimmedError, match="the oldest lay at 1:0"):
         world.open()
@@ -194,8 +194,8 @@ def test_a_loss_is_told_by_what_else_is_stored(world: World) -> None:
 
 def test_rejected_letters_stay_and_park_nothing(world: World) -> None:
     letters = world.open()
-    letters.send(letter(0, kind=Kind.REJECTED))
-    letters.send(letter(1, kind=Kind.DEAD_LETTER))
+    letters.send(letter(0, kind=LetterKind.REJECTED))
+    letters.send(letter(1, kind=LetterKind.DEAD_LETTER))
     world.die()
     again = world.open()
     assert again.parking.states() == {}

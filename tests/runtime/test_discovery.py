@@ -11,14 +11,9 @@ import pytest
 
 from helpers import received, wait_until
 from keyshard.broker.memory import MemoryCluster
-from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.core.entry import TopicPartition
-from keyshard.errors import (
-    AdminError,
-    BrokerError,
-    BrokerUnavailableError,
-    SubscriptionInUseError,
-)
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, SubscriptionInUseError
 from topic_world import PREFIX, World
 
 
@@ -221,7 +216,7 @@ def test_a_round_that_fails_is_visible_and_made_again(
                 return BrokerUnavailableError("the interface is away")
 
         flaky.errors = Away()
-        with caplog.at_level(logging.WARNING, "keyshard.runtime.discovery"):
+        with caplog.at_level(logging.WARNING, "keyshard.coordinator.discovery"):
             wait_until(lambda: "is away" in coordinator.status()["discoveryError"])
         assert len([r for r in caplog.records if "is away" in r.message]) == 1
         world.cluster.grow_topic(PREFIX + "t", 3)

@@ -13,12 +13,17 @@ import pytest
 from helpers import P0, config, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.core.entry import TopicPartition
-from keyshard.core.letters import Kind, Letter
+from keyshard.core.dead_letter.letters import Letter, LetterKind
+from keyshard.core.dead_letter.parking import State
 from keyshard.core.message import Message, MessageId
-from keyshard.core.parking import State
-from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, SubscriptionInUseError
-from keyshard.handlers.dead_letters import DeadLetters, open_dead_letters
+from keyshard.core.position.entry import TopicPartition
+from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
+from keyshard.errors import (
+    BrokerUnavailableError,
+    DataLossTrimmedError,
+    NotRunningError,
+    SubscriptionInUseError,
+)
 from parking_place import Place
 
 WHERE = TopicPartition("persistent://public/default/letters")
@@ -75,7 +80,7 @@ def letter(number: int, key: str = "k", by: str = "unit") -> Letter:
         b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
         datetime(2024, 5, 1, tzinfo=timezone.utc), None, {}, None, redelivered=False,
     )  # fmt: skip
-    return Letter(message, by, Kind.PARKED, 3, "broken")
+    return Letter(message, by, LetterKind.PARKED, 3, "broken")
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -113,12 +118,19 @@ def test_looking_for_letters_of_several_topics_creates_none() -> None:
     thread = threading.Thread(target=lambda: source.run(lambda _: None))
     thread.start()
     try:
-        wait_until(lambda: source.status()["state"] == "running")
+        wait_until(lambda: _state(source) == "running")
         assert set(cluster.topics()) == set(names)
     finally:
         source.stop()
         thread.join()
         stop.set()
+
+
+def _state(source: KeyShardSource) -> str:
+    try:
+        return str(source.status()["state"])
+    except NotRunningError:
+        return "not running yet"
 
 
 def test_who_writes_second_is_told_that_another_source_parks_there(world: World) -> None:

@@ -18,13 +18,13 @@ from handler_world import HandlerWorld, RecordedRun
 from helpers import wait_until
 from keyshard import RetryPolicy
 from keyshard.broker.memory import MemoryBroker
-from keyshard.core.lanes import KeyQueue, Lanes, Work
-from keyshard.core.letters import Letter
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.dead_letter.letters import Letter
+from keyshard.core.lanes.lanes import KeyQueue, Lanes, Work
 from keyshard.core.message import Message
+from keyshard.dead_letter.dead_letters import DeadLetters
 from keyshard.errors import BrokerError
-from keyshard.handlers.dead_letters import DeadLetters
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.verify.checkers import check
+from keyshard.testing.verify.checkers import check
 from troubled import Troubled, TroubledAsync
 
 MODES = {"threads": Troubled, "async": TroubledAsync, "processes": Troubled}

@@ -14,9 +14,9 @@ import tenacity
 from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.connection import Connection
-from keyshard.core.lane_queues import KeyQueue, Work
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.config.connection import Connection
+from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.errors import BrokerUnavailableError
 from keyshard.handlers.outcome_log import AGAIN_S, KINDS_MAX, OutcomeLog
 from parking_place import Place

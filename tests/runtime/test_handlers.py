@@ -27,7 +27,7 @@ from keyshard.errors import (
     HandlerFailedError,
     WindowFullError,
 )
-from keyshard.runtime.range_consumers import RangeConsumers
+from keyshard.worker.range_consumers import RangeConsumers
 
 
 @pytest.fixture
@@ -361,12 +361,12 @@ def test_a_stop_lets_a_rescale_end_so_that_acknowledgements_have_consumers(
 ) -> None:
     source = place.source(parallelism=1)
     taking, reports = threading.Event(), []
-    take = RangeConsumers.take
+    subscribe = RangeConsumers.subscribe
 
     def slowly(consumers: RangeConsumers, *args: Any) -> Any:
         if taking.is_set():
             time.sleep(0.5)  # Nobody owns anything now.
-        return take(consumers, *args)
+        return subscribe(consumers, *args)
 
     def handle(message: Message) -> None:
         place.note(message)
@@ -375,7 +375,7 @@ def test_a_stop_lets_a_rescale_end_so_that_acknowledgements_have_consumers(
             rescaling.start()
 
     rescaling = threading.Thread(target=lambda: reports.append(source.rescale(2)))
-    monkeypatch.setattr(RangeConsumers, "take", slowly)
+    monkeypatch.setattr(RangeConsumers, "subscribe", slowly)
     place.publish(keys=4, per_key=5)
     with place.running(source, handle):
         wait_until(lambda: place.count == 20 and rescaling.is_alive())

@@ -13,8 +13,8 @@ from helpers import config, wait_until
 from keyshard import Message
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.key_slot import key_slot
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.source import SourceBatch
 from parking_place import Place
 

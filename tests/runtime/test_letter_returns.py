@@ -12,9 +12,9 @@ import pytest
 
 from helpers import wait_until
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.entry import EntryId
-from keyshard.core.letters import Kind
-from keyshard.core.parking import State
+from keyshard.core.dead_letter.letters import LetterKind
+from keyshard.core.dead_letter.parking import State
+from keyshard.core.position.entry import EntryId
 from letter_world import KEEPS, World, large, letter, replay
 from parking_place import Place
 
@@ -76,8 +76,8 @@ def test_what_rests_and_what_nobody_replays_is_kept_though_it_comes_again(
     letters = world.open(checkpointed=checkpointed)
     for number in range(3):
         letters.send(letter(number, "done"))
-    letters.send(letter(0, kind=Kind.REJECTED))
-    letters.send(large(1, 6_000_000, kind=Kind.DEAD_LETTER))
+    letters.send(letter(0, kind=LetterKind.REJECTED))
+    letters.send(large(1, 6_000_000, kind=LetterKind.DEAD_LETTER))
     for number in range(2, 5):
         letters.send(letter(number))
     assert replay(letters, "done") == [0, 1, 2]

@@ -12,15 +12,15 @@ import pytest
 from helpers import config
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, MemoryConsumer, Message
 from keyshard.broker.port import Broker
-from keyshard.core.entry import EntryBlock
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.entry import EntryBlock
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.verify import live_run
-from keyshard.verify.checkers import Verdict, check
-from keyshard.verify.history import Event, HistoryWriter, read_history
-from keyshard.verify.live import require_empty
-from keyshard.verify.live_run import LiveReport, consume
-from keyshard.verify.workloads import ProduceReport, Workload
+from keyshard.testing.verify import live_run
+from keyshard.testing.verify.checkers import Verdict, check
+from keyshard.testing.verify.history import Event, HistoryWriter, read_history
+from keyshard.testing.verify.live import require_empty
+from keyshard.testing.verify.live_run import LiveReport, consume
+from keyshard.testing.verify.workloads import ProduceReport, Workload
 
 LOAD = Workload(600, 20, entry_messages=3)
 

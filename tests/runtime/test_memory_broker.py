@@ -15,11 +15,11 @@ from keyshard.broker.memory import (
     Message,
     UnackedLimits,
 )
-from keyshard.broker.memory_client import MemoryConsumer
+from keyshard.broker.memory.client import MemoryConsumer
 from keyshard.broker.port import StartPosition
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerError, ConfigError, RangeConflictError, TopicNotFoundError
 
 SUBSCRIPTION = "unit"

@@ -12,14 +12,14 @@ from keyshard.broker.memory import (
     Message,
     UnackedLimits,
 )
-from keyshard.broker.memory_admin import MemoryAdmin
-from keyshard.broker.memory_client import MemoryConsumer
-from keyshard.broker.memory_cursor import Cursor
-from keyshard.broker.memory_log import MARKER_SLOT
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory.client import MemoryConsumer
+from keyshard.broker.memory.cursor import Cursor
+from keyshard.broker.memory.log import MARKER_SLOT
 from keyshard.broker.port import StartPosition
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerError, ChunkedMessageError, RangeConflictError
 
 SUBSCRIPTION = "unit"

@@ -11,7 +11,7 @@ import pytest
 from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import TopicNotFoundError
 
 README = Path(__file__).parents[2] / "README.md"

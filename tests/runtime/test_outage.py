@@ -14,7 +14,7 @@ from handler_place import Place
 from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.circuit import KEYS_MIN
+from keyshard.core.lanes.circuit import KEYS_MIN
 
 QUICK = RetryPolicy(wait=tenacity.wait_fixed(0.15), stop=tenacity.stop_after_attempt(3))
 

@@ -14,8 +14,8 @@ import pytest
 from helpers import wait_until
 from keyshard import Message
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.entry import TopicPartition
-from keyshard.core.letters import Kind
+from keyshard.core.dead_letter.letters import LetterKind
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
 from parking_place import Place, Record, Run, broken_for_b, numbers
 
@@ -54,7 +54,7 @@ def test_a_key_that_fails_parks_with_all_later_messages_and_the_others_go_on(
     assert place.tried["b"] == [0, 0], "only the first message of a parked key is tried"
     letters = place.letters()
     assert numbers(letters) == list(range(11))
-    assert {letter.kind for letter in letters} == {Kind.PARKED}
+    assert {letter.kind for letter in letters} == {LetterKind.PARKED}
     assert [letter.attempts for letter in letters] == [2] + [0] * 10
     assert letters[0].error == "ValueError: cannot handle b"
     assert str(letters[0].message.message_id) in letters[1].error
@@ -338,7 +338,7 @@ def test_a_rejected_message_becomes_a_letter_and_its_key_goes_on(
     assert place.handled["a"] == [0, 2, 3]
     assert place.tried["a"] == [0, 1, 2, 3]
     (letter,) = place.letters()
-    assert (letter.kind, letter.attempts, letter.error) == (Kind.REJECTED, 1, "not an order")
+    assert (letter.kind, letter.attempts, letter.error) == (LetterKind.REJECTED, 1, "not an order")
     with place.run():
         place.publish("a")
         wait_until(lambda: place.handled["a"] == [0, 2, 3, 4])
@@ -355,7 +355,7 @@ def test_a_message_may_go_without_its_key(place: Place) -> None:
         wait_until(lambda: place.handled["b"] == [3])
     assert place.tried["b"] == [0, 0, 1, 1, 2, 2, 3]
     assert [(letter.kind, letter.attempts) for letter in place.letters()] == [
-        (Kind.DEAD_LETTER, 2)
+        (LetterKind.DEAD_LETTER, 2)
     ] * 3
 
 
@@ -368,7 +368,9 @@ def test_a_letter_that_is_rejected_at_its_replay_is_done(place: Place) -> None:
         place.rejected = {b"1"}
         run.source.unpark("b")
         wait_until(lambda: place.handled["b"] == [0, 2] and not run.source.unpark("b"))
-    assert [letter.kind for letter in place.letters()] == [Kind.PARKED] * 3 + [Kind.REJECTED]
+    assert [letter.kind for letter in place.letters()] == [LetterKind.PARKED] * 3 + [
+        LetterKind.REJECTED
+    ]
     assert place.resting() == 1
 
 
@@ -388,7 +390,7 @@ def test_messages_without_key_are_rejected_when_that_is_asked_for(place: Place) 
         wait_until(lambda: place.backlog() == 0)
     assert place.tried == {"a": [2]}
     assert sorted(numbers(place.letters())) == [0, 1]
-    assert {letter.kind for letter in place.letters()} == {Kind.REJECTED}
+    assert {letter.kind for letter in place.letters()} == {LetterKind.REJECTED}
 
 
 @pytest.mark.parametrize("null_keys", ["spread", "serialise"])
@@ -399,7 +401,7 @@ def test_a_message_without_key_cannot_park_others(place: Place, null_keys: str) 
     with place.run(null_keys=null_keys):
         wait_until(lambda: place.backlog() == 0)
     assert sorted(numbers(place.letters())) == [0, 1, 2]
-    assert {letter.kind for letter in place.letters()} == {Kind.DEAD_LETTER}
+    assert {letter.kind for letter in place.letters()} == {LetterKind.DEAD_LETTER}
 
 
 def test_nothing_is_acknowledged_while_its_letter_is_not_confirmed(place: Place) -> None:

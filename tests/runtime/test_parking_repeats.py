@@ -11,7 +11,7 @@ import pytest
 from helpers import wait_until
 from keyshard import Message
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from parking_place import Place, numbers
 
 LETTERS = 5

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helpers import wait_until
-from keyshard.core.assignment import assign
-from keyshard.core.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.assignment import assign
 from keyshard.errors import BrokerError, BrokerUnavailableError, RangeConflictError
-from keyshard.runtime import reconnector
-from keyshard.runtime.receiver import RangeConsumer
+from keyshard.worker import reconnector
+from keyshard.worker.receiver import RangeConsumer
 from rescale_world import RescaleWorld
 
 MakeWorld = Callable[..., RescaleWorld]
@@ -67,10 +67,12 @@ def test_one_topic_partition_is_enough(make_world: MakeWorld) -> None:
     world.keep_publishing()
     world.more()
     where = TopicPartition(world.topic, 1)
-    others = [one.consumer for one in consumers(world) if one.seat.topic_partition != where]
+    others = [one.consumer for one in consumers(world) if one.owned_range.topic_partition != where]
     world.broker.drop({where})
     wait_until(lambda: all_connected(world))
-    assert others == [one.consumer for one in consumers(world) if one.seat.topic_partition != where]
+    assert others == [
+        one.consumer for one in consumers(world) if one.owned_range.topic_partition != where
+    ]
     world.more(600)
     world.check()
 

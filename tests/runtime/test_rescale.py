@@ -11,7 +11,9 @@ import pytest
 
 from helpers import key_in, wait_until
 from keyshard.broker.memory import Message
-from keyshard.core.assignment import (
+from keyshard.coordinator.rescale import Blocking
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.assignment import (
     assign,
     fewest_moved,
     joined,
@@ -19,8 +21,7 @@ from keyshard.core.assignment import (
     moved_slots,
     reassign,
 )
-from keyshard.core.entry import TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import (
     BrokerUnavailableError,
     ConfigError,
@@ -29,8 +30,7 @@ from keyshard.errors import (
     RescaleError,
     RuntimeStoppedError,
 )
-from keyshard.runtime import range_consumers
-from keyshard.runtime.rescale import Blocking
+from keyshard.worker import range_consumers
 from rescale_world import RescaleWorld
 
 MakeWorld = Callable[..., RescaleWorld]
@@ -77,15 +77,15 @@ def test_ranges_come_and_go_under_load(make_world: MakeWorld) -> None:
 def test_who_keeps_its_hash_range_is_not_touched(make_world: MakeWorld) -> None:
     world = make_world(8)
     where = TopicPartition(world.topic, 1)
-    before = {one.seat: one.consumer for one in world.consumers[where]}
+    before = {one.owned_range: one.consumer for one in world.consumers[where]}
     report = world.rescaler.rescale(7)
-    after = {one.seat: one.consumer for one in world.consumers[where]}
+    after = {one.owned_range: one.consumer for one in world.consumers[where]}
     kept = before.keys() & after.keys()
-    assert {seat.range_index for seat in kept} == set(range(7)), "the eighth left"
-    assert all(before[seat] is after[seat] for seat in kept)
-    assert {seat.epoch for seat in after.keys() - kept} == {1}
+    assert {owned_range.range_index for owned_range in kept} == set(range(7)), "the eighth left"
+    assert all(before[owned_range] is after[owned_range] for owned_range in kept)
+    assert {owned_range.epoch for owned_range in after.keys() - kept} == {1}
     assert {pause.hash_range for pause in report.pauses} == {
-        seat.hash_range for seat in after.keys() - kept
+        owned_range.hash_range for owned_range in after.keys() - kept
     }
     world.publish(100)
     world.check()
@@ -132,9 +132,9 @@ def test_a_balance_gives_the_busy_range_less_and_names_the_hot_key(make_world: M
 def test_a_handler_that_hangs_leaves_everything_as_it_was(make_world: MakeWorld) -> None:
     world = make_world(4, 0.2)
     world.keep_publishing()
-    before, seats = (
+    before, owned_ranges = (
         world.ring(),
-        [one.seat for one in world.consumers[TopicPartition(world.topic, 0)]],
+        [one.owned_range for one in world.consumers[TopicPartition(world.topic, 0)]],
     )
     world.work.blocking = Blocking("k7", "3:4:0", 12.5)
     with pytest.raises(DrainTimeoutError, match=r"key 'k7' .*3:4:0 for 12\.5 s") as caught:
@@ -142,7 +142,9 @@ def test_a_handler_that_hangs_leaves_everything_as_it_was(make_world: MakeWorld)
     assert caught.value.facts == {"key": "k7", "message_id": "3:4:0", "running_s": 12.5}
     assert not world.work.held, "everything is begun again"
     assert world.ring() == before
-    assert [one.seat for one in world.consumers[TopicPartition(world.topic, 0)]] == seats
+    assert [
+        one.owned_range for one in world.consumers[TopicPartition(world.topic, 0)]
+    ] == owned_ranges
     world.more()
     world.work.blocking = None
     assert world.rescaler.rescale(8).epoch == 1
@@ -247,7 +249,7 @@ def test_a_receive_thread_that_is_stuck_keeps_its_consumers(
 
     stuck.consumer.receive = receive_late  # type: ignore[method-assign,assignment]
     world.cluster.publish(
-        TopicPartition(world.topic, 0), Message(b"-", key=key_in(stuck.seat.hash_range))
+        TopicPartition(world.topic, 0), Message(b"-", key=key_in(stuck.owned_range.hash_range))
     )
     assert entered.wait(10)
     with pytest.raises(RescaleError, match="could not be closed"):

@@ -16,8 +16,8 @@ from helpers import key_in, wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.assignment import assign, moved_ranges, reassign
-from keyshard.core.hash_range import HashRange
+from keyshard.core.ring.assignment import assign, moved_ranges, reassign
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import ConfigError, DrainTimeoutError, NotRunningError
 
 MakeWorld = Callable[..., HandlerWorld]

@@ -17,8 +17,8 @@ from helpers import key_in, wait_until
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.assignment import Assignment, assign
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.errors import CheckpointError, NotRunningError
 from keyshard.handlers.batches import Batch
 
@@ -78,7 +78,9 @@ def owners(run: RecordedRun) -> Assignment:
     found: Assignment = coordinator._range_consumers.assignment
     assert coordinator.status()["ranges"] == len(run.source.status()["ranges"]) == len(found)
     for consumers in coordinator._range_consumers.by_partition.values():
-        held = sorted((one.seat.range_index, one.seat.hash_range) for one in consumers)
+        held = sorted(
+            (one.owned_range.range_index, one.owned_range.hash_range) for one in consumers
+        )
         assert held == [(at, part) for at, parts in enumerate(found) for part in parts]
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from helpers import config, received, rows_of, running
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.layout import ROWS_PER_PARTITION_MIN
+from keyshard.core.window.layout import ROWS_PER_PARTITION_MIN
 
 RANGES = 4
 ROWS = RANGES * ROWS_PER_PARTITION_MIN + 40

@@ -17,20 +17,16 @@ from keyshard.broker.memory import (
     MemoryReader,
     Message,
 )
-from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
-from keyshard.config import SourceConfig
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import HashRange, split_ring
-from keyshard.errors import (
-    BrokerUnavailableError,
-    DataLossAckedElsewhereError,
-    TopicRecreatedError,
-)
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
 
 FAST, SLOW = split_ring(2)
 FAST_KEY, SLOW_KEY = key_in(FAST), key_in(SLOW)
@@ -151,8 +147,8 @@ def test_entries_on_their_way_are_not_read_where_the_broker_says_so(
             self.rounds += 1
             return super().broker_state(*args)
 
-    monkeypatch.setattr("keyshard.runtime.settler.HOLE_AGE_MS", 20)
-    monkeypatch.setattr("keyshard.runtime.settler.ROUND_S", 0.02)
+    monkeypatch.setattr("keyshard.coordinator.settler.HOLE_AGE_MS", 20)
+    monkeypatch.setattr("keyshard.coordinator.settler.ROUND_S", 0.02)
     admin, gate = Counting(place.cluster), Gate()
     source = place.source(settle_after_ms=300_000)
     entries = [entry for _ in range(50) for entry in place.publish(FAST_KEY, SLOW_KEY)]

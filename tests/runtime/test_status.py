@@ -23,15 +23,15 @@ from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Broker
 from keyshard.cli import main
-from keyshard.connection import Connection
+from keyshard.config.connection import Connection
+from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core import health
-from keyshard.core.hash_range import range_index, split_ring
-from keyshard.core.key_slot import key_slot
+from keyshard.core.ring.hash_range import range_index, split_ring
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError, ControlError, NotRunningError
-from keyshard.handlers import broker_facts, monitor
-from keyshard.handlers import status as status_module
-from keyshard.handlers.control import running_source, running_sources
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.observe import broker_facts, monitor
+from keyshard.observe import status as status_module
+from keyshard.observe.control import running_source, running_sources
 
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]

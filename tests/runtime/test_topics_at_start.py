@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers import received, wait_until
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import DataLossTrimmedError, TopicNotFoundError
 from topic_world import PREFIX, World
 

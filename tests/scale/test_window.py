@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.partition_window import PartitionWindow
-from keyshard.core.settling import Proofs
-from keyshard.core.window import Budget, Window
+from keyshard.core.holes.settling import Proofs
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.window.partition_window import PartitionWindow
+from keyshard.core.window.window import Budget, Window
 
 START = Checkpoint("c", "s", 4)
 DEFAULTS = Budget(200_000, 256 * 1024 * 1024)
@@ -67,8 +67,8 @@ def test_every_topic_partition_advances_however_many_there_are(count: int, budge
         for one in where:
             give(window, one, entry)
         completed = taken(window)
-        assert window.commit(completed) == {}, "handled entries are not committed"
-        assert window.release_committed() == completed
+        assert window.plan_completed(completed) == {}, "handled entries are not committed"
+        assert window.release_completed() == completed
         for one in where:
             give(window, one, entry + 100)
         end = window.cut()
@@ -86,24 +86,24 @@ def test_a_ledger_that_follows_is_no_reason_to_stop() -> None:
     for ledger in (1, 5, 9):
         for one in where:
             window.receive(one, 0, block(ledger, 0))
-        assert window.commit(taken(window)) == {}
+        assert window.plan_completed(taken(window)) == {}
 
 
 def test_room_is_what_the_others_leave_over() -> None:
     first, *others = partitions(100)
     window = window_of([first, *others])
     give(window, first, *range(0, 40_000, 2))
-    left = window.commit(taken(window))
+    left = window.plan_completed(taken(window))
     assert len(window.newest.partitions[first].delivered) > 8_000, "it has more than a hundredth"
     assert len(window.newest.to_json()) < DEFAULTS.checkpoint_bytes_max
     assert window.tight == {first}
     for one in others:
         give(window, one, *range(50))
-    assert window.commit(taken(window)) == {}, "the others go on"
+    assert window.plan_completed(taken(window)) == {}, "the others go on"
     give(window, first, *range(1, 40_000, 2))
     completed = taken(window)
     completed[first] += left[first]
-    assert window.commit(completed) == {}, "what fills the holes always fits"
+    assert window.plan_completed(completed) == {}, "what fills the holes always fits"
     assert window.tight == set()
     window.validate()
 
@@ -113,11 +113,11 @@ def test_a_commit_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     window = window_of(where)
     for one in where:
         give(window, one, 0)
-    window.commit(taken(window))
-    window.commit({})
+    window.plan_completed(taken(window))
+    window.plan_completed({})
     give(window, where[7], 1)
-    window.commit(taken(window))
-    window.release_committed()
+    window.plan_completed(taken(window))
+    window.release_completed()
     looked: list[PartitionWindow] = []
     advance = PartitionWindow.advance
 
@@ -128,7 +128,7 @@ def test_a_commit_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(PartitionWindow, "advance", noted)
     give(window, where[9], 1)
     window.prove(where[11], Proofs(base=EntryId(1, 0)))
-    window.commit(taken(window))
+    window.plan_completed(taken(window))
     assert len(looked) == 3, "one ends its batch, one has a new one, one is settled further"
     assert window.newest.partitions[where[11]].floor == EntryId(1, 0)
     assert not window.newest.partitions[where[7]].batch
@@ -146,10 +146,10 @@ def test_topic_partitions_that_are_gone_leave_the_checkpoint_and_the_memory() ->
         completed = taken(window)
         if number % 3 == 1:  # It goes while a handler works on it.
             window.drop_partition(where, gone=True)
-        window.commit(completed)
+        window.plan_completed(completed)
         if number % 3 == 2:  # It goes before its batch is released.
             window.drop_partition(where, gone=True)
-        window.release_committed()
+        window.release_completed()
         if number % 3 == 0:
             window.drop_partition(where, gone=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 
 
 class Place(NamedTuple):

@@ -7,8 +7,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
-from keyshard.broker.memory_log import StoredEntry
-from keyshard.core.entry import TopicPartition
+from keyshard.broker.memory.log import StoredEntry
+from keyshard.core.position.entry import TopicPartition
 from tests.simulation.faults import CRASHES, Fault, Kind, Reached, plan
 from tests.simulation.network import Client, Consumer
 from tests.simulation.scheduler import Process
@@ -314,12 +314,12 @@ class Injector:
         if not consumers:
             return False
         one = self._random.choice(consumers)
-        seat = one.topic_partition, one.hash_range
-        world.network.slow.add(seat)
+        owned_range = one.topic_partition, one.hash_range
+        world.network.slow.add(owned_range)
 
         def quick() -> None:
             world.scheduler.sleep(self._random.uniform(2.0, 5.0))
-            world.network.slow.discard(seat)
+            world.network.slow.discard(owned_range)
 
         self._spawn(quick)
         return True

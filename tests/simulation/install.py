@@ -24,7 +24,7 @@ from tests.simulation.scheduler import Scheduler
 
 BROKER_SIDE = "keyshard.broker.memory"
 """Modules that act in one piece: what the broker does in one request is not interleaved."""
-_SIMULATED = ("keyshard.runtime", "keyshard.handlers", BROKER_SIDE, "tenacity")
+_SIMULATED = ("keyshard.coordinator", "keyshard.handlers", BROKER_SIDE, "tenacity")
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from random import Random
 from typing import Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, MemoryReader
-from keyshard.broker.memory_admin import MemoryAdmin
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Producer, Reader, StartPosition
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler

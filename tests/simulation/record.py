@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from keyshard.broker.memory import Message
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import HashRange
-from keyshard.verify.history import Event
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.testing.verify.history import Event
 from tests.simulation.debts import Debts, Place
 from tests.simulation.scheduler import Scheduler
 
 
-class Seat(Protocol):
+class OwnedRange(Protocol):
     """A consumer, as far as events name it."""
 
     @property
@@ -64,30 +64,30 @@ class Record:
                 entry=entry_id.entry, index=index, key=key, seq=seq,
             )  # fmt: skip
 
-    def delivered(self, seat: Seat, blocks: Iterable[EntryBlock]) -> None:
-        where = seat.topic_partition
+    def delivered(self, owned_range: OwnedRange, blocks: Iterable[EntryBlock]) -> None:
+        where = owned_range.topic_partition
         for block in blocks:
             for index, value in zip(block.indices, block.values, strict=True):
                 key, seq = parse_value(value)
                 self.add(
                     "delivered", topic=where.topic, partition=where.partition,
                     ledger=block.id.ledger, entry=block.id.entry, index=index, key=key, seq=seq,
-                    range=str(seat.hash_range), worker=seat.worker,
+                    range=str(owned_range.hash_range), worker=owned_range.worker,
                 )  # fmt: skip
 
-    def acked(self, seat: Seat, entries: Iterable[EntryId]) -> None:
-        where = seat.topic_partition
+    def acked(self, owned_range: OwnedRange, entries: Iterable[EntryId]) -> None:
+        where = owned_range.topic_partition
         for entry_id in entries:
             self.add(
                 "acked", topic=where.topic, partition=where.partition, ledger=entry_id.ledger,
-                entry=entry_id.entry, worker=seat.worker,
+                entry=entry_id.entry, worker=owned_range.worker,
             )  # fmt: skip
 
-    def gained(self, seat: Seat) -> None:
-        self._range("range_gained", seat)
+    def gained(self, owned_range: OwnedRange) -> None:
+        self._range("range_gained", owned_range)
 
-    def lost(self, seat: Seat) -> None:
-        self._range("range_lost", seat)
+    def lost(self, owned_range: OwnedRange) -> None:
+        self._range("range_lost", owned_range)
 
     def rows(self, batch: str, part: int, worker: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of one partition of a run of a batch."""
@@ -141,11 +141,11 @@ class Record:
 
         return [event for at, event in enumerate(self.events[:until]) if counts(at, event)]
 
-    def _range(self, kind: str, seat: Seat) -> None:
-        where = seat.topic_partition
+    def _range(self, kind: str, owned_range: OwnedRange) -> None:
+        where = owned_range.topic_partition
         self.add(
-            kind, topic=where.topic, partition=where.partition, range=str(seat.hash_range),
-            worker=seat.worker,
+            kind, topic=where.topic, partition=where.partition, range=str(owned_range.hash_range),
+            worker=owned_range.worker,
         )  # fmt: skip
 
     def history(self) -> str:

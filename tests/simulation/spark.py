@@ -19,9 +19,9 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from keyshard import KeyShardSource
-from keyshard.core import layout
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.runtime.coordinator import Coordinator
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.window import layout
 from spark_adapter import stream_reader
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from keyshard import Message
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Marker
+from keyshard.core.dead_letter.letters import Letter, LetterKind, Marker
 from keyshard.core.message import MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.simulation.handling.promises import Name, Promises
 
 TOPIC = "persistent://public/default/orders"
@@ -40,7 +40,7 @@ class Course:
             topic=TOPIC, partition=0, message_id=name(seq).id
         )
         self.letters += 1
-        letter = Letter(original, "billing", Kind.PARKED, 1, "cannot")
+        letter = Letter(original, "billing", LetterKind.PARKED, 1, "cannot")
         self.promises.stored(EntryId(9, self.letters), letter, seq)
         return self
 

@@ -55,8 +55,8 @@ def test_nothing_real_is_left_in_what_is_simulated() -> None:
     from random import Random  # noqa: PLC0415
 
     before = real_ones()
-    assert ("keyshard.runtime.coordinator", "threading") in before
-    assert ("keyshard.runtime.receiver", "Drop._dflt_done") in {
+    assert ("keyshard.coordinator.coordinator", "threading") in before
+    assert ("keyshard.worker.receiver", "Drop._dflt_done") in {
         (module, name.replace("__dataclass_dflt_done__", "_dflt_done")) for module, name in before
     }
     with installed(Scheduler(Random(0)), Random(0)):

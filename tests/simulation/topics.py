@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from keyshard.broker.memory import MemoryCluster
-from keyshard.core.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from tests.simulation.debts import Debts
 from tests.simulation.record import Record
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import (
     AvailableNowTimeoutError,
     DataLossAckedElsewhereError,

@@ -13,16 +13,16 @@ from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossAckedElsewhereError,
     DataLossTrimmedError,
     KeyShardError,
 )
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.verify.checkers import check
+from keyshard.testing.verify.checkers import check
 from tests.simulation.debts import Debts
 from tests.simulation.faults import TOPICS, Kind
 from tests.simulation.injector import Injector

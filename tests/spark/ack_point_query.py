@@ -16,8 +16,8 @@ from typing import Any
 import spark_adapter
 from examples import parquet_query
 from keyshard import Checkpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 

@@ -15,9 +15,9 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from keyshard.core.entry import full_topic_name
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import create_partitioned_topic
+from keyshard.core.position.entry import full_topic_name
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import create_partitioned_topic
 
 SUBSCRIPTION = "spark"
 ENDS_WITHIN_S = 60

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.core.entry import TopicPartition, full_topic_name
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(240)]

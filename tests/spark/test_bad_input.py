@@ -15,8 +15,8 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 import spark_adapter
-from keyshard.devbroker import DevBroker
 from keyshard.errors import WorkerEnvironmentError
+from keyshard.testing.devbroker import DevBroker
 from spark_topic import SparkTopic, ended, failed
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(120)]

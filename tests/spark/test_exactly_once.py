@@ -10,9 +10,9 @@ import httpx
 import pyarrow as pa
 import pytest
 
-from keyshard.devbroker import DevBroker
-from keyshard.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(420)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from keyshard.devbroker import DevBroker
-from keyshard.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.spark
 

@@ -11,9 +11,14 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from keyshard.devbroker import DevBroker
-from keyshard.verify.file_sink import committed_files
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value, produce
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.file_sink import committed_files
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
 from spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]

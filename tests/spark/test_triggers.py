@@ -11,8 +11,8 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from keyshard.core.key_slot import key_slot
-from keyshard.devbroker import DevBroker
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.devbroker import DevBroker
 from spark_process import eventually
 from spark_topic import SparkTopic, ended, failed, in_order
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helpers import P0, P1, P2, FakeConsumer, wait_until
-from keyshard.core.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, BrokerUnavailableError, KeyShardError
-from keyshard.runtime import acknowledger
-from keyshard.runtime.acknowledger import Acknowledger
+from keyshard.worker import acknowledger
+from keyshard.worker.acknowledger import Acknowledger
 
 Make = Callable[..., Acknowledger]
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from keyshard import Basic, Connection, Token
-from keyshard.broker import admin_http
-from keyshard.broker.admin_http import AdminHttp
+from keyshard.broker.pulsar import admin_http
+from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.errors import AdminError, AuthenticationError, AuthorizationError, TlsError
 
 SECRET = "s3cr3t-of-nobody"

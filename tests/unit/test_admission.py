@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from helpers import block, ids
-from keyshard.core.admission import (
+from keyshard.core.position.entry import EntryBlock
+from keyshard.core.window.admission import (
     Held,
     held_max,
     share_out,
     take_aligned,
     waits_for_more,
 )
-from keyshard.core.entry import EntryBlock
 
 Received = list[tuple[EntryBlock, int]]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers import block, event_ms, ids
-from keyshard.core import assembly as assembly_module
-from keyshard.core.assembly import EntryAssembly, RedeliveryNeeded
-from keyshard.core.entry import EntryBlock, EntryId
-from keyshard.core.key_slot import key_slot
-from keyshard.schema.content import gather
+from keyshard.arrow.content import gather
+from keyshard.core.position import assembly as assembly_module
+from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.ring.key_slot import key_slot
 
 
 def feed(assembly: EntryAssembly, *blocks: EntryBlock) -> list[EntryBlock]:

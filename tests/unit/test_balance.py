@@ -8,11 +8,11 @@ from itertools import accumulate
 import pytest
 
 from helpers import key_in
-from keyshard.core.assignment import Assignment, assign, moved_slots
-from keyshard.core.balance import balance, max_over_mean
-from keyshard.core.hash_range import RING_SIZE, HashRange, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.core.slot_load import SlotLoad
+from keyshard.core.ring.assignment import Assignment, assign, moved_slots
+from keyshard.core.ring.balance import balance, max_over_mean
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.ring.slot_load import SlotLoad
 
 KEYS = 100_000
 SAMPLED = 60_000

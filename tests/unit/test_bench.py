@@ -16,11 +16,11 @@ from bench.loads import (
     values,
 )
 from bench.rescale import Handled, Move, duplicates, history, moved, pause_s
-from keyshard.core.assignment import assign, moved_slots, reassign
-from keyshard.core.hash_range import HashRange, range_index, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.verify.checkers import key_order, mutual_exclusion
-from keyshard.verify.workloads import parse_value
+from keyshard.core.ring.assignment import assign, moved_slots, reassign
+from keyshard.core.ring.hash_range import HashRange, range_index, split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.verify.checkers import key_order, mutual_exclusion
+from keyshard.testing.verify.workloads import parse_value
 
 
 def run_of(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
 
 STATS = {
     "currentLedgerEntries": 40,

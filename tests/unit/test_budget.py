@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers import P0, FakeAdmin, config
+from keyshard.coordinator.budget import UnacknowledgedLimits, unacknowledged_limits, window_budget
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
-from keyshard.runtime.budget import UnacknowledgedLimits, unacknowledged_limits, window_budget
 
 
 class MovingAdmin(FakeAdmin):

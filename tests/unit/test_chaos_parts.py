@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from helpers import wait_until
-from keyshard.devbroker.ports import LOOPBACK, free_port
-from keyshard.verify.history import Event
+from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.verify.history import Event
 from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, Kind, Subject, faults
 from tests.chaos.proxy import TcpProxy
 from tests.chaos.report import (

@@ -10,7 +10,7 @@ import pytest
 
 from histories import TOPIC, batch_host
 from keyshard.cli import main
-from keyshard.verify.history import Event, HistoryWriter
+from keyshard.testing.verify.history import Event, HistoryWriter
 
 LOST = Event(99.0, "sent", topic=TOPIC, key="[k]", seq=0)
 

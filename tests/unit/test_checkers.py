@@ -20,9 +20,9 @@ from broken_histories import (
 )
 from histories import TOPIC, Script, batch_host, handlers, run
 from keyshard.errors import HistoryError
-from keyshard.verify import checkers
-from keyshard.verify.checkers import Verdict, check
-from keyshard.verify.history import Event
+from keyshard.testing.verify import checkers
+from keyshard.testing.verify.checkers import Verdict, check
+from keyshard.testing.verify.history import Event
 
 
 @pytest.mark.parametrize("make", [batch_host, handlers])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from helpers import P0, P1
-from keyshard.core.assignment import Rescaled, assign, reassign
-from keyshard.core.checkpoint import VERSION, Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import RING_SIZE, HashRange
+from keyshard.core.position.checkpoint import VERSION, Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.assignment import Rescaled, assign, reassign
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import CheckpointError
 
 FULL = Checkpoint(

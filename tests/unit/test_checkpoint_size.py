@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helpers import block
-from keyshard.core.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
-from keyshard.core.entry import EntryBlock
-from keyshard.core.entry_set import EntrySet
+from keyshard.core.position.entry import EntryBlock
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
 
 Received = list[tuple[EntryBlock, int]]
 

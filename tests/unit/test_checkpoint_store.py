@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 

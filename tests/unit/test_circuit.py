@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyshard.core.circuit import (
+from keyshard.core.lanes.circuit import (
     CALM_S,
     KEYS_MAX,
     KEYS_MIN,

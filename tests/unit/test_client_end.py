@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from keyshard.broker.pulsar_calls import CLOSE_S, LEAVE_S
+from keyshard.broker.pulsar.calls import CLOSE_S, LEAVE_S
 
 STATUS = 3
 END_S = 60.0
@@ -17,9 +17,9 @@ PROGRAM = """
 import logging, socket, sys, threading, time
 from keyshard.broker.port import StartPosition
 from keyshard import Connection
-from keyshard.broker.pulsar import PulsarBroker
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 
 logging.disable()
 silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from keyshard.broker.client_log import EVERY_S, KINDS_MAX, Repeats
+from keyshard.broker.pulsar.client_log import EVERY_S, KINDS_MAX, Repeats
 
 FAILED = "2026-01-02 03:04:05.678 ERROR [14] ClientConnection:485 | [x -> y] Failed: refused"
 
@@ -45,8 +45,8 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         shown = "%(process)d %(levelname)s %(name)s %(message)s"
         logging.basicConfig(stream=sys.stderr, format=shown)
         import pulsar
-        from keyshard.broker import client_log
-        from keyshard.broker.client_log import close_client, open_client
+        from keyshard.broker.pulsar import client_log
+        from keyshard.broker.pulsar.client_log import close_client, open_client
 
         def ask(client):
             try:

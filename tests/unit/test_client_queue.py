@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyshard.core.client_queue import (
+from keyshard.core.window.client_queue import (
     FIRST_MIN,
     MESSAGE_BYTES_GUESS,
     MESSAGE_OVERHEAD_BYTES,

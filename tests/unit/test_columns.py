@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 
 from helpers import P0, P1, block
-from keyshard.core.entry import TopicPartition
-from keyshard.core.key_slot import key_slot
-from keyshard.core.layout import Located
-from keyshard.schema import columns
-from keyshard.schema.columns import SCHEMA, record_batches, select
+from keyshard.arrow import columns
+from keyshard.arrow.columns import SCHEMA, record_batches, select
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.window.layout import Located
 
 PLAIN = TopicPartition("persistent://a/b/c")
 NOW_MS = 1_700_000_000_123

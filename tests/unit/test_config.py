@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keyshard.config import MIB, SourceConfig
+from keyshard.config.source import MIB, SourceConfig
 from keyshard.errors import ConfigError, NonPersistentTopicError
 
 

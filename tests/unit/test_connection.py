@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
-from keyshard.broker.credentials import Credentials
-from keyshard.connection_names import fields_of, names_of, read_client_conf
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.config.connection_names import fields_of, names_of, read_client_conf
 from keyshard.errors import AuthenticationError, ConfigError, KeyShardError
 from keyshard.redaction import redacted
 from spark_adapter.options import parse_options, to_options

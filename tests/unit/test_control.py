@@ -20,8 +20,8 @@ import pytest
 from control_folder import own_control_folder
 from helpers import wait_until
 from keyshard.errors import ConfigError, ControlError
-from keyshard.handlers import control
-from keyshard.handlers.control import (
+from keyshard.observe import control
+from keyshard.observe.control import (
     CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
     ControlServer,
@@ -230,7 +230,7 @@ def test_an_answer_has_a_deadline() -> None:
 
 OTHER = """
 import sys, time
-from keyshard.handlers.control import ControlServer
+from keyshard.observe.control import ControlServer
 server = ControlServer("orders", "pulsar://127.0.0.1:6650", "t", {})
 print(server.path, flush=True)
 time.sleep(120)

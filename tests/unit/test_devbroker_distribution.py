@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.devbroker import distribution
-from keyshard.devbroker.fetch import NotInRepositoryError, OnDownload
 from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.testing.devbroker import distribution
+from keyshard.testing.devbroker.fetch import NotInRepositoryError, OnDownload
 
 VERSION = "9.9.9"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.devbroker import java
 from keyshard.errors import DevBrokerError
+from keyshard.testing.devbroker import java
 
 
 @pytest.fixture(autouse=True)

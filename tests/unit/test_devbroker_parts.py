@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.devbroker import DevBroker, ports, process, registry
-from keyshard.devbroker.config import render_config
-from keyshard.devbroker.readiness import LogWatch
 from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.testing.devbroker import DevBroker, ports, process, registry
+from keyshard.testing.devbroker.config import render_config
+from keyshard.testing.devbroker.readiness import LogWatch
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from keyshard.devbroker.process import BrokerProcess\n"
+        "from keyshard.testing.devbroker.process import BrokerProcess\n"
         "log, data = map(Path, sys.argv[1:])\n"
         "command = ['/bin/sh', '-c', 'exec sleep 600']\n"
         "print(BrokerProcess(command, os.environ, log, remove_if_orphaned=data).pid, flush=True)\n"

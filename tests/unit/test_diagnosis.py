@@ -19,8 +19,8 @@ from keyshard.core.diagnosis import (
     judge_subscription,
     judge_version,
 )
-from keyshard.core.hash_range import HashRange, split_ring
 from keyshard.core.load_limits import Load, judge_load
+from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.subscription_state import BrokerLimits, ConsumerState, SubscriptionState
 
 IDLE = SubscriptionState(

@@ -7,8 +7,8 @@ from base64 import b64encode
 import pytest
 
 from helpers import block
-from keyshard.core.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.core.key_slot import key_slot
+from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError, NonPersistentTopicError
 
 

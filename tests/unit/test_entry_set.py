@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet, format_runs, index_runs, parse_indices, parse_runs
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import (
+    EntrySet,
+    format_runs,
+    index_runs,
+    parse_indices,
+    parse_runs,
+)
 from keyshard.errors import CheckpointError
 
 

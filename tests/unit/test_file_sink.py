@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from keyshard.core.hash_range import range_index
-from keyshard.core.key_slot import key_slot
-from keyshard.verify.file_sink import SinkCheck
+from keyshard.core.ring.hash_range import range_index
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.testing.verify.file_sink import SinkCheck
 
 SENT = {"a": 3, "b": 1}
 BATCHES = [{0: [("a", 0), ("a", 1)], 1: [("b", 0)]}, {0: [("a", 2)]}]

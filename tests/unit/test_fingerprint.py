@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from helpers import P0, block
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.fingerprint import CLOCK_SKEW_MS, check_ledgers, lowest_known_ledger
-from keyshard.core.window import Budget, Receipt, Window
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.fingerprint import CLOCK_SKEW_MS, check_ledgers, lowest_known_ledger
+from keyshard.core.window.window import Budget, Receipt, Window
 from keyshard.errors import TopicRecreatedError
 
 NOW = 1_000_000

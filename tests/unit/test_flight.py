@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from helpers import P0, block, wait_until
+from keyshard.arrow.columns import SCHEMA, record_batches
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -17,9 +18,8 @@ from keyshard.errors import (
     KeyShardError,
     WorkerUnreachableError,
 )
-from keyshard.runtime import flight
-from keyshard.runtime.flight import BatchServer, BatchTicket, read_batch
-from keyshard.schema.columns import SCHEMA, record_batches
+from keyshard.worker import flight
+from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
 
 ALL = tuple(SCHEMA.names)
 

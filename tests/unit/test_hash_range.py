@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from keyshard.core.hash_range import RING_SIZE, HashRange, range_index, split_ring
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange, range_index, split_ring
 from keyshard.errors import ConfigError
 
 COUNTS = [1, 2, 3, 7, 10, 16, 100, 1_000, 65_535, RING_SIZE]

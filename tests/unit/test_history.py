@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keyshard.errors import HistoryError
-from keyshard.verify.history import KINDS, Event, HistoryWriter, parse_range, read_history
+from keyshard.testing.verify.history import KINDS, Event, HistoryWriter, parse_range, read_history
 
 SENT = Event(1.5, "sent", topic="t", partition=0, ledger=3, entry=4, index=0, key="k", seq=5)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.verify.checkers import check
-from keyshard.verify.history import KINDS, Event, read_history
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import KINDS, Event, read_history
 
 TEXT = (Path(__file__).parents[2] / "docs" / "history.md").read_text()
 

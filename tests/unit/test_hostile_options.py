@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from keyshard import HandlerConfig, KeyShardSource
-from keyshard.broker.admin import PulsarAdmin
-from keyshard.config import SourceConfig
-from keyshard.connection import Connection
-from keyshard.core.checkpoint import Checkpoint
+from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.config.connection import Connection
+from keyshard.config.source import SourceConfig
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunningError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.redaction import redacted, shown
-from keyshard.runtime.flight import BatchTicket
+from keyshard.worker.flight import BatchTicket
 from spark_adapter.options import OPTIONS, parse_options
 
 SECRET = "pa55word"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.key_slot import key_slot, routing_key
+from keyshard.core.ring.key_slot import key_slot, routing_key
 
 
 def murmur3_32(data: bytes) -> int:

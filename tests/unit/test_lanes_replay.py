@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.hash_range import range_index, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.core.lanes import Lanes
-from keyshard.core.letters import Kind, Letter, Resting
+from keyshard.core.dead_letter.letters import Letter, LetterKind, Resting
+from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import range_index, split_ring
+from keyshard.core.ring.key_slot import key_slot
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 NOW = datetime(2024, 5, 1, tzinfo=timezone.utc)
@@ -24,7 +24,7 @@ def message(number: int, key: str = "k") -> Message:
 
 
 def resting(number: int, key: str = "k") -> Resting:
-    letter = Letter(message(number, key), "keyshard", Kind.PARKED, 1, "broken")
+    letter = Letter(message(number, key), "keyshard", LetterKind.PARKED, 1, "broken")
     return Resting(EntryId(9, number), letter)
 
 
@@ -52,9 +52,9 @@ def test_an_inserted_letter_is_next_and_completes_no_entry() -> None:
         lanes.insert(resting(1))
         lanes.validate()
         assert run(lanes) == b"1"
-        assert lanes.take_completed() == {}
+        assert lanes.pop_completed() == {}
         assert [run(lanes) for _ in numbers] == [b"%d" % number for number in numbers]
-        assert lanes.take_completed() == (
+        assert lanes.pop_completed() == (
             {WHERE: [EntryId(1, n) for n in numbers]} if numbers else {}
         )
         assert lanes.next(0.0) is None

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from helpers import P0, P1, block, key_in
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.hash_range import split_ring
-from keyshard.core.layout import home_range, lay_out
-from keyshard.core.window import Budget, Window
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.layout import home_range, lay_out
+from keyshard.core.window.window import Budget, Window
 
 Entries = dict[TopicPartition, list[EntryBlock]]
 

@@ -6,10 +6,17 @@ from datetime import datetime, timezone
 
 import pytest
 
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.key_slot import key_slot
-from keyshard.core.letters import ERROR_CHARS_MAX, Kind, Letter, Marker, Sweep, parse
+from keyshard.core.dead_letter.letters import (
+    ERROR_CHARS_MAX,
+    Letter,
+    LetterKind,
+    Marker,
+    Sweep,
+    parse,
+)
 from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.key_slot import key_slot
 
 WHERE = TopicPartition("persistent://public/default/orders", 3)
 DEAD = "persistent://public/default/orders-keyshard-DLQ"
@@ -42,9 +49,9 @@ def read_back(letter: Letter, **changes: str) -> Letter | Marker | Sweep | None:
 
 @pytest.mark.parametrize("key", ["k", None])
 @pytest.mark.parametrize("ordering_key", ["o", None])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(LetterKind))
 def test_a_letter_is_read_back_as_it_was(
-    key: str | None, ordering_key: str | None, kind: Kind
+    key: str | None, ordering_key: str | None, kind: LetterKind
 ) -> None:
     letter = Letter(message(key, ordering_key), "billing", kind, 5, "ValueError: no")
     assert read_back(letter) == letter
@@ -53,7 +60,7 @@ def test_a_letter_is_read_back_as_it_was(
 
 
 def test_its_properties() -> None:
-    assert Letter(message(), "billing", Kind.PARKED, 5, "no").properties() == {
+    assert Letter(message(), "billing", LetterKind.PARKED, 5, "no").properties() == {
         "a": "1",
         "keyshard.kind": "parked",
         "keyshard.subscription": "billing",
@@ -67,27 +74,27 @@ def test_its_properties() -> None:
 
 
 def test_event_time_in_milliseconds() -> None:
-    letter = Letter(message(), "billing", Kind.PARKED, 5, "no")
+    letter = Letter(message(), "billing", LetterKind.PARKED, 5, "no")
     assert letter.event_ms == 1_714_564_800_123
-    unset = Letter(message()._replace(event_time=None), "billing", Kind.PARKED, 5, "no")
+    unset = Letter(message()._replace(event_time=None), "billing", LetterKind.PARKED, 5, "no")
     assert unset.event_ms == 0
 
 
 def test_a_long_error_is_cut() -> None:
-    letter = Letter(message(), "billing", Kind.PARKED, 5, "x" * 100_000)
+    letter = Letter(message(), "billing", LetterKind.PARKED, 5, "x" * 100_000)
     assert letter.properties()["keyshard.error"] == "x" * ERROR_CHARS_MAX
 
 
 def test_a_letter_of_a_letter_tells_of_the_newer_one() -> None:
-    older = Letter(message(), "billing", Kind.PARKED, 5, "older")
+    older = Letter(message(), "billing", LetterKind.PARKED, 5, "older")
     found = older.message._replace(topic=DEAD, partition=-1, properties=older.properties())
-    newer = Letter(found, "audit", Kind.REJECTED, 1, "newer")
+    newer = Letter(found, "audit", LetterKind.REJECTED, 1, "newer")
     back = read_back(newer)
     assert isinstance(back, Letter)
     assert (back.error, back.message.topic, dict(back.message.properties)) == (
         "newer", DEAD, older.properties(),
     )  # fmt: skip
-    again = Letter(back.message, "third", Kind.REJECTED, 1, "newest")
+    again = Letter(back.message, "third", LetterKind.REJECTED, 1, "newest")
     third = read_back(again)
     assert isinstance(third, Letter)
     assert third.message.properties == back.message.properties
@@ -95,7 +102,7 @@ def test_a_letter_of_a_letter_tells_of_the_newer_one() -> None:
 
 def test_the_users_own_properties_are_kept_whatever_their_names() -> None:
     own = {"keyshard.kind": "mine", "keyshard.own.x": "1", "keyshard.": "2", "keyshard": "3"}
-    letter = Letter(message()._replace(properties=own), "billing", Kind.PARKED, 5, "no")
+    letter = Letter(message()._replace(properties=own), "billing", LetterKind.PARKED, 5, "no")
     assert read_back(letter) == letter
 
 
@@ -119,7 +126,7 @@ def test_other_messages_are_neither() -> None:
 
 @pytest.mark.parametrize("name", ["kind", "messageId", "attempts", "partition", "publishTime"])
 def test_a_damaged_letter_is_refused(name: str) -> None:
-    letter = Letter(message(), "billing", Kind.PARKED, 5, "no")
+    letter = Letter(message(), "billing", LetterKind.PARKED, 5, "no")
     with pytest.raises(ValueError, match=r"."):
         read_back(letter, **{f"keyshard.{name}": "?"})
 

@@ -9,8 +9,8 @@ from typing import get_type_hints
 import pytest
 
 from keyshard import HandlerConfig, Message
-from keyshard.core.key_slot import key_slot
-from keyshard.handlers.config import HandlerOptions
+from keyshard.config.handlers import HandlerOptions
+from keyshard.core.ring.key_slot import key_slot
 
 
 def test_a_message_for_a_test_is_like_one_of_a_source() -> None:

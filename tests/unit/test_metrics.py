@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from keyshard.core.timings import BOUNDS_S, Timings
+from keyshard.core.lanes.timings import BOUNDS_S, Timings
 from keyshard.errors import ConfigError
-from keyshard.handlers.metrics_server import MetricsServer
-from keyshard.metrics import METRICS, Kind, document
+from keyshard.observe.metrics import METRICS, MetricKind, document
+from keyshard.observe.metrics_server import MetricsServer
 from statuses import partition_status, range_status, status
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -68,14 +68,16 @@ def test_while_a_source_starts_what_is_not_known_is_missing() -> None:
 
 
 def test_the_document_is_that_of_the_table() -> None:
-    assert DOCS.read_text() == document(), "write it: python -m keyshard.metrics > docs/metrics.md"
+    assert DOCS.read_text() == document(), (
+        "write it: python -m keyshard.observe.metrics > docs/metrics.md"
+    )
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert re.fullmatch(r"keyshard_[a-z_]+", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
         assert metric.unit != "seconds" or metric.name.endswith("_seconds")
         assert metric.help.endswith(".")
 

@@ -13,9 +13,9 @@ import pytest
 
 from control_folder import own_control_folder
 from keyshard.cli import main, watching
-from keyshard.core.key_slot import key_slot
-from keyshard.core.timings import Timings
-from keyshard.handlers.control import ControlServer
+from keyshard.core.lanes.timings import Timings
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.observe.control import ControlServer
 from statuses import partition_status, range_status, status
 
 

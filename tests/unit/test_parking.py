@@ -7,10 +7,10 @@ import json
 import pytest
 
 from helpers import P0, P1
-from keyshard.core import parking
-from keyshard.core.entry import EntryId
+from keyshard.core.dead_letter import parking
+from keyshard.core.dead_letter.parking import Course, Parked, Parking, State
 from keyshard.core.message import MessageId
-from keyshard.core.parking import Course, Parked, Parking, State
+from keyshard.core.position.entry import EntryId
 from keyshard.errors import CheckpointError
 
 

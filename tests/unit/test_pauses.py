@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from helpers import block
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.pauses import Pauses
-from keyshard.core.settling import Proofs
-from keyshard.core.window import Budget, Window
+from keyshard.core.holes.settling import Proofs
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.window.pauses import Pauses
+from keyshard.core.window.window import Budget, Window
 
 P0, P1 = TopicPartition("persistent://t/n/a", 0), TopicPartition("persistent://t/n/a", 1)
 RANGES = 4

@@ -14,14 +14,14 @@ import pytest
 
 from helpers import P0, ids
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar import PulsarBroker, PulsarConsumer
-from keyshard.broker.pulsar_calls import Calls
-from keyshard.broker.pulsar_errors import translated
-from keyshard.broker.pulsar_producer import PulsarProducer
-from keyshard.connection import Connection
-from keyshard.core.client_queue import POLLED_MAX
-from keyshard.core.entry import EntryId
-from keyshard.core.hash_range import split_ring
+from keyshard.broker.pulsar.broker import PulsarBroker, PulsarConsumer
+from keyshard.broker.pulsar.calls import Calls
+from keyshard.broker.pulsar.errors import translated
+from keyshard.broker.pulsar.producer import PulsarProducer
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.client_queue import POLLED_MAX
 from keyshard.errors import BrokerUnavailableError, TopicNotFoundError
 
 REQUEUE_OPTIONS = {
@@ -109,7 +109,7 @@ class RecordedClient:
 def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     client = RecordedClient()
     monkeypatch.setattr(pulsar, "Client", lambda *_, **__: client)
-    monkeypatch.setattr("keyshard.broker.pulsar._Message", RawMessage)
+    monkeypatch.setattr("keyshard.broker.pulsar.broker._Message", RawMessage)
     return client
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from helpers import P0, P1, FakeConsumer, block, ids, wait_until
-from keyshard.core.assembly import EntryAssembly
-from keyshard.core.client_queue import ClientQueue
-from keyshard.core.entry import EntryBlock, TopicPartition
-from keyshard.core.hash_range import split_ring
+from keyshard.core.position.assembly import EntryAssembly
+from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
-from keyshard.runtime import receiver
-from keyshard.runtime.receiver import RangeConsumer, Receiver, Seat
+from keyshard.worker import receiver
+from keyshard.worker.receiver import OwnedRange, RangeConsumer, Receiver
 
 RING = split_ring(1)[0]
 
@@ -29,8 +29,8 @@ class FakeSink:
         self.next_consumers: list[FakeConsumer] = []
         self.error: BaseException | None = None
 
-    def is_paused(self, seat: Seat) -> bool:
-        return seat.topic_partition in self.full
+    def is_paused(self, owned_range: OwnedRange) -> bool:
+        return owned_range.topic_partition in self.full
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         if self.error is not None:
@@ -82,7 +82,7 @@ def lane_of(
     *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
 ) -> tuple[RangeConsumer, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
-    return RangeConsumer(Seat(where, 0, RING), consumer, ClientQueue(10**6, 100)), consumer
+    return RangeConsumer(OwnedRange(where, 0, RING), consumer, ClientQueue(10**6, 100)), consumer
 
 
 def part(entry: int, *indices: int, of: int) -> EntryBlock:
@@ -156,7 +156,7 @@ def test_who_is_dropped_takes_its_successor_with_it(start: Started) -> None:
     made = start(range_consumer)
     wait_until(lambda: range_consumer.ringing is lost)
     successor = range_consumer.successor = FakeConsumer()
-    assert made.drop({range_consumer.seat}).done.wait(10)
+    assert made.drop({range_consumer.owned_range}).done.wait(10)
     assert lost.closed
     assert successor.closed
 
@@ -298,7 +298,7 @@ def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
     running.add([other])
     wait_until(lambda: start.sink.of(range_consumer) and start.sink.of(other))
     assert running.range_consumers == 2
-    assert running.drop({Seat(P1, 0, RING)}).done.wait(5)
+    assert running.drop({OwnedRange(P1, 0, RING)}).done.wait(5)
     assert (added.closed, consumer.closed) == (True, False)
     assert running.range_consumers == 1
     received = added.received
@@ -313,9 +313,9 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
         def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
             raise BrokerError("the broker is away")
 
-    range_consumer = RangeConsumer(Seat(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
     running = start(range_consumer)
-    assert running.drop({Seat(P0, 0, RING)}).done.wait(5)
+    assert running.drop({OwnedRange(P0, 0, RING)}).done.wait(5)
     assert running.range_consumers == 0
     assert start.sink.failures == []
 
@@ -329,16 +329,16 @@ def test_an_order_to_close_is_taken_back_before_it_begins(start: Started) -> Non
             leave.wait(20)
             return super().receive(timeout_ms)
 
-    seat = Seat(P0, 0, RING)
+    owned_range = OwnedRange(P0, 0, RING)
     consumer = Slow()
-    running = start(RangeConsumer(seat, consumer, ClientQueue(10**6, 1)))
+    running = start(RangeConsumer(owned_range, consumer, ClientQueue(10**6, 1)))
     assert entered.wait(5)
-    drop = running.drop({seat})
+    drop = running.drop({owned_range})
     assert running.keep(drop)
     leave.set()
     wait_until(lambda: consumer.bell)
     assert (consumer.closed, drop.closed, drop.done.is_set()) == (False, set(), False)
-    again = running.drop({seat})
+    again = running.drop({owned_range})
     assert again.done.wait(5)
-    assert again.closed == {seat}
+    assert again.closed == {owned_range}
     assert not running.keep(again), "it is done"

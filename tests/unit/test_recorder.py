@@ -10,14 +10,14 @@ import pytest
 from helpers import P0, block
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.port import Consumer, StartPosition
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.hash_range import RING_SIZE, split_ring
-from keyshard.core.key_slot import key_slot
-from keyshard.core.layout import lay_out
-from keyshard.verify.check_workers import ring_coverage, routing
-from keyshard.verify.history import Event
-from keyshard.verify.recorder import part_range
-from keyshard.verify.recording_broker import RecordingBroker, message_name
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.ring.hash_range import RING_SIZE, split_ring
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.window.layout import lay_out
+from keyshard.testing.verify.check_workers import ring_coverage, routing
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recorder import part_range
+from keyshard.testing.verify.recording_broker import RecordingBroker, message_name
 
 RING = split_ring(1)[0]
 

@@ -6,13 +6,13 @@ import threading
 from typing import Any
 
 from helpers import P0, FakeConsumer, config
-from keyshard.core.assembly import EntryAssembly
-from keyshard.core.client_queue import ClientQueue
-from keyshard.core.entry import EntryId
-from keyshard.core.hash_range import split_ring
+from keyshard.core.position.assembly import EntryAssembly
+from keyshard.core.position.entry import EntryId
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import RangeConflictError
-from keyshard.runtime.receiver import RangeConsumer, Seat
-from keyshard.runtime.subscribe import reopen_range_consumer
+from keyshard.worker.receiver import OwnedRange, RangeConsumer
+from keyshard.worker.subscribe import reopen_range_consumer
 
 
 class OneOwner:
@@ -33,7 +33,7 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
     broker: Any = OneOwner(old)
     assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1)})
     range_consumer = RangeConsumer(
-        Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly
+        OwnedRange(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly
     )
     reopen_range_consumer(broker, config("t"), range_consumer, threading.Event())
     assert broker.overlaps == 0
@@ -47,7 +47,7 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
 def test_a_successor_that_was_subscribed_meanwhile_takes_the_place() -> None:
     old, successor = FakeConsumer(), FakeConsumer()
     range_consumer = RangeConsumer(
-        Seat(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), successor=successor
+        OwnedRange(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), successor=successor
     )
 
     class Taken:

@@ -17,9 +17,9 @@ from keyshard.broker.memory import (
     MemoryReader,
     Message,
 )
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -27,8 +27,8 @@ from keyshard.errors import (
     ReplayTimeoutError,
     TopicRecreatedError,
 )
-from keyshard.runtime import replay as replay_module
-from keyshard.runtime.replay import replay
+from keyshard.reading import replay as replay_module
+from keyshard.reading.replay import replay
 
 
 def end_of(

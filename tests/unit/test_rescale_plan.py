@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.assignment import assign, reassign
-from keyshard.core.hash_range import RING_SIZE
-from keyshard.core.rescale_plan import Ceiling, RescalePlan
+from keyshard.core.ring.assignment import assign, reassign
+from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
 from keyshard.errors import ConfigError
 
 

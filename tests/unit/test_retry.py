@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from keyshard.broker.retry import retry_until
 from keyshard.errors import BrokerError, BrokerUnavailableError, RangeConflictError
-from keyshard.runtime.retry import retry_until
 
 
 def failing(*errors: BaseException) -> tuple[Callable[[], str], list[int]]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.checkpoint import PartitionCheckpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.settling import (
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.holes.settling import (
     FIRST,
     Lasting,
     LedgerEnd,
@@ -18,6 +15,9 @@ from keyshard.core.settling import (
     proofs_of_ledgers,
     settle,
 )
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
 
 
 def state(delivered: str, floor: tuple[int, int] | None = None) -> PartitionCheckpoint:

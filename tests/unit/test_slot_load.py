@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core import slot_load
-from keyshard.core.key_slot import key_slot
-from keyshard.core.slot_load import SlotLoad
+from keyshard.core.ring import slot_load
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.ring.slot_load import SlotLoad
 
 
 def test_messages_are_counted_by_slot_and_key() -> None:

@@ -11,8 +11,8 @@ import keyshard
 from helpers import wait_until
 from keyshard import Checkpoint, KeyShardSource, SourceStream
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import BatchReleasedError, CheckpointError, ConfigError, RuntimeStoppedError
-from keyshard.runtime.coordinator import Coordinator
 
 CLUSTER = MemoryCluster()
 

@@ -11,10 +11,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from helpers import config, wait_until
 from keyshard import Checkpoint, KeyShardSource
+from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import AsyncProgressError, CheckpointMismatchError, UnsupportedTriggerError
-from keyshard.runtime.coordinator import Coordinator
-from keyshard.schema.columns import SCHEMA
 from spark_adapter import stream_reader
 from spark_adapter.stream_reader import KeyShardStreamReader
 

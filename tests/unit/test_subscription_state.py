@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.hash_range import HashRange, gaps, split_ring
+from keyshard.core.ring.hash_range import HashRange, gaps, split_ring
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.broker_state import BrokerState
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.target import Gap, Target, gaps
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.target import Gap, Target, gaps
 
 
 def found(delivered: str, after: EntryId | None, target: EntryId) -> list[tuple[str, str]]:

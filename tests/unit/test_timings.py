@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.timings import Timings
+from keyshard.core.lanes.timings import Timings
 
 
 @pytest.mark.parametrize(

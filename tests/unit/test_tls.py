@@ -9,9 +9,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from keyshard import Connection
-from keyshard.broker.tls import tls_context, tls_error
-from keyshard.devbroker.security import Authority
+from keyshard.broker.pulsar.tls import tls_context, tls_error
 from keyshard.errors import ConfigError
+from keyshard.testing.devbroker.security import Authority
 
 URL = "pulsar+ssl://broker:6651"
 

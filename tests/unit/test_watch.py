@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from helpers import P0, block
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.hash_range import split_ring
-from keyshard.core.window import Budget, Window
+from keyshard.coordinator import watch
+from keyshard.coordinator.watch import Watch
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.window import Budget, Window
 from keyshard.errors import MisroutedError
-from keyshard.runtime import watch
-from keyshard.runtime.receiver import Seat
-from keyshard.runtime.watch import Watch
+from keyshard.worker.receiver import OwnedRange
 
-SEAT = Seat(P0, 0, split_ring(4)[0])
+SEAT = OwnedRange(P0, 0, split_ring(4)[0])
 
 
 class Clock:

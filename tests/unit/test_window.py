@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 
 from helpers import P0, P1, P2, block, ids, key_in
-from keyshard.core.assignment import assign, slot_owners
-from keyshard.core.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.hash_range import split_ring
-from keyshard.core.partition_window import ROW_OVERHEAD_BYTES
-from keyshard.core.window import Budget, Receipt, Window
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.assignment import assign, slot_owners
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.partition_window import ROW_OVERHEAD_BYTES
+from keyshard.core.window.window import Budget, Receipt, Window
 from keyshard.errors import BatchUnknownError, TopicRecreatedError
 
 START = Checkpoint("c", "s", 4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers import P0, block
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId
-from keyshard.core.entry_set import EntrySet
-from keyshard.core.settling import Proofs
-from keyshard.core.window import Budget, Window
+from keyshard.core.holes.settling import Proofs
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.window.window import Budget, Window
 
 
 @pytest.mark.parametrize(

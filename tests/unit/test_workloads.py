@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from keyshard.broker import admin_http
+from keyshard.broker.pulsar import admin_http
 from keyshard.errors import AdminError, AuthorizationError, BrokerUnavailableError, ConfigError
-from keyshard.verify import workloads
-from keyshard.verify.workloads import Workload, create_partitioned_topic, parse_value
+from keyshard.testing.verify import workloads
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, parse_value
 
 
 def test_the_same_description_gives_the_same_messages() -> None:

@@ -6,17 +6,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import Protocol
 
+from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import MemoryCluster, MemoryProducer
 from keyshard.broker.port import Producer, Reader
-from keyshard.core.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.letters import REPLAYED, RUNS_AGAIN, Letter, Marker, RunsAgain, Sweep, parse
+from keyshard.core.dead_letter.letters import (
+    REPLAYED,
+    RUNS_AGAIN,
+    Letter,
+    Marker,
+    RunsAgain,
+    Sweep,
+    parse,
+)
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError
-from keyshard.schema.messages import messages_of
 from tests.simulation.handling.faults import Step
 from tests.simulation.handling.promises import Promises
 from tests.simulation.network import Client, Consumer, Network
 from tests.simulation.network import _Reader as CutReader
-from tests.simulation.record import Record, Seat, parse_value
+from tests.simulation.record import OwnedRange, Record, parse_value
 from tests.simulation.scheduler import Process, Scheduler
 
 
@@ -28,21 +36,21 @@ def is_dead_letters(where: TopicPartition) -> bool:
 class HandlerRecord(Record):
     """The history of a program: what passes at its dead-letter topic is none of it."""
 
-    def delivered(self, seat: Seat, blocks: Iterable[EntryBlock]) -> None:
-        if not is_dead_letters(seat.topic_partition):
-            super().delivered(seat, blocks)
+    def delivered(self, owned_range: OwnedRange, blocks: Iterable[EntryBlock]) -> None:
+        if not is_dead_letters(owned_range.topic_partition):
+            super().delivered(owned_range, blocks)
 
-    def acked(self, seat: Seat, entries: Iterable[EntryId]) -> None:
-        if not is_dead_letters(seat.topic_partition):
-            super().acked(seat, entries)
+    def acked(self, owned_range: OwnedRange, entries: Iterable[EntryId]) -> None:
+        if not is_dead_letters(owned_range.topic_partition):
+            super().acked(owned_range, entries)
 
-    def gained(self, seat: Seat) -> None:
-        if not is_dead_letters(seat.topic_partition):
-            super().gained(seat)
+    def gained(self, owned_range: OwnedRange) -> None:
+        if not is_dead_letters(owned_range.topic_partition):
+            super().gained(owned_range)
 
-    def lost(self, seat: Seat) -> None:
-        if not is_dead_letters(seat.topic_partition):
-            super().lost(seat)
+    def lost(self, owned_range: OwnedRange) -> None:
+        if not is_dead_letters(owned_range.topic_partition):
+            super().lost(owned_range)
 
 
 class HandlerNetwork(Network):

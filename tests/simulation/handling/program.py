@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
-from keyshard.core.letters import Letter, Marker, RunsAgain, Sweep
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.dead_letter.letters import Letter, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
 from keyshard.errors import (
     BrokerError,
@@ -22,7 +23,6 @@ from keyshard.errors import (
     RuntimeStoppedError,
 )
 from keyshard.handlers.batches import Batch
-from keyshard.runtime.coordinator import Coordinator
 from tests.simulation.handling.faults import Step
 from tests.simulation.handling.messages import Fates
 from tests.simulation.handling.network import HandlerClient, HandlerNetwork, HandlerRecord

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from keyshard.core.checkpoint import Checkpoint
-from keyshard.core.entry import EntryId, TopicPartition
-from keyshard.core.letters import Kind, Letter, Marker, RunsAgain, Sweep
+from keyshard.core.dead_letter.letters import Letter, LetterKind, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
 
 
 class Name(NamedTuple):
@@ -114,7 +114,7 @@ class Promises:
             return
         message = found.message
         name = Name(message.topic, message.partition, message.message_id)
-        if found.kind is not Kind.PARKED:
+        if found.kind is not LetterKind.PARKED:
             self.kept[position] = name
             self.completed(name)
             return

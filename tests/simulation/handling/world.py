@@ -9,11 +9,12 @@ from random import Random
 from typing import Any
 
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.connection import Connection
-from keyshard.core.entry import TopicPartition
+from keyshard.config.connection import Connection
 from keyshard.core.message import MessageId
-from keyshard.handlers import batches, monitor, run
-from keyshard.verify.checkers import check
+from keyshard.core.position.entry import TopicPartition
+from keyshard.handlers import batches, run
+from keyshard.observe import monitor
+from keyshard.testing.verify.checkers import check
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import is_dead_letters
 from tests.simulation.handling.program import Program

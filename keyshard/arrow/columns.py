@@ -1,0 +1,130 @@
+"""The columns of a source, and how entries become Arrow record batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather
+from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.window.layout import Located
+
+ROWS_PER_BATCH_MAX = 10_000
+"""Most rows of one record batch, unless one entry has more."""
+BYTES_PER_BATCH_MAX = 8 * 1024 * 1024
+"""Payload after which a record batch ends."""
+
+SCHEMA = pa.schema([
+    pa.field("value", pa.binary()),
+    pa.field("__key", pa.string()),
+    pa.field("__topic", pa.string()),
+    pa.field("__partition", pa.int32()),
+    pa.field("__messageId", pa.string()),
+    pa.field("__publishTime", TIME),
+    pa.field("__eventTime", TIME),
+    pa.field("__properties", PROPERTIES),
+    pa.field("__slot", pa.int32()),
+])  # fmt: skip
+"""All columns: value, partition key (null when keyless), topic without the partition suffix,
+partition (-1 when not partitioned), ``ledger:entry:index``, publish and event time (null when unset
+and for a number that is no time, which then is a property), properties, and the slot on the ring
+(null when keyless; for a key set as bytes that of its base64 text, because a batch that is read
+again must have the same rows)."""
+
+
+def _repeated(
+    blocks: Sequence[Located], what: Callable[[TopicPartition], Any], kind: pa.DataType
+) -> pa.Array:
+    """A constant per topic partition, repeated for its rows; entries are sorted by partition."""
+    parts: list[pa.Array] = []
+    current: TopicPartition | None = None
+    rows = 0
+    for topic_partition, block in blocks:
+        if topic_partition != current and current is not None:
+            parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
+            rows = 0
+        current = topic_partition
+        rows += block.rows
+    if current is not None:
+        parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
+    return pa.concat_arrays(parts)
+
+
+def _topics(blocks: Sequence[Located]) -> pa.Array:
+    return _repeated(blocks, lambda topic_partition: topic_partition.topic, pa.string())
+
+
+def _partitions(blocks: Sequence[Located]) -> pa.Array:
+    return _repeated(blocks, lambda topic_partition: topic_partition.partition, pa.int32())
+
+
+def _message_ids(blocks: Sequence[Located]) -> pa.Array:
+    texts: list[str] = []
+    for _, block in blocks:
+        prefix = f"{block.id.ledger}:{block.id.entry}:"
+        texts.extend([f"{prefix}{index}" for index in block.indices])
+    return pa.array(texts, pa.string())
+
+
+def _publish_times(blocks: Sequence[Located]) -> pa.Array:
+    times: list[int | None] = []
+    for _, block in blocks:
+        times.extend([block.publish_ms or None] * block.rows)
+    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(TIME)
+
+
+def _slots(blocks: Sequence[Located]) -> pa.Array:
+    return pa.array([slot for _, block in blocks for slot in block.text_slots], pa.int32())
+
+
+_BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
+    "__topic": _topics,
+    "__partition": _partitions,
+    "__messageId": _message_ids,
+    "__publishTime": _publish_times,
+    "__slot": _slots,
+}
+
+
+def select(names: Sequence[str]) -> pa.Schema:
+    """The schema of the named columns, in their order; ``KeyError`` for an unknown name."""
+    return pa.schema([SCHEMA.field(name) for name in names])
+
+
+def record_batches(
+    blocks: Sequence[Located], names: Sequence[str] = tuple(SCHEMA.names)
+) -> Iterator[pa.RecordBatch]:
+    """Convert entries, in their order, into record batches.
+
+    Args:
+        blocks: Entries with their topic partition; those of one partition lie together.
+        names: Columns wanted; the others cost nothing.
+
+    Yields:
+        Batches of at most :data:`ROWS_PER_BATCH_MAX` rows and about
+        :data:`BYTES_PER_BATCH_MAX` of payload, unless one entry is larger.
+    """
+    schema = select(names)
+    content = [name for name in names if name in CONTENT.names]
+    for part in _portions(blocks):
+        arrays = gather([block for _, block in part], content)
+        arrays |= {name: _BUILDERS[name](part) for name in names if name in _BUILDERS}
+        yield pa.RecordBatch.from_arrays([arrays[name] for name in names], schema=schema)
+
+
+def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:
+    part: list[Located] = []
+    rows = size = 0
+    for located in blocks:
+        block: EntryBlock = located[1]
+        rows_after, size_after = rows + block.rows, size + block.payload_bytes
+        if part and (rows_after > ROWS_PER_BATCH_MAX or size_after > BYTES_PER_BATCH_MAX):
+            yield part
+            part, rows, size = [], 0, 0
+        part.append(located)
+        rows += block.rows
+        size += block.payload_bytes
+    if part:
+        yield part

@@ -1,0 +1,185 @@
+"""The content of messages, packed into Arrow columns as soon as they arrive.
+
+A window holds hundreds of thousands of messages. As columns they take little more than their bytes,
+and the garbage collector has nothing to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+
+from keyshard.arrow.metadata import is_time, readable_times
+from keyshard.core.position.entry import EntryBlock, EntryId, Part
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import differing, routing_key, slots_of
+
+TIME = pa.timestamp("us", tz="UTC")
+PROPERTIES = pa.map_(pa.string(), pa.string())
+CONTENT = pa.schema([
+    pa.field("value", pa.binary()),
+    pa.field("__key", pa.string()),
+    pa.field("__orderingKey", pa.string()),
+    pa.field("__eventTime", TIME),
+    pa.field("__properties", PROPERTIES),
+])  # fmt: skip
+"""What only the messages themselves tell; the other columns follow from where an entry lies."""
+PROPERTYLESS_MAX = 10_000
+"""Most messages of a delivery that share one empty column when none of them has a property: making
+one costs as much as the keys and values of a hundred messages."""
+
+
+def pack(
+    values: Sequence[bytes],
+    partition_keys: Sequence[str | None],
+    ordering_keys: Sequence[str | None],
+    event_ms: Sequence[int],
+    properties: Sequence[Mapping[str, str]],
+) -> pa.RecordBatch:
+    """Content of the messages of one delivery, in their order.
+
+    Args:
+        values: Payloads.
+        partition_keys: ``None`` for a message without key.
+        ordering_keys: ``None`` or empty for a message without one.
+        event_ms: Event times, milliseconds since the epoch; 0 when unset, each a time.
+        properties: Properties, mostly empty.
+
+    Returns:
+        A record batch of :data:`CONTENT`.
+    """
+    arrays = [
+        pa.array(values, pa.binary()),
+        pa.array(partition_keys, pa.string()),
+        _ordering_keys(ordering_keys),
+        _event_times(event_ms),
+        _properties(properties),
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=CONTENT)
+
+
+def entry_block(
+    entry_id: EntryId,
+    *,
+    batch_size: int,
+    batched: bool,
+    indices: Sequence[int],
+    values: Sequence[bytes],
+    partition_keys: Sequence[str | None],
+    ordering_keys: Sequence[str | None],
+    publish_ms: int,
+    event_ms: Sequence[int],
+    properties: Sequence[Mapping[str, str]],
+    came_to: HashRange | None = None,
+) -> EntryBlock:
+    """A block with content of its own; see :class:`~keyshard.core.position.entry.EntryBlock`.
+
+    Args:
+        ordering_keys: ``None`` for a message without one.
+        came_to: Range whose consumer received it; ``None`` at a Reader.
+    """
+    slot, mixed_slots, keys_of_bytes = slots_of(
+        list(map(routing_key, partition_keys, ordering_keys)),
+        came_to if ordering_keys[0] is None else None,
+    )
+    unreadable = 0
+    if not (all(map(is_time, event_ms)) and is_time(publish_ms)):
+        times = readable_times(event_ms, [publish_ms] * len(values), list(map(dict, properties)))
+        event_ms, (publish_ms, *_), properties, wrong = times
+        unreadable = sum(wrong)
+    content = pack(values, partition_keys, ordering_keys, event_ms, properties)
+    return EntryBlock(
+        entry_id,
+        batch_size,
+        batched,
+        indices,
+        slot,
+        mixed_slots,
+        publish_ms,
+        sum(map(len, values)),
+        (Part(content, 0, len(values)),),
+        keys_of_bytes=keys_of_bytes,
+        unreadable=unreadable,
+    )
+
+
+def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
+    """The messages of a block that have one of some batch indices."""
+    rows = [(part, row) for part in block.parts for row in range(part.rows)]
+    kept = [i for i, index in enumerate(block.indices) if index in indices]
+    slots = [block.slots[i] for i in kept]
+    parts = tuple(
+        Part(part.content, part.start + row, 1) for part, row in map(rows.__getitem__, kept)
+    )
+    return EntryBlock(
+        block.id,
+        block.batch_size,
+        block.batched,
+        [block.indices[i] for i in kept],
+        slots[0],
+        differing(slots),
+        block.publish_ms,
+        sum(len(part.content.column(0)[part.start].as_buffer()) for part in parts),
+        parts,
+        block.redelivered,
+        block.keys_of_bytes,
+    )
+
+
+def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
+    """Columns of :data:`CONTENT`, by name, for all messages of some blocks in their order."""
+    runs = _runs(blocks) if names else []
+    return {
+        name: pa.concat_arrays(
+            [part.content.column(position).slice(part.start, part.rows) for part in runs]
+        )
+        for name, position in zip(names, map(CONTENT.get_field_index, names), strict=True)
+    }
+
+
+def _runs(blocks: Sequence[EntryBlock]) -> list[Part]:
+    """Parts of some blocks; what lies together becomes one."""
+    runs: list[Part] = []
+    for block in blocks:
+        for part in block.parts:
+            last = runs[-1] if runs else None
+            if last and part.content is last.content and part.start == last.start + last.rows:
+                runs[-1] = Part(last.content, last.start, last.rows + part.rows)
+            else:
+                runs.append(part)
+    return runs
+
+
+def _ordering_keys(keys: Sequence[str | None]) -> pa.Array:
+    if not any(keys):
+        return pa.nulls(len(keys), pa.string())
+    return pa.array([key or None for key in keys], pa.string())
+
+
+def _event_times(event_ms: Sequence[int]) -> pa.Array:
+    if not any(event_ms):
+        return pa.nulls(len(event_ms), TIME)
+    return pa.array([time or None for time in event_ms], pa.timestamp("ms", tz="UTC")).cast(TIME)
+
+
+def _properties(properties: Sequence[Mapping[str, str]]) -> pa.Array:
+    if not any(properties) and len(properties) <= len(_NO_PROPERTIES):
+        return _NO_PROPERTIES.slice(0, len(properties))
+    offsets = [0] * (len(properties) + 1)
+    keys: list[str] = []
+    items: list[str] = []
+    for row, own in enumerate(properties):
+        keys.extend(own.keys())
+        items.extend(own.values())
+        offsets[row + 1] = len(keys)
+    return _map(offsets, keys, items)
+
+
+def _map(offsets: list[int], keys: list[str], items: list[str]) -> pa.Array:
+    return pa.MapArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(items, pa.string())
+    )
+
+
+_NO_PROPERTIES = _map([0] * (PROPERTYLESS_MAX + 1), [], [])

@@ -1,0 +1,142 @@
+"""The admin interface of the in-memory broker, under the same contract tests as the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory.dispatch import Subscription
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
+
+
+class MemoryAdmin:
+    """Answers of a :class:`~keyshard.broker.memory.MemoryCluster`, as ``PulsarAdmin`` gives them.
+
+    Args:
+        cluster: The broker's side.
+        name: Name of the cluster.
+    """
+
+    def __init__(self, cluster: MemoryCluster, name: str = "memory") -> None:
+        self._cluster = cluster
+        self._name = name
+
+    def cluster(self) -> str:
+        return self._name
+
+    def partition_count(self, topic: str) -> int | None:
+        found = self._cluster.topics().get(topic)
+        if found is None or TopicPartition.parse(topic).partition >= 0:
+            return None
+        return 0 if found[0].partition < 0 else len(found)
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        prefix = f"persistent://{tenant}/{namespace}/"
+        names = (name for name in self._cluster.topics() if name.startswith(prefix))
+        return {name for name in names if TopicPartition.parse(name).partition < 0}
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        with self._cluster.lock:
+            self._require(topic_partition)
+            return str(self._cluster.log(topic_partition).first_ledger)
+
+    def version(self) -> str:
+        return "4.0.8"
+
+    def settings(self) -> Mapping[str, str]:
+        unacked, look_ahead = self._cluster.unacked_limits, self._cluster.look_ahead
+        return {
+            "maxUnackedMessagesPerConsumer": str(unacked.per_consumer),
+            "maxUnackedMessagesPerSubscription": str(unacked.per_subscription),
+            "keySharedLookAheadMsgInReplayThresholdPerConsumer": str(look_ahead.per_consumer),
+            "keySharedLookAheadMsgInReplayThresholdPerSubscription": str(
+                look_ahead.per_subscription
+            ),
+        }
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None:
+        return self.subscriptions(topic_partition).get(subscription)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
+        with self._cluster.lock:
+            found = self._cluster.subscriptions(topic_partition)
+            return {name: _stats(one) for name, one in found.items()}
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        with self._cluster.lock:
+            where = self._topic_of(topic_partition)
+            if where is None:
+                return True
+            found = self._cluster.subscriptions(topic_partition)
+            if set(found) != {subscription} or found[subscription].connected:
+                return False
+            # A partition of a topic that has its metadata is no leftover.
+            if len(self._cluster.log(topic_partition)) or where != topic_partition.name:
+                return False
+            self._cluster.delete_topic(where)
+            return True
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None:
+        """Ledgers and cursor of a topic partition; ``None`` when there is no such topic."""
+        with self._cluster.lock:
+            try:
+                log = self._cluster.log(topic_partition)
+            except TopicNotFoundError:
+                return None
+            try:
+                cursor = self._cluster.subscription(topic_partition, subscription).cursor
+            except BrokerError:
+                return BrokerState(log.ledger_sizes)
+            marked = cursor.mark_delete
+            return BrokerState(
+                log.ledger_sizes,
+                log.id(marked) if marked >= 0 else EntryId(min(log.ledger_sizes), -1),
+                EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),
+            )
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        limits = self._cluster.unacked_limits
+        return limits.per_consumer, limits.per_subscription
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _topic_of(self, topic_partition: TopicPartition) -> str | None:
+        topics = self._cluster.topics().items()
+        return next((name for name, found in topics if topic_partition in found), None)
+
+    def _require(self, topic_partition: TopicPartition) -> None:
+        if self._topic_of(topic_partition) is None:
+            raise AdminError(f"{topic_partition} does not exist.")
+
+
+def _stats(found: Subscription) -> Mapping[str, Any]:
+    return {
+        "type": "Key_Shared",
+        "keySharedMode": "STICKY",
+        "allowOutOfOrderDelivery": False,
+        "isDurable": True,
+        "msgBacklog": found.backlog,
+        "msgInReplay": len(found.replay),
+        "nonContiguousDeletedMessagesRanges": found.cursor.holes,
+        "blockedSubscriptionOnUnackedMsgs": found.blocked,
+        "consumers": [
+            {
+                "consumerName": member.name,
+                "address": "memory",
+                "keyHashRangeArrays": [[member.hash_range.start, member.hash_range.end]],
+                "unackedMessages": member.unacked,
+                "blockedConsumerOnUnackedMsgs": member.blocked,
+            }
+            for member in found.members
+        ],
+    }

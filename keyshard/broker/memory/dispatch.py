@@ -1,0 +1,351 @@
+"""How the in-memory broker hands entries to consumers: one subscription of one topic partition.
+
+Private to :mod:`keyshard.broker.memory`, which documents the whole. Every method is called with the
+lock of the cluster held; nothing here waits, and nothing here knows a client.
+
+The rules are those of Pulsar 4.0's ``PersistentStickyKeyDispatcherMultipleConsumers``: order is
+kept per slot, and an entry that cannot go to its owner now waits in the replay queue with its slot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from keyshard.broker.memory.cursor import Cursor
+from keyshard.broker.memory.limits import LookAhead, UnackedLimits
+from keyshard.broker.memory.log import EntryLog, StoredEntry
+from keyshard.broker.memory.replay import ReplayQueue
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.errors import RangeConflictError
+
+READ_UNDER_WAY_EVERY = 3
+"""Every how many dispatches new entries are sent before what waits in the replay queue."""
+READ_UNDER_WAY_ENTRIES = 3
+"""How many of them."""
+
+
+class Delivery(NamedTuple):
+    """An entry on its way to a client, without the messages that are acknowledged already."""
+
+    entry: StoredEntry
+    indices: Sequence[int]
+
+
+class Pending(NamedTuple):
+    """An entry that was sent and is not acknowledged."""
+
+    slot: int
+    messages: int
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One connection of one consumer, as the broker sees it; a reconnect makes a new one."""
+
+    hash_range: HashRange
+    name: str
+    permits: int
+    """Messages the broker may still send; a batch may take it below zero."""
+    deliver: Callable[[Delivery], None]
+    """Puts something into the client's queue; it calls back nothing but :meth:`return_permits`."""
+    answers: Callable[[], bool]
+    """Asks whether its client is there; closes the connection, and so this member, if not."""
+    pending: dict[int, Pending] = field(default_factory=dict)
+    """What was sent and is not acknowledged, by ordinal."""
+    unacked: int = 0
+    """Messages of them."""
+    blocked: bool = False
+    """Whether it has as many as it may have; then permits count only from half of it on."""
+    withheld: int = 0
+    """Permits that came meanwhile."""
+
+    def return_permits(self, messages: int) -> None:
+        """Allow the broker to send more."""
+        if self.blocked:
+            self.withheld += messages
+        else:
+            self.permits += messages
+
+    def sent(self, ordinal: int, pending: Pending, limit: int) -> None:
+        """Count what was sent."""
+        known = self.pending.get(ordinal)
+        self.pending[ordinal] = pending
+        self.unacked += pending.messages - (known.messages if known else 0)
+        self.permits -= pending.messages
+        if limit and self.unacked >= limit:
+            self.blocked = True
+
+    def acked(self, ordinal: int, limit: int) -> Pending | None:
+        """Count what was acknowledged; ``None`` when it was not sent here."""
+        found = self.pending.pop(ordinal, None)
+        if found is not None:
+            self.unacked -= found.messages
+            if self.blocked and self.unacked <= limit // 2:
+                self.blocked = False
+                self.permits += self.withheld
+                self.withheld = 0
+        return found
+
+
+class Subscription:
+    """Cursor and dispatcher of one Key_Shared STICKY subscription on one topic partition.
+
+    Args:
+        log: The entries.
+        cursor: What is acknowledged.
+        look_ahead: When entries without a ready owner stop all ranges.
+        unacked_limits: When unacknowledged messages stop a range, or all.
+        now_ms: The clock, milliseconds.
+    """
+
+    def __init__(
+        self,
+        log: EntryLog,
+        cursor: Cursor,
+        look_ahead: LookAhead,
+        unacked_limits: UnackedLimits,
+        now_ms: Callable[[], int],
+    ) -> None:
+        self.log = log
+        self._look_ahead = look_ahead
+        self._limits = unacked_limits
+        self._now_ms = now_ms
+        self.cursor = cursor
+        self.replay = ReplayQueue()
+        self._members: list[Member] = []
+        self._starts: list[int] = []
+        self._read_next = cursor.mark_delete + 1
+        self._dispatches = 0
+        self._unacked = 0
+        self._blocked = False
+
+    @property
+    def backlog(self) -> int:
+        """Entries stored and not acknowledged."""
+        return len(self.log) - 1 - self.cursor.mark_delete - len(self.cursor.acked)
+
+    @property
+    def connected(self) -> int:
+        """Consumers that hold a range."""
+        return len(self._members)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Them."""
+        return tuple(self._members)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether so many messages are unacknowledged that nobody gets anything new."""
+        return self._blocked
+
+    @property
+    def unacked(self) -> int:
+        """Messages that were sent and are not acknowledged."""
+        return self._unacked
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the replay queue is so long that no range gets anything new."""
+        return len(self.replay) >= self._look_ahead.limit(len(self._members))
+
+    def join(self, member: Member) -> None:
+        """Give a member its range and send it what waits for it.
+
+        A member in its way whose client does not answer loses its range.
+
+        Raises:
+            RangeConflictError: Another member holds a part of the range, and its client answers.
+        """
+        wanted = member.hash_range
+        for other in list(self._members):
+            held = other.hash_range
+            overlaps = held.start <= wanted.end and wanted.start <= held.end
+            if overlaps and other in self._members and other.answers():
+                raise RangeConflictError(
+                    f"Range {wanted} overlaps range {held} of consumer {other.name!r}. "
+                    "Wait until it is closed, or use another subscription name.",
+                    wanted=str(wanted),
+                    held=str(held),
+                )
+        self._set_members([*self._members, member])
+        self.dispatch()
+
+    def leave(self, member: Member) -> None:
+        """Take a member's range away; what it has not acknowledged goes to the next owner."""
+        if member not in self._members:
+            return
+        self._set_members([other for other in self._members if other is not member])
+        if self._members:
+            for ordinal, pending in member.pending.items():
+                self.replay.add(ordinal, pending.slot, self._owner(pending.slot))
+        else:
+            self.replay.clear()
+            self._read_next = self.cursor.mark_delete + 1
+        member.pending.clear()
+        self._count(-member.unacked)
+        member.unacked = 0
+        self.dispatch()
+
+    def acknowledge(self, ordinals: Iterable[int]) -> None:
+        """Acknowledge entries, whoever received them, or nobody yet."""
+        self.cursor.write_if_due(self._now_ms())
+        for ordinal in ordinals:
+            self.cursor.ack(ordinal)
+            self._forget_pending(ordinal)
+        self._acknowledged()
+
+    def acknowledge_indices(self, ordinal: int, indices: Collection[int]) -> None:
+        """Acknowledge some messages of a batch, as a client with batch index acks does."""
+        entry = self.log.get(ordinal)
+        self.cursor.write_if_due(self._now_ms())
+        if entry and self.cursor.ack_indices(ordinal, indices, len(entry.messages)):
+            self._forget_pending(ordinal)
+        self._acknowledged()
+
+    def skip_trimmed(self) -> None:
+        """Regard what the log forgot as acknowledged."""
+        end = self.log.first
+        self._read_next = max(self._read_next, end)
+        self.cursor.advance(end - 1)
+        for member in self._members:
+            for ordinal in [ordinal for ordinal in member.pending if ordinal < end]:
+                self._forget_pending(ordinal)
+        self.replay.discard_up_to(self.cursor.mark_delete)
+        self.dispatch()
+
+    def restart(self, *, lossy: bool) -> None:
+        """Load the cursor again, without members; ``lossy``: only what was written of it."""
+        assert not self._members
+        self.cursor.write_if_due(self._now_ms())
+        if lossy:
+            self.cursor.forget()
+            self.cursor.advance(self.log.first - 1)
+        else:
+            self.cursor.write(self._now_ms())
+        self._read_next = self.cursor.mark_delete + 1
+        self._blocked = False
+
+    def deliver_again(self, ordinal: int) -> bool:
+        """Send an entry that was sent before once more; whether it was, and its slot has an owner.
+
+        One that waits in the replay queue is not sent: it would come before what it waits for.
+        """
+        entry = self.log.get(ordinal)
+        owner = self._owner(entry.slot) if entry and not entry.hidden else None
+        if entry is None or owner is None or ordinal >= self._read_next or ordinal in self.replay:
+            return False
+        owner.permits -= len(entry.messages)
+        owner.deliver(Delivery(entry, range(len(entry.messages))))
+        return True
+
+    def dispatch(self) -> None:
+        """Send what can be sent: first what waits in the replay queue, then new entries.
+
+        A real broker may have a read of new entries under way when permits arrive, and those are
+        sent first where their slot has nothing waiting. Here this happens every third time.
+        """
+        self._dispatches += 1
+        if self._dispatches % READ_UNDER_WAY_EVERY == 0:
+            self._read(self._read_next + READ_UNDER_WAY_ENTRIES)
+        for member in self._members:
+            while (
+                self._anybody_ready()
+                and self._is_ready(member)
+                and (ordinal := self.replay.pop(member)) is not None
+            ):
+                if not self.cursor.is_acked(ordinal):
+                    self._send(ordinal, member)
+        self._read(len(self.log))
+
+    def validate(self) -> None:
+        """Assert that every entry is in exactly one place."""
+        cursor, size = self.cursor, len(self.log)
+        assert -1 <= cursor.mark_delete < max(size, 1)
+        assert all(cursor.mark_delete + 1 < ordinal < size for ordinal in cursor.acked)
+        places = [self.replay.ordinals(), *(set(member.pending) for member in self._members)]
+        everywhere: set[int] = set().union(*places)
+        assert len(everywhere) == sum(map(len, places)), "an entry is in two places"
+        assert all(ordinal > cursor.mark_delete for ordinal in everywhere)
+        unread = range(cursor.mark_delete + 1, self._read_next)
+        unacked = {ordinal for ordinal in unread if ordinal not in cursor.acked}
+        assert everywhere - cursor.acked == unacked, "an entry is lost or invented"
+        assert self._unacked == sum(member.unacked for member in self._members)
+        for member in self._members:
+            assert all(one.slot in member.hash_range for one in member.pending.values())
+            assert member.unacked == sum(one.messages for one in member.pending.values())
+
+    def _read(self, end: int) -> None:
+        """Send or put into the replay queue new entries before an ordinal."""
+        while self._read_next < min(end, len(self.log)) and self._may_read():
+            ordinal = self._read_next
+            self._read_next += 1
+            entry = self.log.get(ordinal)
+            if entry is None or self.cursor.is_acked(ordinal):
+                continue
+            owner = self._owner(entry.slot)
+            if owner is None or not self._is_ready(owner) or self.replay.has_slot(entry.slot):
+                self.replay.add(ordinal, entry.slot, owner)
+            else:
+                self._send(ordinal, owner)
+
+    def _may_read(self) -> bool:
+        return not self.stalled and not self._blocked and self._anybody_ready()
+
+    def _anybody_ready(self) -> bool:
+        """A broker does not even look while every consumer is out of permits or blocked."""
+        return any(member.permits > 0 and not member.blocked for member in self._members)
+
+    def _is_ready(self, member: Member) -> bool:
+        limit = self._limits.per_consumer
+        return member.permits > 0 and not (limit and member.unacked >= limit)
+
+    def _send(self, ordinal: int, member: Member) -> None:
+        """Send an entry to its owner; one that nobody receives is acknowledged instead."""
+        entry = self.log.get(ordinal)
+        assert entry is not None
+        if entry.hidden:
+            self.cursor.ack(ordinal)
+            self.replay.discard_up_to(self.cursor.mark_delete)
+            return
+        acked = self.cursor.acked_indices(ordinal)
+        count = len(entry.messages)
+        indices = [i for i in range(count) if i not in acked] if acked else range(count)
+        member.sent(ordinal, Pending(entry.slot, len(indices)), self._limits.per_consumer)
+        self._count(len(indices))
+        member.deliver(Delivery(entry, indices))
+
+    def _forget_pending(self, ordinal: int) -> None:
+        for member in self._members:
+            found = member.acked(ordinal, self._limits.per_consumer)
+            if found is not None:
+                self._count(-found.messages)
+                return
+
+    def _count(self, messages: int) -> None:
+        """Count unacknowledged messages; from the limit on, until half of it, nothing is read."""
+        self._unacked += messages
+        limit = self._limits.per_subscription
+        if limit and self._unacked >= limit:
+            self._blocked = True
+        elif self._unacked < max(1, limit // 2):
+            self._blocked = False
+
+    def _acknowledged(self) -> None:
+        self.cursor.write_if_due(self._now_ms())
+        self.replay.discard_up_to(self.cursor.mark_delete)
+        self.dispatch()
+
+    def _owner(self, slot: int) -> Member | None:
+        index = bisect_right(self._starts, slot) - 1
+        if index >= 0 and slot in self._members[index].hash_range:
+            return self._members[index]
+        return None
+
+    def _set_members(self, members: list[Member]) -> None:
+        self._members = sorted(members, key=lambda member: member.hash_range)
+        self._starts = [member.hash_range.start for member in self._members]
+        self.replay.regroup(self._owner)

@@ -1,0 +1,284 @@
+"""What the in-memory broker stores: messages, entries, and the log of one topic partition.
+
+Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from keyshard.arrow.content import entry_block
+from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import key_slot, routing_key
+
+MARKER_SLOT = key_slot("pulsar.txn.marker--1")
+"""A broker writes every marker under one producer name and with one sequence id."""
+
+
+class Batching(str, Enum):
+    """How a producer forms entries of the messages of one ``publish``."""
+
+    NONE = "none"
+    """Every message is an entry of its own."""
+    BY_KEY = "by_key"
+    """One producer batch for each routing key."""
+    MIXED = "mixed"
+    """Producer batches in publish order whatever the key, as Pulsar batches by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as a producer hands it over."""
+
+    value: bytes
+    key: str | None = None
+    """Partition key; ``None`` for a keyless message, ``""`` for the empty key."""
+    ordering_key: str | None = None
+    properties: Mapping[str, str] = field(default_factory=dict)
+    event_ms: int = 0
+    """Event time, milliseconds since the epoch; 0 when unset."""
+    key_is_base64: bool = False
+    """Whether the partition key was set as bytes: ``key`` is their base64, and they are hashed."""
+
+    @property
+    def routing_key(self) -> str | None:
+        """The key that routes it: the ordering key, else the partition key."""
+        return routing_key(self.key, self.ordering_key)
+
+    @property
+    def hashed(self) -> str | bytes | None:
+        """What the broker hashes; ``None`` when keyless."""
+        if self.key_is_base64 and self.ordering_key is None and self.key is not None:
+            return b64decode(self.key)
+        return self.routing_key
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Which part of a chunked message an entry is."""
+
+    first: EntryId
+    """Entry of the first part."""
+    number: int
+    """Parts before it."""
+    count: int
+    """Parts in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """One entry as the broker holds it."""
+
+    ordinal: int
+    """Number of entries published to the topic partition before it; never used twice."""
+    id: EntryId
+    slot: int
+    batched: bool
+    messages: tuple[Message, ...]
+    publish_ms: int
+    hidden: bool = False
+    """Whether nobody receives or reads it: a marker, or data of an aborted transaction."""
+    chunk: Chunk | None = None
+    """What it is a part of; its only message is that part."""
+
+    def block(
+        self, indices: Sequence[int] | None = None, came_to: HashRange | None = None
+    ) -> EntryBlock:
+        """A fresh block of the messages with these indices; of all, when not given.
+
+        Args:
+            indices: Batch indices.
+            came_to: Range of the consumer that receives it; ``None`` for a Reader.
+        """
+        chosen = range(len(self.messages)) if indices is None else indices
+        messages = [self.messages[index] for index in chosen]
+        return entry_block(
+            self.id,
+            batch_size=len(self.messages),
+            batched=self.batched,
+            indices=list(chosen),
+            values=[message.value for message in messages],
+            # A client cannot tell an empty key from none.
+            partition_keys=[message.key or None for message in messages],
+            ordering_keys=[message.ordering_key or None for message in messages],
+            publish_ms=self.publish_ms,
+            event_ms=[message.event_ms for message in messages],
+            properties=[dict(message.properties) for message in messages],
+            came_to=came_to,
+        )
+
+
+class EntryLog:
+    """Entries of one topic partition, in ledgers.
+
+    Inside the broker an entry is named by its ordinal, so that ranges of entries need no ledger
+    sizes; ids are for the outside.
+
+    Args:
+        new_ledger: Gives the next ledger id of the cluster.
+        entries_per_ledger: Entries after which a ledger is closed and the next one is opened.
+    """
+
+    def __init__(self, new_ledger: Callable[[], int], entries_per_ledger: int) -> None:
+        self._new_ledger = new_ledger
+        self._entries_per_ledger = entries_per_ledger
+        self._ids: list[EntryId] = []
+        self._entries: list[StoredEntry | None] = []
+        self.first_ledger = new_ledger()
+        """Its first ledger ever: no other log of the cluster has the same."""
+        self._next_id = EntryId(self.first_ledger, 0)
+        self._sequence_ids: dict[str, int] = {}
+        self._first = 0
+        self.on_append: list[Callable[[], None]] = []
+        """Called after entries were appended; readers wait on it."""
+
+    def __len__(self) -> int:
+        """Entries ever published, also those that are trimmed."""
+        return len(self._entries)
+
+    @property
+    def last_id(self) -> EntryId | None:
+        """Id of the last entry published that somebody may receive; ``None`` without one."""
+        for entry_id, entry in zip(reversed(self._ids), reversed(self._entries), strict=True):
+            if entry is None or not entry.hidden:
+                return entry_id
+        return None
+
+    @property
+    def first(self) -> int:
+        """Ordinal of the first entry that is still stored, or the length when none is."""
+        return self._first
+
+    def append(
+        self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
+    ) -> StoredEntry:
+        """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        slot = self._slot(messages[0], producer, len(messages))
+        return self._store(messages, slot, publish_ms, batched=batched)
+
+    def append_hidden(
+        self, messages: Sequence[Message], *, producer: str, publish_ms: int
+    ) -> StoredEntry:
+        """Store an entry that nobody receives; a marker when it has no messages."""
+        slot = self._slot(messages[0], producer, len(messages)) if messages else MARKER_SLOT
+        return self._store(messages, slot, publish_ms, hidden=True)
+
+    def append_chunked(
+        self, message: Message, chunks: int, *, producer: str, publish_ms: int
+    ) -> list[StoredEntry]:
+        """Store one message as several entries, all with its slot."""
+        slot = self._slot(message, producer, 1)
+        size = -(-len(message.value) // chunks)
+        stored: list[StoredEntry] = []
+        for number in range(chunks):
+            part = replace(message, value=message.value[number * size : (number + 1) * size])
+            self._roll_if_full()
+            chunk = Chunk(stored[0].id if stored else self._next_id, number, chunks)
+            stored.append(self._store([part], slot, publish_ms, chunk=chunk))
+        return stored
+
+    def _slot(self, message: Message, producer: str, messages: int) -> int:
+        sequence_id = self._sequence_ids.get(producer, 0)
+        self._sequence_ids[producer] = sequence_id + messages
+        hashed = message.hashed
+        return key_slot(f"{producer}-{sequence_id}" if hashed is None else hashed)
+
+    def _store(
+        self,
+        messages: Sequence[Message],
+        slot: int,
+        publish_ms: int,
+        *,
+        batched: bool = False,
+        hidden: bool = False,
+        chunk: Chunk | None = None,
+    ) -> StoredEntry:
+        self._roll_if_full()
+        entry = StoredEntry(
+            ordinal=len(self._entries),
+            id=self._next_id,
+            slot=slot,
+            batched=batched,
+            messages=tuple(messages),
+            publish_ms=publish_ms,
+            hidden=hidden,
+            chunk=chunk,
+        )
+        self._ids.append(entry.id)
+        self._entries.append(entry)
+        self._next_id = EntryId(entry.id.ledger, entry.id.entry + 1)
+        return entry
+
+    def _roll_if_full(self) -> None:
+        if self._next_id.entry >= self._entries_per_ledger:
+            self.roll_ledger()
+
+    def roll_ledger(self) -> None:
+        """Close the ledger; the next entry opens another."""
+        self._next_id = EntryId(self._new_ledger(), 0)
+
+    def get(self, ordinal: int) -> StoredEntry | None:
+        """The entry, or ``None`` when it is trimmed."""
+        return self._entries[ordinal]
+
+    @property
+    def ledger_sizes(self) -> dict[int, int]:
+        """Entries of each ledger that is stored, ascending; the last takes the next entry."""
+        sizes = {}
+        for entry_id in self._ids[self._first :]:
+            sizes[entry_id.ledger] = entry_id.entry + 1
+        return {**sizes, self._next_id.ledger: self._next_id.entry}
+
+    def id(self, ordinal: int) -> EntryId:
+        """Id of an entry, also of one that is trimmed."""
+        return self._ids[ordinal]
+
+    def ordinal(self, entry_id: EntryId) -> int | None:
+        """Ordinal of an id, or ``None`` when no entry ever had it."""
+        ordinal = bisect_left(self._ids, entry_id)
+        found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
+        return ordinal if found else None
+
+    def only_hidden_from(self, ordinal: int) -> bool:
+        """Whether nothing from an ordinal on can be read."""
+        rest = (self._entries[i] for i in range(max(ordinal, self._first), len(self._entries)))
+        return all(entry is None or entry.hidden for entry in rest)
+
+    def first_from(self, entry_id: EntryId) -> int:
+        """Ordinal of the first stored entry at or after an id, or the length when none is."""
+        return max(self._first, bisect_left(self._ids, entry_id))
+
+    def trim(self, before: EntryId) -> None:
+        """Forget every entry before an id."""
+        end = self.first_from(before)
+        self._entries[self._first : end] = [None] * (end - self._first)
+        self._first = end
+
+    def validate(self) -> None:
+        """Assert that ids ascend and that exactly the entries before ``first`` are gone."""
+        assert len(self._ids) == len(self._entries)
+        assert all(a < b for a, b in zip(self._ids, self._ids[1:], strict=False)), "ids ascend"
+        for ordinal, entry in enumerate(self._entries):
+            assert (entry is None) == (ordinal < self._first), "trimmed up to first"
+            assert entry is None or (entry.ordinal, entry.id) == (ordinal, self._ids[ordinal])
+
+
+def batches(
+    messages: Sequence[Message], batching: Batching, size_max: int
+) -> Iterable[Sequence[Message]]:
+    """Messages of each entry, in the order of the entries' first messages."""
+    groups: list[list[Message]] = []
+    open_groups: dict[str | bytes | None, list[Message]] = {}
+    for message in messages:
+        key = message.hashed if batching is Batching.BY_KEY else None
+        group = open_groups.get(key)
+        if group is None or batching is Batching.NONE or len(group) >= size_max:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(message)
+    return groups

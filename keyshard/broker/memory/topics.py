@@ -1,0 +1,122 @@
+"""Topics of the in-memory broker, their topic partitions, and the ledger ids of the cluster.
+
+Private to :mod:`keyshard.broker.memory`, which documents the whole. Every method is called with the
+lock of the cluster held.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+from keyshard.broker.memory.log import EntryLog, Message
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import ConfigError, TopicNotFoundError
+
+
+class TopicStore:
+    """What is stored, without subscriptions.
+
+    Args:
+        entries_per_ledger: Entries after which a topic partition opens its next ledger.
+    """
+
+    def __init__(self, entries_per_ledger: int) -> None:
+        if entries_per_ledger < 1:
+            raise ConfigError(f"entries_per_ledger must be at least 1, got {entries_per_ledger}.")
+        self._entries_per_ledger = entries_per_ledger
+        self._topics: dict[str, tuple[TopicPartition, ...]] = {}
+        self._logs: dict[TopicPartition, EntryLog] = {}
+        self._next_ledger = 0
+        self._next_partition = 0
+
+    @property
+    def logs(self) -> Mapping[TopicPartition, EntryLog]:
+        """What each topic partition stores."""
+        return self._logs
+
+    def create(self, topic: str, partitions: int) -> str:
+        """Create a topic; 0 for one that is not partitioned.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        if topic in self._topics:
+            raise ConfigError(f"Topic {topic} exists already. Choose another name.")
+        numbers = range(partitions) if partitions else (-1,)
+        self._topics[topic] = tuple(TopicPartition(topic, number) for number in numbers)
+        self._open(self._topics[topic])
+        return topic
+
+    def grow(self, topic: str, partitions: int) -> tuple[TopicPartition, ...]:
+        """Give a partitioned topic more partitions; those that are new.
+
+        Raises:
+            ConfigError: It has no partitions, or as many already.
+        """
+        old = self._topics[topic]
+        if old[0].partition < 0 or len(old) >= partitions:
+            raise ConfigError(f"{topic} cannot grow to {partitions} partitions.")
+        new = tuple(TopicPartition(topic, number) for number in range(len(old), partitions))
+        self._topics[topic] = old + new
+        self._open(new)
+        return new
+
+    def delete(self, topic: str) -> None:
+        """Delete a topic."""
+        for where in self._topics.pop(topic):
+            del self._logs[where]
+
+    def clear(self) -> None:
+        """Delete everything; ledger ids begin again."""
+        self._topics.clear()
+        self._logs.clear()
+        self._next_ledger = 0
+
+    def topics(self) -> dict[str, tuple[TopicPartition, ...]]:
+        """All topics with their topic partitions."""
+        return dict(self._topics)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        """Topic partitions of a topic, or of one topic partition: itself.
+
+        A missing topic is taken for one without partitions.
+        """
+        return self._topics.get(topic, (TopicPartition.parse(topic),))
+
+    def log(self, topic_partition: TopicPartition) -> EntryLog:
+        """What a topic partition stores.
+
+        Raises:
+            TopicNotFoundError: It does not exist.
+        """
+        try:
+            return self._logs[topic_partition]
+        except KeyError:
+            raise TopicNotFoundError(
+                f"{topic_partition} does not exist. Create the topic or correct its name.",
+                topic=topic_partition.topic,
+            ) from None
+
+    def open_log(self, topic_partition: TopicPartition) -> EntryLog:
+        """As :meth:`log`, but a missing topic is created."""
+        if topic_partition not in self._logs and topic_partition.topic not in self._topics:
+            self._topics[topic_partition.name] = (topic_partition,)
+            self._open([topic_partition])
+        return self.log(topic_partition)
+
+    def route(self, topic: str, message: Message) -> TopicPartition:
+        """Choose the topic partition: by a hash that is not the ring's, or in turn without key."""
+        partitions = self.partitions(topic)
+        if message.key is not None:
+            return partitions[zlib.crc32(message.key.encode()) % len(partitions)]
+        self._next_partition += 1
+        return partitions[self._next_partition % len(partitions)]
+
+    def _open(self, where: Iterable[TopicPartition]) -> None:
+        for topic_partition in where:
+            self._logs[topic_partition] = EntryLog(self._new_ledger, self._entries_per_ledger)
+
+    def _new_ledger(self) -> int:
+        self._next_ledger += 1
+        return self._next_ledger

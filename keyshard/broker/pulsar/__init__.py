@@ -1,0 +1,1 @@
+"""Apache Pulsar, through pulsar-client and the admin REST interface."""

@@ -1,0 +1,187 @@
+"""The admin REST interface: checks that the client cannot make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.config.connection import Connection
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.errors import AdminError, AuthorizationError
+
+CREATE_S = 30.0
+"""Longest time to make a topic with its partitions, seconds."""
+
+
+class PulsarAdmin:
+    """Calls of ``/admin/v2``. All read only, but :meth:`remove_leftover` and :meth:`create`.
+
+    Args:
+        connection: It has an ``admin_url``.
+
+    Every method raises BrokerUnavailableError (retriable) when there is no answer, AdminError when
+    the request is refused, and what :meth:`AdminHttp.request` raises of TLS and permissions.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._http = AdminHttp(connection)
+
+    def version(self) -> str:
+        """Version of the broker, such as ``4.0.8``."""
+        path = "brokers/version"
+        return self._checked(path, self._request("GET", path)).text.strip().strip('"')
+
+    def settings(self) -> Mapping[str, str]:
+        """Configuration of the broker by name; empty where this user may not see it."""
+        path = "brokers/configuration/runtime"
+        try:
+            response = self._request("GET", path)
+        except AuthorizationError:
+            return {}
+        found: Mapping[str, str] = self._checked(path, response).json()
+        return found
+
+    def cluster(self) -> str:
+        """Name of the cluster; the first where it knows several."""
+        names = self._get("clusters")
+        return str(min(names)) if names else ""
+
+    def partition_count(self, topic: str) -> int | None:
+        """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
+        found = self._get(f"{_path(topic)}/partitions", missing={})
+        return int(found["partitions"]) if found else None
+
+    def create(self, topic: str, partitions: int) -> bool:
+        """Make sure that a topic exists with a number of partitions; whether it was made now."""
+        path = f"{_path(full_topic_name(topic))}/partitions"
+        answer = self._request("PUT", path, json=partitions, timeout=CREATE_S)
+        if answer.status_code != httpx.codes.CONFLICT:
+            self._checked(path, answer)
+            return True
+        existing = self.partition_count(full_topic_name(topic))
+        if existing == partitions:
+            return False
+        kind = f"with {existing} partitions" if existing else "without partitions"
+        raise AdminError(
+            f"Topic {topic} exists {kind}, not with {partitions}. Choose that number or another "
+            "topic.",
+            topic=topic,
+        )
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        """Full names of all persistent topics of a namespace, without their partitions.
+
+        A topic that is not partitioned but is called ``...-partition-N`` is left out.
+        """
+        path = _namespace(tenant, namespace)
+        stored = {str(name) for name in self._get(path)}
+        plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
+        return plain | {str(name) for name in self._get(f"{path}/partitioned")}
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        """When its storage was created: another text after it was deleted and created again."""
+        return str(self._get(f"{_path(topic_partition.name)}/internal-info").get("creationDate"))
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
+
+        It stays when it holds an entry, or anybody but our closed consumers was there.
+        """
+        path = _path(topic_partition.name)
+        stats = self._get(f"{path}/stats?subscriptionBacklogSize=false", missing={})
+        if not stats:
+            return True
+        subscriptions = stats["subscriptions"]
+        if (
+            stats.get("publishers")
+            or stats.get("msgInCounter")
+            or set(subscriptions) != {subscription}
+            or subscriptions[subscription]["consumers"]
+            or self._get(f"{path}/internalStats", missing={}).get("numberOfEntries")
+        ):
+            return False
+        answer = self._request("DELETE", path)
+        return answer.is_success or answer.status_code == httpx.codes.NOT_FOUND
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None:
+        """Statistics of a subscription as the broker names them; ``None`` when there is none."""
+        return self.subscriptions(topic_partition).get(subscription)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
+        """Statistics of every subscription, by name; none where there is no such topic."""
+        path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+        found: Mapping[str, Mapping[str, Any]] = self._get(path, missing={}).get(
+            "subscriptions", {}
+        )
+        return found
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        found = [
+            self._get(f"{_path(topic)}/{name}?applied=true")
+            for name in ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesOnSubscription")
+        ]
+        return int(found[0] or 0), int(found[1] or 0)
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None:
+        """Ledgers and cursor of a topic partition; ``None`` when there is no such topic."""
+        path = f"{_path(topic_partition.name)}/internalStats"
+        stats = self._get(path, missing={})
+        if not stats:
+            return None
+        try:
+            return BrokerState.from_internal_stats(stats, subscription)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise AdminError(
+                f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Leave "
+                "admin_url out to do without the checks it allows."
+            ) from exc
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _get(self, path: str, missing: Any = None) -> Any:
+        response = self._request("GET", path)
+        if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
+            return missing
+        try:
+            return self._checked(path, response).json()
+        except ValueError as exc:
+            raise self._failed(path, exc) from exc
+
+    def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        try:
+            reason = response.json()["reason"]
+        except (ValueError, KeyError, TypeError):
+            reason = response.text[:200] or response.reason_phrase
+        raise self._failed(path, f"status {response.status_code}, {reason}")
+
+    def _failed(self, path: str, exc: object) -> AdminError:
+        return AdminError(
+            f"Request {path.partition('?')[0]} at {self._http.url} failed: {exc}. Check "
+            "admin_url, or leave it out to do without the checks it allows."
+        )
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        return self._http.request(method, f"/admin/v2/{path}", **content)
+
+
+def _namespace(tenant: str, namespace: str) -> str:
+    return f"persistent/{quote(tenant)}/{quote(namespace)}"
+
+
+def _path(topic: str) -> str:
+    tenant, namespace, name = topic.removeprefix("persistent://").split("/")
+    return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"

@@ -1,0 +1,80 @@
+"""The one place that makes a client of Pulsar of a connection."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pulsar
+
+from keyshard.broker.pulsar.client_log import open_client
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.config.connection import Basic, Connection, OAuth2, Token
+from keyshard.errors import KeyShardError
+from keyshard.redaction import Secret
+
+_log = logging.getLogger(__name__)
+
+
+def client_of(
+    connection: Connection, credentials: Credentials | None = None, **options: Any
+) -> pulsar.Client:
+    """A client; :func:`keyshard.broker.pulsar.client_log.close_client` closes it.
+
+    Args:
+        connection: How the cluster is reached.
+        credentials: Those of the connection, where there are some already.
+        **options: What else ``pulsar.Client`` takes.
+    """
+    if option := connection.says_secrets_in_the_clear:
+        _log.warning(
+            "%s is without TLS, and who reads along on the way learns the secret of this "
+            "connection: write %s",
+            option, "pulsar+ssl://" if option == "service_url" else "https://",
+        )  # fmt: skip
+    if connection.tls:
+        ca = connection.tls_trust_certs_file_path
+        options = {
+            "tls_trust_certs_file_path": ca,
+            "tls_certificate_file_path": connection.tls_certificate_file_path,
+            "tls_private_key_file_path": connection.tls_key_file_path,
+            "tls_validate_hostname": connection.tls_hostname_verification,
+            **options,
+        }
+    return open_client(
+        connection.service_url,
+        **{
+            "authentication": _authentication(connection, credentials or Credentials(connection)),
+            "operation_timeout_seconds": max(1, connection.operation_timeout_ms // 1000),
+            "connection_timeout_ms": connection.connection_timeout_ms,
+            "listener_name": connection.listener_name,
+            **options,
+        },
+    )
+
+
+def _authentication(connection: Connection, credentials: Credentials) -> Any:
+    own = connection.authentication
+    if isinstance(own, Basic):
+        assert isinstance(own.password, Secret)
+        return pulsar.AuthenticationBasic(own.user, own.password.reveal())
+    if isinstance(own, Token) and own.file is None:
+        return pulsar.AuthenticationToken(credentials.show().data)
+    if isinstance(own, (Token, OAuth2)):
+        # Asked at every connection, and when the broker wants a newer one. What the client reads
+        # by itself it takes with the end of the line.
+        return pulsar.AuthenticationToken(lambda: _token(credentials))
+    if connection.tls and connection.tls_certificate_file_path is not None:
+        return pulsar.AuthenticationTLS(
+            connection.tls_certificate_file_path, connection.tls_key_file_path
+        )
+    return None
+
+
+def _token(credentials: Credentials) -> str:
+    """Called by the client's own threads, through which nothing may be raised."""
+    try:
+        return credentials.show().data
+    except KeyShardError as exc:
+        _log.warning("there is no token for the client: %s", exc)
+        return ""

@@ -1,0 +1,1 @@
+"""What users set: the source, its handlers, the connection."""

@@ -1,0 +1,279 @@
+"""A connection by the names that people know: ``pulsar.client.*`` options and ``client.conf``."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keyshard.config.connection import Basic, Connection, OAuth2, Token
+from keyshard.errors import ConfigError
+from keyshard.redaction import Secret, shown
+
+NAMES: Mapping[str, str] = {
+    "serviceUrl": "service_url",
+    "webServiceUrl": "admin_url",
+    "authPluginClassName": "authentication",
+    "authParams": "authentication",
+    "tlsTrustCertsFilePath": "tls_trust_certs_file_path",
+    "tlsCertificateFilePath": "tls_certificate_file_path",
+    "tlsKeyFilePath": "tls_key_file_path",
+    "tlsHostnameVerificationEnable": "tls_hostname_verification",
+    "listenerName": "listener_name",
+    "operationTimeoutMs": "operation_timeout_ms",
+    "connectionTimeoutMs": "connection_timeout_ms",
+}
+"""Names of Pulsar's Java client, and the fields of :class:`Connection` behind them."""
+_ALIASES = {
+    "brokerServiceUrl": "serviceUrl",
+    "authPlugin": "authPluginClassName",
+    "tlsEnableHostnameVerification": "tlsHostnameVerificationEnable",
+    "tlsHostnameVerificationEnabled": "tlsHostnameVerificationEnable",
+}
+_PEM = "the client reads PEM files; name them in tlsTrustCertsFilePath, tlsCertificateFilePath"
+_CANNOT = {
+    "useTls": "whether TLS is used says the URL: pulsar+ssl:// or https://",
+    "tlsAllowInsecureConnection": (
+        "a certificate that nobody vouches for is not accepted; name its authority in "
+        "tlsTrustCertsFilePath"
+    ),
+    "useKeyStoreTls": _PEM,
+    "tlsTrustStorePath": _PEM,
+    "tlsTrustStorePassword": _PEM,
+    "tlsKeyStorePath": _PEM,
+    "tlsKeyStorePassword": _PEM,
+    "proxyServiceUrl": "the client reaches no broker through an SNI proxy",
+    "proxyProtocol": "the client reaches no broker through an SNI proxy",
+    "memoryLimitBytes": "the client has no memory limit; window_bytes_max bounds what is received",
+}
+"""What the client of Python cannot do, and what to do instead."""
+_NOTHING = {"tlsTrustStoreType", "tlsKeyStoreType", "webserviceTlsProvider"}
+"""What means nothing by itself, and stands in every ``client.conf``."""
+_BY_NAME = {name.lower(): name for name in [*NAMES, *_ALIASES, *_CANNOT, *_NOTHING]}
+_BOOLEANS = {"tls_hostname_verification"}
+_NUMBERS = {"operation_timeout_ms", "connection_timeout_ms"}
+_PLUGINS = {
+    "authenticationtoken": "token",
+    "authenticationtls": "tls",
+    "authenticationoauth2": "oauth2",
+    "authenticationbasic": "basic",
+}
+CLIENT_CONF_BYTES_MAX = 1024 * 1024
+"""Largest file that is read for a ``client.conf``."""
+
+
+def fields_of(given: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of :class:`Connection` by names of Pulsar's Java client; empty values count as none.
+
+    Raises:
+        ConfigError: A name is unknown, given twice, or means what the client cannot do; or a value
+            is wrong. A secret is not said.
+    """
+    values: dict[str, str] = {}
+    for name, text in given.items():
+        known = _BY_NAME.get(name.lower())
+        if known is None:
+            near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{shown(name)} is no option of a connection. Did you mean {_BY_NAME[near[0]]!r}?"
+            )
+        if not text or known in _NOTHING:
+            continue
+        if known in _CANNOT:
+            if text.lower() != "false":
+                raise ConfigError(f"{known} cannot be had: {_CANNOT[known]}.")
+            continue
+        canonical = _ALIASES.get(known, known)
+        if values.setdefault(canonical, text) != text:
+            raise ConfigError(f"{canonical} is given twice, as {name!r} as well. Give only one.")
+    plugin = values.pop("authPluginClassName", None)
+    params = values.pop("authParams", None)
+    fields: dict[str, Any] = {NAMES[name]: _value(name, text) for name, text in values.items()}
+    return fields | _authentication(plugin, params, fields)
+
+
+def read_client_conf(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of :class:`Connection` as a ``client.conf`` of Pulsar says them.
+
+    Raises:
+        ConfigError: It cannot be read, or says something that cannot be.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(CLIENT_CONF_BYTES_MAX).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        raise ConfigError(f"client_conf is {shown(os.fspath(path))}, unreadable: {why}.") from exc
+    given: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        name, equals, value = line.strip().partition("=")
+        if not name or name.startswith(("#", "!")):
+            continue
+        if not equals:
+            raise ConfigError(f"Line {number} of {os.fspath(path)} has no '='.")
+        given[name.strip()] = value.strip()
+    try:
+        return fields_of(given)
+    except ConfigError as exc:
+        raise ConfigError(f"{os.fspath(path)}: {exc.message}") from exc
+
+
+def names_of(connection: Connection) -> dict[str, str]:
+    """What a connection differs in from the default one, by name: the inverse of ``fields_of``.
+
+    Secrets are in it.
+    """
+    plain = Connection()
+    fields = {field: name for name, field in NAMES.items() if field != "authentication"}
+    found: dict[str, str] = {}
+    for field, name in fields.items():
+        value = getattr(connection, field)
+        if value != getattr(plain, field):
+            found[name] = str(value).lower() if field in _BOOLEANS else str(value)
+    plugin, params = _said(connection.authentication)
+    return found | ({"authPluginClassName": plugin, "authParams": params} if plugin else {})
+
+
+def _value(name: str, text: str) -> Any:
+    field = NAMES[name]
+    if field in _BOOLEANS:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{field} is {shown(text)}; it must be true or false.")
+        return text.lower() == "true"
+    if field in _NUMBERS:
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise ConfigError(f"{field} is {shown(text)}; it must be an integer.")
+        return int(text)
+    return text
+
+
+def _authentication(
+    plugin: str | None, params: str | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    if plugin is None:
+        if params is not None:
+            raise ConfigError(
+                "authParams is given without authPluginClassName. Give both: token, tls, oauth2 or "
+                "basic, or the class of the Java client."
+            )
+        return {}
+    last = plugin.rpartition(".")[2].lower()
+    kind = _PLUGINS.get(last, last)
+    if kind == "tls":
+        return _certificate(params or "", fields)
+    if kind not in _PLUGINS.values():
+        raise ConfigError(
+            f"authPluginClassName is {shown(plugin)}; keyshard knows token, tls, oauth2 and basic."
+        )
+    if params is None:
+        raise ConfigError(f"authParams is missing: authPluginClassName {kind} needs it.")
+    if kind == "token":
+        return {"authentication": _token(params)}
+    told = _json(kind, params)
+    return {"authentication": _basic(told) if kind == "basic" else _oauth2(told)}
+
+
+def _token(params: str) -> Token:
+    kind, colon, rest = params.partition(":")
+    if colon and kind == "file":
+        return Token(file=_path(params))
+    if colon and kind == "env":
+        return Token(environment=rest)
+    return Token(rest if colon and kind == "token" else params)
+
+
+def _certificate(params: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Certificate and key, here or in options of their own."""
+    told = _json("tls", params) if params.startswith("{") else _pairs(params)
+    names = {"tlsCertFile": "tls_certificate_file_path", "tlsKeyFile": "tls_key_file_path"}
+    if unknown := told.keys() - names.keys():
+        raise ConfigError(
+            f"authParams of tls has no {shown(min(unknown))}; it has: {_CERTIFICATE}."
+        )
+    found = {names[name]: _path(value) for name, value in told.items()}
+    for field, value in found.items():
+        if fields.get(field, value) != value:
+            raise ConfigError(f"{field} is given, and authParams names another file. Give one.")
+    if not {**fields, **found}.keys() >= set(names.values()):
+        raise ConfigError(f"authPluginClassName tls needs authParams: {_CERTIFICATE}.")
+    return found
+
+
+_CERTIFICATE = "tlsCertFile:/path,tlsKeyFile:/path"
+
+
+def _pairs(params: str) -> dict[str, str]:
+    parts = [part.partition(":") for part in params.split(",") if part]
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def _basic(told: Mapping[str, str]) -> Basic:
+    user = told.get("userId", told.get("username"))
+    password = told.get("password")
+    if not user or not password:
+        raise ConfigError("authParams of basic is JSON with userId and password.")
+    return Basic(user, password)
+
+
+def _oauth2(told: Mapping[str, str]) -> OAuth2:
+    def one(*names: str) -> str | None:
+        return next((told[name] for name in names if told.get(name)), None)
+
+    issuer, key = one("issuerUrl", "issuer_url"), one("privateKey", "private_key")
+    if issuer is None:
+        raise ConfigError("authParams of oauth2 is JSON with issuerUrl, privateKey and audience.")
+    more: dict[str, Any] = {
+        "client_id": one("clientId", "client_id"),
+        "client_secret": one("clientSecret", "client_secret"),
+    }
+    if key is not None and key.startswith("data:"):
+        try:
+            held = json.loads(base64.b64decode(key.partition(",")[2]))
+            more = {name: str(held[name]) for name in more}
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                "privateKey of oauth2 does not hold client_id and client_secret as base64 of JSON."
+            ) from None
+    elif key is not None:
+        more["credentials_file"] = _path(key)
+    return OAuth2(issuer_url=issuer, audience=one("audience"), scope=one("scope"), **more)
+
+
+def _json(kind: str, params: str) -> dict[str, str]:
+    try:
+        told = json.loads(params)
+        if isinstance(told, dict) and all(isinstance(value, str) for value in told.values()):
+            return told
+    except (ValueError, RecursionError):
+        pass
+    raise ConfigError(f"authParams of {kind} cannot be read: it is a JSON object of texts.")
+
+
+def _path(text: str) -> str:
+    """``/path``, ``file:/path`` or ``file:///path``."""
+    return text.removeprefix("file:").removeprefix("//")
+
+
+def _said(authentication: Token | OAuth2 | Basic | None) -> tuple[str, str]:
+    """Plugin and parameters that say an authentication; with the secret."""
+    own = authentication
+    if isinstance(own, Token):
+        if isinstance(own.value, Secret):
+            return "token", f"token:{own.value.reveal()}"
+        return "token", f"file:{own.file}" if own.file else f"env:{own.environment}"
+    if isinstance(own, Basic):
+        assert isinstance(own.password, Secret)
+        told = {"userId": own.user, "password": own.password.reveal()}
+        return "basic", json.dumps(told)
+    if isinstance(own, OAuth2):
+        secret = own.client_secret.reveal() if isinstance(own.client_secret, Secret) else None
+        said = {
+            "issuerUrl": own.issuer_url, "audience": own.audience, "scope": own.scope,
+            "privateKey": own.credentials_file, "clientId": own.client_id, "clientSecret": secret,
+        }  # fmt: skip
+        return "oauth2", json.dumps({name: text for name, text in said.items() if text is not None})
+    return "", ""

@@ -1,0 +1,213 @@
+"""Everything that can be configured, validated on construction, with the unit in the name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from keyshard.config.connection import SERVICE_URL, Connection
+from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
+from keyshard.core.position.entry import full_topic_name
+from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
+from keyshard.errors import ConfigError
+from keyshard.redaction import REPR_MAX, shown
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, repr=False)
+class SourceConfig:
+    """Configuration of one source; see ``docs/options.md`` for the Spark names."""
+
+    topics: Sequence[str] = ()
+    """Topic names, one or several; a single string is one topic."""
+    topics_pattern: str | None = field(default=None, kw_only=True)
+    """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
+    subscription: str = field(default="keyshard", kw_only=True)
+    """Subscription that holds the backlog; one source at a time may use it."""
+    connection: Connection | None = field(default=None, kw_only=True)
+    """How the cluster is reached, where two URLs do not say it: TLS, authentication, listener; then
+    it says ``service_url``, ``admin_url`` and ``operation_timeout_ms`` as well."""
+    service_url: str = field(default=SERVICE_URL, kw_only=True)
+    """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""
+    admin_url: str | None = field(default=None, kw_only=True)
+    """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
+    of an in-memory cluster has the same URL as the cluster."""
+    parallelism: int = field(default=10, kw_only=True)
+    """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
+    starting_position: str = field(default="latest", kw_only=True)
+    """``earliest`` or ``latest``; concerns only subscriptions that do not exist at first start."""
+    batch_rows_max: int | None = field(default=None, kw_only=True)
+    """Most rows of one batch; ``None``: half of ``window_rows_max``."""
+    batch_bytes_max: int | None = field(default=None, kw_only=True)
+    """Most payload of one batch, bytes; ``None``: no limit of its own."""
+    batch_rows_min: int | None = field(default=None, kw_only=True)
+    """Fewest rows of one batch, unless ``batch_delay_max_ms`` has passed or the window is full."""
+    batch_delay_max_ms: int = field(default=900_000, kw_only=True)
+    """Longest wait for ``batch_rows_min`` since the batch before, milliseconds."""
+    on_misrouted: str = field(default="warn", kw_only=True)
+    """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
+    by default instead of by key, so the order of their keys is not kept."""
+    window_rows_max: int = field(default=200_000, kw_only=True)
+    """Most rows received and not yet committed, over all ranges and topic partitions."""
+    window_bytes_max: int = field(default=256 * MIB, kw_only=True)
+    """Most memory of those rows, bytes."""
+    discovery_interval_ms: int = field(default=10_000, kw_only=True)
+    """Time between two looks for new topics and topic partitions, milliseconds."""
+    worker_host: str = field(default="127.0.0.1", kw_only=True)
+    """Address under which the host's tasks reach the process that holds the window."""
+    subscribe_timeout_ms: int = field(default=20_000, kw_only=True)
+    """Longest wait for ranges that somebody else still holds, milliseconds."""
+    operation_timeout_ms: int = field(default=30_000, kw_only=True)
+    """Longest time of one request to the broker, milliseconds."""
+    replay_timeout_ms: int = field(default=120_000, kw_only=True)
+    """Longest time to read a planned batch again after a restart, milliseconds."""
+    receiver_queue_size: int = field(default=1_000, kw_only=True)
+    """Most messages the client asks for ahead, per range and topic partition; fewer where all of
+    them together would take more than half of ``window_bytes_max``."""
+    receive_threads: int = field(default=4, kw_only=True)
+    """Threads that receive, over all ranges and topic partitions."""
+    acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
+    """Longest time without a connected consumer to acknowledge through, or until a dead letter is
+    confirmed, milliseconds."""
+    settle_after_ms: int = field(default=300_000, kw_only=True)
+    """How long the broker must call an entry acknowledged that was never delivered here before it
+    counts as settled, milliseconds. The broker writes cursors every 60 s, and a crash undoes the
+    rest."""
+    checkpoint_bytes_max: int = field(default=256 * 1024, kw_only=True)
+    """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
+    fail_on_data_loss: bool = field(default=True, kw_only=True)
+    """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
+    available_now_timeout_ms: int = field(default=600_000, kw_only=True)
+    """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
+    available_now_quiet_ms: int = field(default=5_000, kw_only=True)
+    """Silence after which, without admin_url, what a bounded run misses counts as acknowledged
+    before it began, milliseconds."""
+
+    def __repr__(self) -> str:
+        values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topics", _topic_names(self.topics))
+        self._check_pattern()
+        check_text("subscription", self.subscription, _SUBSCRIPTION)
+        if self.subscription.strip() != self.subscription:
+            raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
+        self._connect()
+        check_choice("starting_position", self.starting_position, "earliest", "latest")
+        check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
+        check_text("worker_host", self.worker_host, "name the address the tasks can reach")
+        check_bool("fail_on_data_loss", self.fail_on_data_loss)
+        self._check_numbers()
+        if (
+            self.batch_rows_min
+            and self.batch_rows_max
+            and self.batch_rows_min > self.batch_rows_max
+        ):
+            raise ConfigError(
+                f"batch_rows_min is {self.batch_rows_min}, above batch_rows_max, which is "
+                f"{self.batch_rows_max}."
+            )
+
+    def _connect(self) -> None:
+        """The shorthands make a connection, or a connection says them."""
+        made = self.connection
+        if made is None:
+            self.how_to_connect()
+            return
+        if not isinstance(made, Connection):
+            raise ConfigError(f"connection is {shown(made)}; give a keyshard.Connection.")
+        for name in _SHORTHANDS:
+            own, said = getattr(self, name), getattr(made, name)
+            if own not in (said, type(self).__dataclass_fields__[name].default):
+                raise ConfigError(
+                    f"{name} is given together with a connection that says another one. Give it in "
+                    "the connection."
+                )
+            object.__setattr__(self, name, said)
+
+    def how_to_connect(self) -> Connection:
+        """The connection, or what the shorthands make of it."""
+        if self.connection is not None:
+            return self.connection
+        return Connection(
+            self.service_url, self.admin_url, operation_timeout_ms=self.operation_timeout_ms
+        )
+
+    @property
+    def default_dead_letter_topics(self) -> tuple[str, ...]:
+        """Where letters go unless another topic is named: to the first, or where some rest."""
+        # A subscription may have a name that a topic may not.
+        own = re.sub(r"[^\w.=-]", "-", self.subscription)
+        if self.topics_pattern is None:
+            return tuple(f"{topic}-{own}{DEAD_LETTERS}" for topic in self.topics)
+        pattern = TopicPattern.parse(self.topics_pattern)
+        return (f"persistent://{pattern.tenant}/{pattern.namespace}/{own}{DEAD_LETTERS}",)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the broker is an in-memory cluster of this process."""
+        return self.how_to_connect().in_memory
+
+    def _check_pattern(self) -> None:
+        """Exactly one of topics and topics_pattern; the pattern is completed."""
+        if self.topics_pattern is None:
+            if not self.topics:
+                raise ConfigError(
+                    "No topic is given. Name at least one in 'topic' or 'topics', or give a "
+                    "pattern of topics."
+                )
+            return
+        if self.topics:
+            raise ConfigError("topics_pattern is given together with topics. Give only one.")
+        pattern = check_text("topics_pattern", self.topics_pattern, "write tenant/namespace/regex")
+        object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
+        if self.admin_url is None:
+            raise ConfigError(
+                "topics_pattern needs the admin REST interface, which lists topics. Set admin_url, "
+                "or name the topics."
+            )
+
+    def _check_numbers(self) -> None:
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            check_integer(name, value, low, high)
+
+
+def _topic_names(topics: object) -> tuple[str, ...]:
+    """Full names of topics, each once: of one name or of several."""
+    if isinstance(topics, str):
+        topics = [topics]
+    if isinstance(topics, (bytes, bytearray, Mapping)) or not isinstance(topics, Iterable):
+        raise ConfigError(f"topics is {shown(topics)}; give the name of a topic or a list of them.")
+    names = [check_text("topics", name, "give names of topics") for name in topics]
+    return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
+
+
+_SHORTHANDS = ("service_url", "admin_url", "operation_timeout_ms")
+_SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
+_OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
+_LIMITS = (
+    ("parallelism", 1, RING_SIZE),
+    ("batch_rows_max", 1, 10**9),
+    ("batch_bytes_max", 1, 2**50),
+    ("batch_rows_min", 1, 10**9),
+    ("batch_delay_max_ms", 0, 86_400_000),
+    ("window_rows_max", 2, 10**9),
+    ("window_bytes_max", MIB, 2**50),
+    ("discovery_interval_ms", 10, 86_400_000),
+    ("subscribe_timeout_ms", 1, 3_600_000),
+    ("replay_timeout_ms", 1, 3_600_000),
+    ("receiver_queue_size", 1, 100_000),
+    ("receive_threads", 1, 256),
+    ("acknowledge_timeout_ms", 1_000, 86_400_000),
+    ("settle_after_ms", 1, 86_400_000),
+    ("checkpoint_bytes_max", 4_096, 2**30),
+    ("available_now_timeout_ms", 1, 86_400_000),
+    ("available_now_quiet_ms", 1, 3_600_000),
+)

@@ -1,0 +1,307 @@
+"""A bounded run: everything that was published before it began, and nothing else.
+
+Its targets are the last entries of the topic partitions at the start. Positions inside a range are
+not monotonic and ranges lag, so a target is reached only when every entry up to it is delivered, or
+is certain never to come. What is missing lies in gaps of the delivered set; in this order they are
+
+    1. acknowledged at the broker      what the cursor says, with admin_url
+    2. empty                           a plain Reader finds no entry: markers, the ends of ledgers
+    3. still to come                   a Reader finds an entry; without admin_url only until nothing
+                                       has arrived for ``available_now_quiet_ms``: then somebody
+                                       acknowledged it before the run
+
+Entries behind a target never enter the window: they would use its budget up, and nothing could be
+cut. When a range sees one, the broker has read everything up to the target, and what is missing
+waits for its owner in the broker's replay queue. So a range that took ``ROWS_BEHIND_MAX`` such rows
+rests, while its client queue fills, and later subscribes again: then the lowest positions come
+first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.broker.port import Admin, Broker
+from keyshard.broker.retry import retry_until
+from keyshard.config.source import SourceConfig
+from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.target import Gap, Target
+from keyshard.core.window.window import Window
+from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
+from keyshard.reading.scan import Scan
+from keyshard.worker.acknowledger import Acknowledger
+from keyshard.worker.receiver import RangeConsumer, Receiver
+from keyshard.worker.subscribe import close_range_consumers
+
+ROWS_BEHIND_MAX = 2_000
+"""Rows behind the target that a range takes and drops before it rests."""
+REST_S = (1.0, 60.0)
+"""First and longest rest of a range; each is twice the one before, seconds."""
+GATHER_S = (0.1, 1.0)
+"""A cut waits until nothing arrived for the first time, and at most the second, seconds."""
+PROBE_AFTER_S = 0.3
+"""Silence before the broker is asked what is missing, seconds."""
+PROBE_EVERY_S = (0.5, 5.0)
+"""Shortest and longest time between two such questions, seconds."""
+READER_TIMEOUT_S = 5.0
+"""Time after which a Reader's answer is given up, seconds."""
+ACKNOWLEDGE_WAIT_S = 0.2
+"""Time that acknowledgements get before the cursors are looked at, seconds."""
+LOG_EVERY_S = 10.0
+"""Time between two log lines of a wait, seconds."""
+THREADS_MAX = 8
+"""Topic partitions asked for their last entry at the same time."""
+
+_log = logging.getLogger(__name__)
+
+
+def last_entries(
+    range_consumers: Iterable[RangeConsumer], timeout_s: float
+) -> dict[TopicPartition, EntryId | None]:
+    """The last entry of each topic partition now.
+
+    Raises:
+        BrokerError: The broker did not tell.
+    """
+    one_each = {
+        range_consumer.owned_range.topic_partition: range_consumer.consumer
+        for range_consumer in range_consumers
+    }
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-target") as pool:
+        asked = {
+            topic_partition: pool.submit(retry_until, consumer.last_entry, timeout_s)
+            for topic_partition, consumer in one_each.items()
+        }
+        return {topic_partition: answer.result() for topic_partition, answer in asked.items()}
+
+
+class AvailableNow:
+    """The targets of a bounded run, and the wait for them.
+
+    Args:
+        last: Last entry of each topic partition that belongs to the run.
+        range consumers: All ranges of them.
+        config: The source.
+        broker: Connection for Readers.
+        admin: Admin REST interface, where there is one.
+        lock: The coordinator's; guards the window, and is notified when something was received.
+        window: What is received, planned and delivered.
+        check: Raises what ended the source.
+    """
+
+    def __init__(
+        self,
+        last: dict[TopicPartition, EntryId | None],
+        range_consumers: Sequence[RangeConsumer],
+        *,
+        config: SourceConfig,
+        broker: Broker,
+        admin: Admin | None,
+        lock: threading.Condition,
+        window: Window,
+        check: Callable[[], None],
+    ) -> None:
+        self._targets = {where: Target(entry_id) for where, entry_id in last.items()}
+        self._config = config
+        self._broker = broker
+        self._admin = admin
+        self._lock = lock
+        self._window = window
+        self._range_consumers = range_consumers
+        self._check = check
+        self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
+        self._logged_s = -math.inf
+        self.finished = False
+        """Whether everything was reached and acknowledged."""
+
+    # -- called by the receive threads ------------------------------------------------------------
+
+    def admit(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
+    ) -> Sequence[EntryBlock]:
+        """Those entries that belong to the run; who is behind its target comes to rest."""
+        where = range_consumer.owned_range.topic_partition
+        target = self._targets.get(where, Target(None))
+        taken = [block for block in entries if target.includes(block.id)]
+        dropped = sum(block.rows for block in entries) - sum(block.rows for block in taken)
+        if dropped:
+            owned_range = where, range_consumer.owned_range.range_index
+            rows, rest_s = self._behind.get(owned_range, (0, REST_S[0]))
+            rows += dropped
+            if target.reached:
+                range_consumer.rest_until_s = math.inf
+            elif rows >= ROWS_BEHIND_MAX:
+                range_consumer.rest_until_s = time.monotonic() + rest_s
+                rows, rest_s = 0, min(2 * rest_s, REST_S[1])
+            self._behind[owned_range] = rows, rest_s
+        return taken
+
+    # -- called by the host -----------------------------------------------------------------------
+
+    def wait_for_rows(self, rows_max: int | None) -> bool:
+        """Wait until a batch should be cut; ``False`` when every target is reached.
+
+        Args:
+            rows_max: Most rows of the batch; default ``batch_rows_max``.
+
+        Raises:
+            AvailableNowTimeoutError: Neither came in time.
+        """
+        enough = rows_max or self._config.batch_rows_max or self._config.window_rows_max // 2
+        began = arrived_s = time.monotonic()
+        arrived, probe_s, probe_every_s = -1, began, PROBE_EVERY_S[0]
+        missing = "nothing was asked yet"
+        while not self.finished:
+            with self._lock:
+                self._lock.wait(GATHER_S[0] / 4)
+                self._check()
+                counters = self._window.counters
+                now_arrived = counters.rows_received + counters.duplicates_dropped
+                rows, full = self._window.received_rows, self._window.fill() >= 1
+            now = time.monotonic()
+            if now_arrived != arrived:
+                arrived, arrived_s, probe_every_s = now_arrived, now, PROBE_EVERY_S[0]
+            if rows:
+                quiet = now - arrived_s >= GATHER_S[0] or now - began >= GATHER_S[1]
+                if quiet or full or rows >= enough:
+                    return True
+                continue
+            self._check_deadline(began, now, missing)
+            if now - arrived_s >= PROBE_AFTER_S and now >= probe_s:
+                if not all(
+                    range_consumer.consumer.is_connected()
+                    for range_consumer in self._range_consumers
+                ):
+                    arrived_s = now
+                    continue
+                missing = self._probe(now - arrived_s)
+                if not missing:
+                    return False
+                probe_s = time.monotonic() + probe_every_s
+                probe_every_s = min(2 * probe_every_s, PROBE_EVERY_S[1])
+        return False
+
+    def finish(self, acknowledger: Acknowledger, receivers: Sequence[Receiver]) -> None:
+        """Hand over all acknowledgements and give the ranges back. Idempotent.
+
+        With admin_url it waits until the cursors show the acknowledgements, and repeats those that
+        a broker forgot in a crash.
+
+        Raises:
+            AvailableNowTimeoutError: The broker did not take them in time.
+        """
+        if self.finished:
+            return
+        began = time.monotonic()
+        while not (acknowledger.flush(ACKNOWLEDGE_WAIT_S) and self._is_acknowledged(acknowledger)):
+            with self._lock:
+                self._check()
+            self._check_deadline(began, time.monotonic(), "acknowledgements are not taken yet")
+        for receiver in receivers:
+            receiver.stop()
+        for receiver in receivers:
+            receiver.join(self._config.operation_timeout_ms / 1000)
+        close_range_consumers(self._range_consumers)
+        self.finished = True
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _probe(self, quiet_s: float) -> str:
+        """Ask the broker what is missing; the first of it in words, or ``""`` when nothing is."""
+        for where, target in self._targets.items():
+            if not target.reached:
+                missing = self._probe_partition(where, target, quiet_s)
+                if missing:
+                    return missing
+                target.reached = True
+                _log.info("%s is read up to %s", where, target.last)
+        with self._lock:
+            return "a planned batch is not committed" if self._window.batches else ""
+
+    def _probe_partition(self, where: TopicPartition, target: Target, quiet_s: float) -> str:
+        with self._lock:
+            state = self._window.state(where)
+        try:
+            broker_state = self._broker_state(where)
+        except BrokerError as exc:
+            _log.warning("the cursor of %s is unknown: %s", where, exc)
+            return f"the cursor of {where} is unknown: {exc.message}"
+        for gap in target.open_gaps(state.delivered, state.floor, broker_state):
+            sure = broker_state is not None
+            try:
+                found = _first_entry(self._broker, where, gap)
+            except (BrokerError, ReplayTimeoutError) as exc:
+                _log.debug("gap %s of %s could not be read: %s", gap, where, exc)
+                return f"{where} cannot be read: {exc.message}"
+            if found is not None:
+                name = f"entry {found.ledger}:{found.entry} of {where}"
+                if sure or quiet_s * 1000 < self._config.available_now_quiet_ms:
+                    return name
+                _log.info("%s and what follows count as acknowledged before the run", name)
+                return ""
+            target.nothing_in(gap)
+        return ""
+
+    def _broker_state(self, where: TopicPartition) -> BrokerState | None:
+        """What the cursor calls acknowledged; ``None`` when nobody can tell it."""
+        if self._admin is None:
+            return None
+        found = self._admin.broker_state(where, self._config.subscription)
+        return found if found is not None and found.mark_delete is not None else None
+
+    def _is_acknowledged(self, acknowledger: Acknowledger) -> bool:
+        """Whether no cursor lacks a delivered entry; what it lacks is acknowledged again."""
+        if self._admin is None:
+            return True
+        with self._lock:
+            # The client groups acknowledgements; it needs a moment, not a notification.
+            self._lock.wait_for(lambda: False, ACKNOWLEDGE_WAIT_S)
+        complete = True
+        for where in self._targets:
+            try:
+                broker_state = self._broker_state(where)
+            except BrokerError as exc:
+                _log.warning("the cursor of %s is unknown: %s", where, exc)
+                return False
+            with self._lock:
+                delivered = self._window.state(where).delivered
+            if broker_state is not None and (lacking := broker_state.lacks(delivered)):
+                complete = False
+                acknowledger.submit(where, list(lacking))
+        return complete
+
+    def _check_deadline(self, began: float, now: float, missing: str) -> None:
+        if now - began > self._config.available_now_timeout_ms / 1000:
+            raise AvailableNowTimeoutError(
+                f"The run is not complete after {self._config.available_now_timeout_ms} ms without "
+                f"a row: {missing}. Check the broker, or raise availableNowTimeoutMillis. What is "
+                "committed is acknowledged; a restart goes on from there.",
+                missing=missing,
+            )
+        if now - max(began, self._logged_s) >= LOG_EVERY_S:
+            self._logged_s = now
+            reached = sum(target.reached for target in self._targets.values())
+            _log.info(
+                "available now: %d of %d topic partitions are read; waiting %.0f s, %s",
+                reached, len(self._targets), now - began, missing,
+            )  # fmt: skip
+
+
+def _first_entry(broker: Broker, where: TopicPartition, gap: Gap) -> EntryId | None:
+    """The first entry that is stored in a gap and can be received, or ``None``."""
+    deadline = time.monotonic() + READER_TIMEOUT_S
+    with Scan(broker, where, gap.start, EntryId(gap.end.ledger, gap.end.entry - 1)) as scan:
+        while not scan.done:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise ReplayTimeoutError(f"A Reader of {where} gave nothing from {gap.start} on.")
+            blocks = retry_until(scan.read, left_s)
+            if blocks:
+                return blocks[0].id if blocks[0].id < gap.end else None
+    return None

@@ -1,0 +1,1 @@
+"""What a dead letter says, and which keys are parked behind one."""

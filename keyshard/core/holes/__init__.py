@@ -1,0 +1,1 @@
+"""What the broker shows about entries that never came."""

@@ -1,0 +1,1 @@
+"""Which message a handler gets next, and what becomes of it."""

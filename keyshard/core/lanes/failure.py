@@ -1,0 +1,130 @@
+"""What a handler raised, as plain facts.
+
+A handler raises what it likes: errors without a text, signals with values that make no sense,
+classes that lie. Each is looked at once, here, and only the facts go on from here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from keyshard.errors import ConfigError, UnfitHandlerError
+
+REASON_CHARS_MAX = 1_000
+"""Most characters of a reason that are kept."""
+REJECTED = "rejected by the handler"
+
+
+class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
+    """Raised by a handler: try this message again after a time; its key waits until then.
+
+    Args:
+        after_s: Time until the next attempt, seconds. The attempt counts, and the limits of the
+            retry policy hold.
+        reason: Shown where the message blocks its key.
+    """
+
+    def __init__(self, after_s: float, reason: object = "") -> None:
+        seconds = seconds_of(after_s)
+        if seconds is None:
+            raise ConfigError(
+                f"RetryLater after {text_of(after_s)} s: the time must be a finite number and not "
+                "negative."
+            )
+        super().__init__(after_s, reason)
+        self.after_s = seconds
+        self.reason = text_of(reason) or f"retry after {seconds:g} s"
+
+
+class Reject(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
+    """Raised by a handler: this message will never succeed. Its key goes on without it.
+
+    Args:
+        reason: Kept with the dead letter: a text, or an error that says why.
+    """
+
+    def __init__(self, reason: object = "") -> None:
+        super().__init__(reason)
+        self.reason = text_of(reason) or REJECTED
+
+
+class FailureKind(str, Enum):
+    """What a handler meant by what it raised."""
+
+    FAILED = "failed"
+    LATER = "later"
+    """By :class:`RetryLater`."""
+    REJECTED = "rejected"
+    """By :class:`Reject`."""
+    UNFIT = "unfit"
+    """The handler cannot be run at all: that ends the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed attempt."""
+
+    verdict: FailureKind
+    reason: str
+    error: BaseException
+    """For retry policies, observers and tracebacks; every question to it may raise."""
+    after_s: float | None = None
+    """Time that the handler asked for, seconds."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The facts of what a handler raised; never raises."""
+        kind = type(error)  # isinstance would ask the error for its class
+        if issubclass(kind, UnfitHandlerError):
+            return cls(FailureKind.UNFIT, text_of(error), error)
+        if issubclass(kind, Reject):
+            return cls(FailureKind.REJECTED, _reason(error) or REJECTED, error)
+        if issubclass(kind, RetryLater):
+            try:
+                after_s = seconds_of(error.after_s)  # type: ignore[attr-defined]
+            except BaseException:  # noqa: BLE001 - a class of the user's
+                after_s = None
+            if after_s is not None:
+                return cls(FailureKind.LATER, _reason(error), error, after_s)
+            return cls(
+                FailureKind.FAILED, f"{name_of(error)} without a time that can be waited", error
+            )
+        return cls(FailureKind.FAILED, f"{name_of(error)}: {text_of(error)}", error)
+
+
+def text_of(thing: object) -> str:
+    """A text that can be written anywhere, of anything; never raises."""
+    try:
+        text = thing.decode(errors="replace") if isinstance(thing, bytes) else str(thing)
+        # A str of its own class, or half a surrogate pair, would raise elsewhere.
+        return str.encode(text, errors="replace").decode()[:REASON_CHARS_MAX]
+    except BaseException as exc:  # noqa: BLE001 - a class of the user's
+        return f"(its text cannot be had: {name_of(exc)})"
+
+
+def name_of(thing: object) -> str:
+    """The name of its class; never raises."""
+    try:
+        return str.encode(type(thing).__name__, errors="replace").decode()
+    except BaseException:  # noqa: BLE001 - a class of the user's
+        return "a class without a name"
+
+
+def seconds_of(value: object) -> float | None:
+    """A time that can be waited, seconds; ``None`` when it is none. Never raises."""
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            return None
+        seconds = float(value)  # type: ignore[arg-type]
+    except BaseException:  # noqa: BLE001 - a class of the user's
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        return text_of(error.reason)  # type: ignore[attr-defined]
+    except BaseException:  # noqa: BLE001 - a class of the user's
+        return ""

@@ -1,0 +1,408 @@
+"""Lanes: which message a handler gets next, so that each key is worked on in one lane at a time.
+
+Life of a message::
+
+    waiting --next--> running --completed--> done; its entry is completed with its last message
+       ^                 |
+       +----- again -----+  (the key waits until a time, the other keys go on)
+
+It is not thread-safe: its owner calls it under one lock. Time comes in as an argument, in seconds
+of any clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from keyshard.core.dead_letter.letters import Resting
+from keyshard.core.lanes.queues import Entry, KeyQueue, LaneRange, RangeCounts, Work
+from keyshard.core.message import Message
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+
+KEYS_READY_MIN = 8
+"""Keys that should be ready in a range, for each of its lanes."""
+
+
+class Lanes:
+    """All keys of a source, spread over its ranges.
+
+    Args:
+        ranges: Number of ranges.
+        lanes: Keys worked on at the same time in each range.
+        owner_of: Index of the range that owns a slot.
+        serialise_keyless: Whether messages without a key are one key per range, instead of each
+            a key of its own.
+    """
+
+    def __init__(
+        self,
+        ranges: int,
+        lanes: int,
+        owner_of: Callable[[int], int],
+        *,
+        serialise_keyless: bool = False,
+    ) -> None:
+        self.lanes = lanes
+        self.owner_of = owner_of
+        """Index of the range that owns a slot."""
+        self._serialise_keyless = serialise_keyless
+        self._ranges = [LaneRange() for _ in range(ranges)]
+        self._look_at: deque[LaneRange] = deque()
+        self._keys: dict[str, KeyQueue] = {}
+        self._keyless: dict[int, KeyQueue] = {}
+        self._later: list[tuple[float, int, KeyQueue]] = []
+        self._later_count = 0
+        self._received = 0
+        self._readied = 0
+        self._draining = False
+        self._held = bytearray(RING_SIZE)
+        self._aside: list[KeyQueue] = []
+        self.held: tuple[HashRange, ...] = ()
+        """Slots of which nothing starts; see :meth:`hold`."""
+        self._completed: dict[TopicPartition, list[EntryId]] = {}
+        self.running: dict[KeyQueue, Work] = {}
+        """What runs, by its key."""
+        self.waiting = 0
+        """Messages that are not done and do not run."""
+        self.completed_entries = 0
+        """Entries that :meth:`pop_completed` would give."""
+        self.done = 0
+        """Messages that are done."""
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        topic_partition: TopicPartition,
+        range_index: int,
+        entry_id: EntryId,
+        messages: Sequence[Message],
+    ) -> None:
+        """Take the messages of a received entry, at least one, behind all others of their keys."""
+        entry = Entry(topic_partition, entry_id, len(messages), messages[0].publish_time)
+        self.waiting += len(messages)
+        for message in messages:
+            queue = self._queue_of(message, range_index)
+            self._ranges[queue.owner].waiting += 1
+            self._received += 1
+            work = Work(message, entry, queue, self._received)
+            queue.work.append(work)
+            if len(queue.work) == 1:
+                self._make_ready(queue)
+        entry.owner = queue.owner
+        self._ranges[entry.owner].entries[entry] = None
+
+    def next(self, now_s: float) -> Work | None:
+        """The message to handle now; ``None`` when every lane is busy or has nothing to do."""
+        if self._later:
+            self._wake(now_s)
+        look_at, lanes = self._look_at, self.lanes
+        while look_at:
+            owner = look_at.popleft()
+            owner.listed = False
+            if owner.running >= lanes or not owner.ready:
+                continue
+            queue = heapq.heappop(owner.ready)[2]
+            work = queue.work[0]
+            slot = work.message.slot
+            if (slot is not None and self._held[slot]) or (
+                self._draining and not (work.entry and work.entry.begun)
+            ):
+                self._aside.append(queue)
+                self._list(owner)
+                continue
+            if work.entry is not None:
+                work.entry.begun = True
+            queue.running = True
+            owner.running += 1
+            owner.waiting -= 1
+            self.waiting -= 1
+            work.started_s = now_s
+            self.running[queue] = work
+            self._list(owner)
+            return work
+        return None
+
+    def completed(self, work: Work) -> None:
+        """A message is done: handled, rejected, or parked."""
+        queue = work.queue
+        self._end(queue)
+        queue.work.popleft()
+        queue.attempts, queue.reason, queue.behind = 0, None, 0
+        if queue.work:
+            self._make_ready(queue)
+        elif queue.key is not None:
+            del self._keys[queue.key]
+        elif self._keyless.get(queue.owner) is queue:
+            del self._keyless[queue.owner]
+        entry = work.entry
+        self.done += 1
+        self._ranges[queue.owner].done += 1
+        if entry is None:
+            return
+        entry.waiting -= 1
+        if not entry.waiting:
+            del self._ranges[entry.owner].entries[entry]
+            self._completed.setdefault(entry.topic_partition, []).append(entry.id)
+            self.completed_entries += 1
+
+    def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
+        """An attempt failed: the message stays the head of its key, which waits until a time.
+
+        One that is not counted lines up behind all keys that wait, so that others are tried next.
+        """
+        queue = work.queue
+        self._end(queue)
+        self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
+        if counted:
+            if not queue.attempts:
+                queue.failing_since_s = work.started_s
+            queue.attempts += 1
+        else:
+            queue.behind = self._received
+        queue.reason = reason
+        queue.not_before_s = not_before_s
+        self._later_count += 1
+        heapq.heappush(self._later, (not_before_s, self._later_count, queue))
+
+    def insert(self, resting: Resting) -> None:
+        """Replay a dead letter before all other messages of its key, which does not run."""
+        queue = self._queue_of(resting.letter.message, 0)
+        assert queue.key is not None, "a message without key is never parked"
+        assert not queue.running
+        assert not queue.attempts, "a parked key is not tried again"
+        queue.work.appendleft(Work(resting.letter.message, None, queue, resting=resting))
+        self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
+        if len(queue.work) == 1:
+            self._make_ready(queue)
+
+    def replace(self, work: Work, resting: Resting) -> None:
+        """A replayed dead letter is done, and another one takes its place before the rest."""
+        queue = work.queue
+        self._end(queue)
+        queue.work[0] = Work(resting.letter.message, None, queue, resting=resting)
+        self.waiting += 1
+        self._ranges[queue.owner].waiting += 1
+        self.done += 1
+        self._ranges[queue.owner].done += 1
+        queue.attempts, queue.reason = 0, None
+        self._make_ready(queue)
+
+    def next_due_s(self) -> float | None:
+        """When the next key that waits for its time may go on; ``None`` when none waits."""
+        return self._later[0][0] if self._later else None
+
+    def pop_completed(self) -> dict[TopicPartition, list[EntryId]]:
+        """Entries all of whose messages are done, each once."""
+        completed, self._completed = self._completed, {}
+        self.completed_entries = 0
+        return completed
+
+    def put_back(self, completed: dict[TopicPartition, list[EntryId]]) -> None:
+        """Entries that no checkpoint had room for: the next :meth:`pop_completed` gives them."""
+        for topic_partition, entries in completed.items():
+            self._completed.setdefault(topic_partition, []).extend(entries)
+            self.completed_entries += len(entries)
+
+    def drain(self) -> None:
+        """From now on begin no entry: only finish those that have begun, so that they are whole.
+
+        Dead letters whose replay waits for a retry are left: they rest where they are.
+        """
+        if self._draining:
+            return
+        self._draining = True
+        self._aside += [one[2] for one in self._later if one[2].work[0].entry is None]
+        self._later = [one for one in self._later if one[2].work[0].entry is not None]
+        heapq.heapify(self._later)
+
+    def unfinished(self, until_s: float) -> bool:
+        """While draining: whether an entry that has begun may still become whole until a time.
+
+        Not when all that is missing of it waits behind messages of an entry that has not begun.
+        """
+        if self.running or (self._later and self._later[0][0] <= until_s):
+            return True
+        heads = (queue.work[0].entry for queue in self._startable())
+        return any(entry is not None and entry.begun for entry in heads)
+
+    # -- moving ranges ----------------------------------------------------------------------------
+
+    def hold(self, slots: Sequence[HashRange]) -> None:
+        """Start nothing of the keys in there until :meth:`resume`."""
+        self.held += tuple(slots)
+        for hash_range in slots:
+            self._held[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
+
+    def blocking(self) -> list[Work]:
+        """What runs of the keys that are held; empty when they are idle."""
+        running, held = self.running.values(), self._held
+        return [w for w in running if w.message.slot is not None and held[w.message.slot]]
+
+    def resume(self) -> None:
+        """Go on with all keys that were held."""
+        self._held = bytearray(RING_SIZE)
+        self.held = ()
+        aside, self._aside = self._aside, []
+        for queue in aside:
+            self._make_ready(queue)
+
+    def reassign(self, ranges: int, owner_of: Callable[[int], int]) -> None:
+        """Another number of ranges, or other borders: queues go with their keys.
+
+        Keyless messages stay in the range that received them, as far as it is still there.
+        """
+        self.owner_of = owner_of
+        queues = [*self._keys.values(), *self._keyless.values()]
+        ready = [queue for owner in self._ranges for _, _, queue in owner.ready]
+        seen = {id(queue) for queue in queues}
+        others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
+        queues += {id(q): q for q in others if id(q) not in seen}.values()
+        entries = [entry for owner in self._ranges for entry in owner.entries]
+        self._ranges = [LaneRange() for _ in range(ranges)]
+        self._look_at.clear()
+        for queue in queues:
+            queue.owner = queue.owner % ranges if queue.slot is None else owner_of(queue.slot)
+            self._ranges[queue.owner].waiting += len(queue.work) - queue.running
+            for work in queue.work:
+                if work.entry is not None:
+                    work.entry.owner = queue.owner
+        for entry in entries:
+            self._ranges[entry.owner].entries[entry] = None
+        self._keyless = {}
+        for queue in queues:
+            if queue.key is None and self._serialise_keyless:
+                self._keyless.setdefault(queue.owner, queue)
+        for queue in self.running:
+            self._ranges[queue.owner].running += 1
+        for queue in ready:
+            self._readied += 1
+            item = (queue.work[0].number, self._readied, queue)
+            self._ranges[queue.owner].ready.append(item)
+        for owner in self._ranges:
+            heapq.heapify(owner.ready)
+            self._list(owner)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def ranges(self) -> int:
+        """Number of ranges."""
+        return len(self._ranges)
+
+    @property
+    def hungry(self) -> bool:
+        """Whether some range has few keys ready, so that more messages may fill its lanes."""
+        enough = KEYS_READY_MIN * self.lanes
+        return any(len(owner.ready) < enough for owner in self._ranges)
+
+    @property
+    def starving(self) -> bool:
+        """Whether some range has a free lane and no key for it."""
+        return any(not owner.ready and owner.running < self.lanes for owner in self._ranges)
+
+    @property
+    def runnable(self) -> int:
+        """Messages that :meth:`next` could give at once, at least; for waking workers."""
+        return sum(
+            min(len(owner.ready), self.lanes - owner.running)
+            for owner in self._look_at
+            if owner.running < self.lanes
+        )
+
+    def counts(self, index: int) -> RangeCounts:
+        """What a range holds now."""
+        owner = self._ranges[index]
+        oldest = next(iter(owner.entries), None)
+        return RangeCounts(
+            len(owner.ready), owner.running, owner.waiting, owner.done,
+            None if oldest is None else oldest.published,
+        )  # fmt: skip
+
+    def retrying(self, count_max: int) -> Iterator[KeyQueue]:
+        """Keys that wait for their time, at most so many of them."""
+        return (queue for _, _, queue in islice(self._later, count_max))
+
+    def queue(self, key: str) -> KeyQueue | None:
+        """The queue of a key; ``None`` when it has no message that is not done."""
+        return self._keys.get(key)
+
+    def queues(self) -> Iterator[KeyQueue]:
+        """Every queue that has a message, running ones included."""
+        seen: dict[int, KeyQueue] = {id(queue): queue for queue in self._keys.values()}
+        for owner in self._ranges:
+            seen.update((id(queue), queue) for _, _, queue in owner.ready)
+        seen.update((id(queue), queue) for queue in self._aside)
+        seen.update((id(queue), queue) for queue in self.running)
+        seen.update((id(queue), queue) for _, _, queue in self._later)
+        yield from seen.values()
+
+    def validate(self) -> None:
+        """Assert the invariants; tests and simulations call it after every step."""
+        for index, owner in enumerate(self._ranges):
+            running = [queue for queue in self.running if queue.owner == index]
+            assert owner.running == len(running), "a lane is counted wrong"
+        for queue in self.queues():
+            assert queue.work, "a queue without a message is kept"
+            assert queue.running == (queue in self.running), "a key is counted wrong"
+            if queue.slot is not None:
+                assert queue.owner == self.owner_of(queue.slot), "a key is in the wrong range"
+        waiting = sum(len(queue.work) - queue.running for queue in self.queues())
+        assert self.waiting == waiting, "waiting messages are counted wrong"
+        assert waiting == sum(owner.waiting for owner in self._ranges), "or per range"
+        entries = {work.entry for queue in self.queues() for work in queue.work} - {None}
+        known = [entry for owner in self._ranges for entry in owner.entries]
+        assert entries == set(known), "an entry is forgotten, or kept for ever"
+        assert len(known) == len(entries), "an entry counts for two ranges"
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _queue_of(self, message: Message, range_index: int) -> KeyQueue:
+        key = message.routing_key
+        if key is None or message.slot is None:
+            index = range_index % len(self._ranges)
+            if not self._serialise_keyless:
+                return KeyQueue(None, None, index)
+            keyless = self._keyless.get(index)
+            if keyless is None:
+                keyless = self._keyless[index] = KeyQueue(None, None, index)
+            return keyless
+        queue = self._keys.get(key)
+        if queue is None:
+            queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
+        return queue
+
+    def _startable(self) -> Iterator[KeyQueue]:
+        """Keys that wait for a lane, and those that do while their slots are held."""
+        for owner in self._ranges:
+            yield from (queue for _, _, queue in owner.ready)
+        yield from (q for q in self._aside if q.slot is not None and self._held[q.slot])
+
+    def _make_ready(self, queue: KeyQueue) -> None:
+        owner = self._ranges[queue.owner]
+        self._readied += 1
+        number = max(queue.work[0].number, queue.behind)
+        heapq.heappush(owner.ready, (number, self._readied, queue))
+        self._list(owner)
+
+    def _list(self, owner: LaneRange) -> None:
+        if not owner.listed and owner.ready and owner.running < self.lanes:
+            owner.listed = True
+            self._look_at.append(owner)
+
+    def _end(self, queue: KeyQueue) -> None:
+        del self.running[queue]
+        queue.running = False
+        owner = self._ranges[queue.owner]
+        owner.running -= 1
+        self._list(owner)
+
+    def _wake(self, now_s: float) -> None:
+        while self._later and self._later[0][0] <= now_s:
+            self._make_ready(heapq.heappop(self._later)[2])

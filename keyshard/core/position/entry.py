@@ -1,0 +1,180 @@
+"""Names of things at the broker: topic partitions, entries, and the messages of an entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from keyshard.core.ring.key_slot import key_slot, possible_slots, routing_key
+from keyshard.errors import ConfigError, NonPersistentTopicError
+from keyshard.redaction import shown
+
+_PARTITION_SUFFIX = re.compile(r"^(?P<topic>.+)-partition-(?P<partition>\d+)$")
+_TOPIC_PART = re.compile(r"^[^/\s]+$")
+
+
+def full_topic_name(name: str) -> str:
+    """Complete a topic name to ``persistent://tenant/namespace/topic``.
+
+    Args:
+        name: ``topic``, ``tenant/namespace/topic`` or the full name.
+
+    Raises:
+        NonPersistentTopicError: The topic is non-persistent: its messages have no position.
+        ConfigError: The name is not a topic name.
+    """
+    domain, scheme, rest = name.partition("://")
+    if not scheme:
+        domain, rest = "persistent", name if "/" in name else f"public/default/{name}"
+    if domain == "non-persistent":
+        raise NonPersistentTopicError(
+            f"Topic {shown(name)} is non-persistent: all its messages have the same position, so "
+            "they cannot be acknowledged on checkpoint. Use a persistent topic.",
+            topic=name,
+        )
+    parts = rest.split("/")
+    if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.fullmatch, parts)):
+        raise ConfigError(
+            f"{shown(name)} is not a topic name. Write 'topic', 'tenant/namespace/topic' or "
+            "'persistent://tenant/namespace/topic'."
+        )
+    return f"persistent://{rest}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TopicPartition:
+    """One topic partition; ``partition`` is -1 for a topic that is not partitioned."""
+
+    topic: str
+    partition: int = -1
+
+    @classmethod
+    def parse(cls, name: str) -> TopicPartition:
+        """Read a full name as the broker writes it, with or without ``-partition-N``."""
+        match = _PARTITION_SUFFIX.match(name)
+        return cls(match["topic"], int(match["partition"])) if match else cls(name)
+
+    @property
+    def name(self) -> str:
+        """The broker's name for it."""
+        return self.topic if self.partition < 0 else f"{self.topic}-partition-{self.partition}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class EntryId(NamedTuple):
+    """Position of an entry in its topic partition; sorts in publish order."""
+
+    ledger: int
+    entry: int
+
+
+class Part(NamedTuple):
+    """Where the content of some messages is: ``rows`` rows from row ``start`` on."""
+
+    content: Any
+    """A ``pyarrow.RecordBatch`` of :data:`keyshard.arrow.content.CONTENT`, shared by all entries
+    of one delivery. Decisions never look into it."""
+    start: int
+    rows: int
+
+
+@dataclass(slots=True)
+class EntryBlock:
+    """Messages of one entry as one delivery brought them.
+
+    A block that came with one ``receive`` may hold a part of its entry; an assembly joins parts.
+    Blocks are not changed after they entered a window.
+    """
+
+    id: EntryId
+    batch_size: int
+    """Messages in the entry as published; 1 for an entry that is no producer batch."""
+    batched: bool
+    """Whether the entry is a producer batch; then acknowledging counts per index at the client."""
+    indices: Sequence[int]
+    """Batch indices, ascending; 0 alone for an entry that is no producer batch."""
+    slot: int | None
+    """Slot that routed the entry: that of its first message; ``None`` when keyless."""
+    mixed_slots: list[int | None] | None
+    """Slot of each message where they differ, because the producer does not batch by key."""
+    publish_ms: int
+    """Publish time, milliseconds since the epoch; a producer batch has one for all messages. 0 when
+    it is unset or no time."""
+    payload_bytes: int
+    """Sum of the lengths of the values."""
+    parts: tuple[Part, ...]
+    """Content of the messages, in the order of ``indices``."""
+    redelivered: bool = False
+    """Whether the broker counts a delivery before this one; a consumer that went away is none."""
+    keys_of_bytes: bool = False
+    """Whether the range it came to shows that its keys were set as bytes. A Reader never knows."""
+    unreadable: int = 0
+    """Messages with a time, key or property that cannot be what it should; see
+    :mod:`keyshard.arrow.metadata`."""
+
+    @property
+    def rows(self) -> int:
+        """Messages in this block."""
+        return len(self.indices)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every index of the entry is here."""
+        return len(self.indices) == self.batch_size
+
+    @property
+    def slots(self) -> list[int | None]:
+        """Slot of each message."""
+        return self.mixed_slots or [self.slot] * self.rows
+
+    @property
+    def text_slots(self) -> list[int | None]:
+        """Slot of each message by the text of its key: the same from a Reader as from a range."""
+        if not self.keys_of_bytes:
+            return self.slots
+        keys = map(routing_key, self.partition_keys, self.column("__orderingKey"))
+        return [None if key is None else key_slot(key) for key in keys]
+
+    @property
+    def possible_slots(self) -> tuple[int, ...]:
+        """Slots that may have routed the entry: no Reader knows whether a key was set as bytes."""
+        if self.slot is None:
+            return ()
+        content, row, _ = self.parts[0]
+        key, ordering_key = (content.column(one)[row].as_py() for one in ("__key", "__orderingKey"))
+        return (self.slot,) if key is None or ordering_key is not None else possible_slots(key)
+
+    @property
+    def values(self) -> list[bytes]:
+        """Payload of each message."""
+        return self.column("value")
+
+    @property
+    def partition_keys(self) -> list[str | None]:
+        """Partition key of each message; ``None`` where it has none."""
+        return self.column("__key")
+
+    def joined(self, later: EntryBlock) -> EntryBlock:
+        """This block and one with later indices of the same entry."""
+        mixed = self.mixed_slots or later.mixed_slots or self.slot != later.slot
+        return replace(
+            self,
+            indices=[*self.indices, *later.indices],
+            mixed_slots=[*self.slots, *later.slots] if mixed else None,
+            payload_bytes=self.payload_bytes + later.payload_bytes,
+            parts=self.parts + later.parts,
+            keys_of_bytes=self.keys_of_bytes or later.keys_of_bytes,
+            unreadable=self.unreadable + later.unreadable,
+        )
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the content, one value for each message."""
+        return [
+            value
+            for part in self.parts
+            for value in part.content.column(name).slice(part.start, part.rows).to_pylist()
+        ]

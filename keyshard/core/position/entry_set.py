@@ -1,0 +1,270 @@
+"""Exact sets of entries of one topic partition, as runs.
+
+Positions inside one hash range are not monotonic, so what was delivered is a set, never an offset.
+The text form is what checkpoints store: ``ledger:first-last,entry;ledger:first-last``, ascending,
+runs as long as possible, so equal sets have equal texts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from keyshard.core.position.entry import EntryId
+from keyshard.errors import CheckpointError
+
+INDEX_MAX = 1_000_000
+"""Highest batch index that is read from a text; no broker takes a batch of more messages."""
+
+Run = tuple[int, int]
+Runs = tuple[Run, ...]
+
+_AFTER_ALL = float("inf")
+
+
+def _runs_of(entries: Iterable[int]) -> Runs:
+    """Longest runs of distinct or repeated integers in any order."""
+    runs: list[Run] = []
+    first = last = None
+    for entry in sorted(entries):
+        if last is not None and first is not None and entry <= last + 1:
+            last = entry
+            continue
+        if last is not None and first is not None:
+            runs.append((first, last))
+        first = last = entry
+    if last is not None and first is not None:
+        runs.append((first, last))
+    return tuple(runs)
+
+
+def _union(left: Runs, right: Runs) -> Runs:
+    runs: list[Run] = []
+    for first, last in sorted((*left, *right)):
+        if runs and first <= runs[-1][1] + 1:
+            if last > runs[-1][1]:
+                runs[-1] = (runs[-1][0], last)
+        else:
+            runs.append((first, last))
+    return tuple(runs)
+
+
+def _intersection(left: Runs, right: Runs) -> Runs:
+    runs: list[Run] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        first, last = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if first <= last:
+            runs.append((first, last))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(runs)
+
+
+def _difference(left: Runs, right: Runs) -> Runs:
+    runs: list[Run] = []
+    j = 0
+    for start, last in left:
+        first = start
+        while j < len(right) and right[j][1] < first:
+            j += 1
+        k = j
+        while k < len(right) and right[k][0] <= last:
+            if right[k][0] > first:
+                runs.append((first, right[k][0] - 1))
+            first = right[k][1] + 1
+            k += 1
+        if first <= last:
+            runs.append((first, last))
+    return tuple(runs)
+
+
+class EntrySet:
+    """Immutable set of :class:`EntryId` with exact set algebra.
+
+    Cost of every operation is linear in the number of runs, not of entries, except membership,
+    which is logarithmic in the runs of one ledger.
+    """
+
+    __slots__ = ("_ledgers", "_text")
+
+    def __init__(self, ledgers: Mapping[int, Runs] | None = None) -> None:
+        self._text: str | None = None
+        self._ledgers: dict[int, Runs] = {
+            ledger: runs for ledger, runs in sorted((ledgers or {}).items()) if runs
+        }
+
+    @classmethod
+    def of(cls, entries: Iterable[EntryId]) -> EntrySet:
+        """The set of the given entries, in any order, repeats allowed."""
+        by_ledger: dict[int, list[int]] = {}
+        for ledger, entry in entries:
+            by_ledger.setdefault(ledger, []).append(entry)
+        return cls({ledger: _runs_of(numbers) for ledger, numbers in by_ledger.items()})
+
+    @classmethod
+    def parse(cls, text: str) -> EntrySet:
+        """Read the text form.
+
+        Raises:
+            CheckpointError: The text is not the canonical form of a set.
+        """
+        ledgers: dict[int, Runs] = {}
+        try:
+            for part in text.split(";") if text else ():
+                ledger, _, runs = part.partition(":")
+                ledgers[int(ledger)] = parse_runs(runs)
+        except ValueError as exc:
+            raise CheckpointError(_bad(text)) from exc
+        result = cls(ledgers)
+        if str(result) != text or any(ledger < 0 for ledger in ledgers):
+            raise CheckpointError(_bad(text))
+        return result
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """All runs as (ledger, first entry, last entry), ascending, ends inclusive."""
+        for ledger, runs in self._ledgers.items():
+            for first, last in runs:
+                yield ledger, first, last
+
+    @property
+    def run_count(self) -> int:
+        """Number of runs; what the text form's length depends on."""
+        return sum(map(len, self._ledgers.values()))
+
+    @property
+    def first(self) -> EntryId | None:
+        """Lowest entry, ``None`` when empty."""
+        return next((EntryId(ledger, first) for ledger, first, _ in self.runs()), None)
+
+    @property
+    def last(self) -> EntryId | None:
+        """Highest entry, ``None`` when empty."""
+        if not self._ledgers:
+            return None
+        ledger, runs = next(reversed(self._ledgers.items()))
+        return EntryId(ledger, runs[-1][1])
+
+    def run_end(self, entry_id: EntryId) -> EntryId | None:
+        """Last entry of the run that holds ``entry_id``, ``None`` when it is not in the set."""
+        ledger, entry = entry_id
+        runs = self._ledgers.get(ledger, ())
+        at = bisect_right(runs, (entry, _AFTER_ALL)) - 1
+        return EntryId(ledger, runs[at][1]) if at >= 0 and entry <= runs[at][1] else None
+
+    def above(self, entry_id: EntryId) -> EntrySet:
+        """The entries after ``entry_id``."""
+        ledger, entry = entry_id
+        kept = {other: runs for other, runs in self._ledgers.items() if other > ledger}
+        own = tuple(
+            (max(first, entry + 1), last)
+            for first, last in self._ledgers.get(ledger, ())
+            if last > entry
+        )
+        return EntrySet({ledger: own, **kept})
+
+    def __contains__(self, entry_id: EntryId) -> bool:
+        ledger, entry = entry_id
+        runs = self._ledgers.get(ledger)
+        if runs is None:
+            return False
+        at = bisect_right(runs, (entry, _AFTER_ALL)) - 1
+        return at >= 0 and entry <= runs[at][1]
+
+    def __iter__(self) -> Iterator[EntryId]:
+        for ledger, first, last in self.runs():
+            for entry in range(first, last + 1):
+                yield EntryId(ledger, entry)
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for _, first, last in self.runs())
+
+    def __bool__(self) -> bool:
+        return bool(self._ledgers)
+
+    def __or__(self, other: EntrySet) -> EntrySet:
+        return self._merged(other, _union, self._ledgers.keys() | other._ledgers.keys())
+
+    def __and__(self, other: EntrySet) -> EntrySet:
+        return self._merged(other, _intersection, self._ledgers.keys() & other._ledgers.keys())
+
+    def __sub__(self, other: EntrySet) -> EntrySet:
+        return self._merged(other, _difference, self._ledgers.keys())
+
+    def __le__(self, other: EntrySet) -> bool:
+        return not self - other
+
+    def _merged(
+        self, other: EntrySet, operation: Callable[[Runs, Runs], Runs], ledgers: Iterable[int]
+    ) -> EntrySet:
+        return EntrySet({
+            ledger: operation(self._ledgers.get(ledger, ()), other._ledgers.get(ledger, ()))
+            for ledger in ledgers
+        })  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EntrySet) and self._ledgers == other._ledgers
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._ledgers.items()))
+
+    def __str__(self) -> str:
+        if self._text is None:
+            parts = (f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items())
+            self._text = ";".join(parts)
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"EntrySet({str(self)!r})"
+
+
+def format_runs(runs: Runs) -> str:
+    """Text form of runs: ``0-3,7``."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_runs(text: str) -> Runs:
+    """Read ``0-3,7``.
+
+    Raises:
+        ValueError: It is no ascending list of non-negative runs, each as long as possible.
+    """
+    runs: list[Run] = []
+    for part in text.split(","):
+        first_text, dash, last_text = part.partition("-")
+        first = int(first_text)
+        last = int(last_text) if dash else first
+        if first > last or (runs and first <= runs[-1][1] + 1):
+            raise ValueError(part)
+        runs.append((first, last))
+    result = tuple(runs)
+    if format_runs(result) != text:
+        raise ValueError(text)
+    return result
+
+
+def index_runs(indices: Iterable[int]) -> str:
+    """Text form of a set of batch indices."""
+    return format_runs(_runs_of(indices))
+
+
+def parse_indices(text: str) -> frozenset[int]:
+    """Read the text form of a set of batch indices.
+
+    Raises:
+        ValueError: It is not canonical, or an index is above :data:`INDEX_MAX`.
+    """
+    runs = parse_runs(text)
+    if runs[-1][1] > INDEX_MAX:
+        raise ValueError(f"{runs[-1][1]} is no batch index")
+    return frozenset(i for first, last in runs for i in range(first, last + 1))
+
+
+def _bad(text: str) -> str:
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return (
+        f"{shown!r} is no entry set; expected runs such as '12:0-99,101;13:0-5'. The checkpoint "
+        "was changed by something other than keyshard: restore it from a backup."
+    )

@@ -1,0 +1,101 @@
+"""The slot of a message: where on the ring the broker routes it.
+
+Rule of Pulsar 4.0 (``Murmur3_32Hash``, ``StickyKeyConsumerSelectorUtils``, ``Commands``): the
+ordering key decides, else the partition key; a producer batch is routed whole by its first message.
+
+A partition key set as bytes travels as base64 with a flag, and the broker hashes the bytes. The
+client shows the text and not the flag, and many a plain key is base64 by chance. So the range that
+an entry came to decides; see :func:`slots_of`.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from binascii import Error, a2b_base64
+from collections.abc import Sequence
+
+import mmh3
+
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+
+
+def key_slot(key: str | bytes) -> int:
+    """Slot of a routing key, 1 to 65,535; the broker maps slot 0 to 1.
+
+    Args:
+        key: Ordering key, else partition key; a string is hashed as UTF-8.
+    """
+    return (mmh3.hash(key, 0, signed=False) & 0x7FFFFFFF) % RING_SIZE or 1
+
+
+def routing_key(partition_key: str | None, ordering_key: str | None) -> str | None:
+    """The key that routes a message: the ordering key, else the partition key, else ``None``."""
+    return ordering_key if ordering_key is not None else partition_key
+
+
+def bytes_slot(key: str) -> int | None:
+    """Slot of a partition key that was set as bytes; ``None`` when it cannot have been.
+
+    Args:
+        key: What the client shows: base64 as the Java client writes it, else it is plain text.
+    """
+    if len(key) % 4:
+        return None
+    try:
+        decoded = a2b_base64(key)
+    except (Error, ValueError):
+        return None
+    return key_slot(decoded) if b64encode(decoded).decode() == key else None
+
+
+def possible_slots(key: str) -> tuple[int, ...]:
+    """Slots that a message of a key may have: as a text and, where it may be, as bytes."""
+    text, as_bytes = key_slot(key), bytes_slot(key)
+    return (text,) if as_bytes is None else (text, as_bytes)
+
+
+def slots_of(
+    routing_keys: Sequence[str | bytes | None], came_to: HashRange | None = None
+) -> tuple[int | None, list[int | None] | None, bool]:
+    """Slots of the messages of one entry.
+
+    The first message routed the entry into the range that it came to. Where its text does not lie
+    there and its bytes do, the keys were set as bytes; else the text counts, also where both lie
+    there. So a range that becomes smaller may tell what a larger one left open: whoever keeps the
+    order of a key goes by the key, and by its slot only to learn who owns it now.
+
+    Args:
+        routing_keys: Routing key of each message; ``None`` when keyless. At least one. Bytes for
+            an ordering key that is no text.
+        came_to: Range whose consumer received it, if a partition key routed it; ``None`` where no
+            range is known: then the texts count.
+
+    Returns:
+        (slot of the first message, which routes the entry; slot of each message where they differ,
+        else ``None``; whether the keys are known to be set as bytes).
+    """
+    first = routing_keys[0]
+    slot: int | None = None
+    of_bytes = False
+    if first is not None:
+        slot = key_slot(first)
+        # Every entry passes here: a range costs less to compare than to ask.
+        inside = came_to is None or came_to.start <= slot <= came_to.end
+        if not inside and isinstance(first, str):
+            other = bytes_slot(first)
+            if other is not None and came_to is not None and other in came_to:
+                slot, of_bytes = other, True
+    if routing_keys.count(first) == len(routing_keys):
+        return slot, None, of_bytes
+    slots = [None if key is None else _slot(key, of_bytes) for key in routing_keys]
+    return slot, differing(slots), of_bytes
+
+
+def _slot(key: str | bytes, of_bytes: bool) -> int:
+    slot = bytes_slot(key) if of_bytes and isinstance(key, str) else None
+    return key_slot(key) if slot is None else slot
+
+
+def differing(slots: list[int | None]) -> list[int | None] | None:
+    """Slots of the messages of one entry, at least one; ``None`` when all are the same."""
+    return slots if slots.count(slots[0]) < len(slots) else None

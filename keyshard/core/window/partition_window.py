@@ -1,0 +1,267 @@
+"""The window's share of one topic partition: its entries and evidence, and their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from keyshard.core.holes.settling import Proofs, Settled, settle, settles_more
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.fingerprint import Known
+from keyshard.core.window.admission import Sizes, take_aligned
+from keyshard.core.window.checkpoint_size import fitting, paused_ranges
+
+ROW_OVERHEAD_BYTES = 512
+"""Memory that a row takes beside its payload, as counted against the budget."""
+
+
+@dataclass(slots=True)
+class PartitionWindow:
+    """Entries of one topic partition, from their receipt to their release.
+
+    Its :class:`~keyshard.core.window.window.Window` decides what enters, and the limits of a batch.
+    """
+
+    state: PartitionCheckpoint
+    """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
+    received: list[tuple[EntryBlock, int]] = field(default_factory=list)
+    """Entries not yet cut, with the index of the range that received them."""
+    taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
+    """Entries handed to handlers, until a batch has them."""
+    held: dict[EntryId, int] = field(default_factory=dict)
+    """All entries received, taken or planned, with their publish times."""
+    expected: EntrySet = field(default_factory=EntrySet)
+    """Ids of a planned batch that is not read again yet."""
+    rows: int = 0
+    bytes: int = 0
+    """What is held: received, taken and planned."""
+    received_rows: int = 0
+    received_bytes: int = 0
+    received_payload: int = 0
+    """What is received and not cut: rows, memory and payload."""
+    left_out: set[int] = field(default_factory=set)
+    """Ranges that had data and no part in the newest cut."""
+    proofs: Proofs = field(default_factory=Proofs)
+    """Evidence that the next cut with rows puts into its checkpoint."""
+    owners: frozenset[int] = frozenset()
+    """Ranges that owe an entry of a hole, as far as known."""
+    tight: bool = False
+    """Whether the newest cut or commit left entries out because the checkpoint had no room."""
+    waiting_rows: int = 0
+    """Received rows that no cut takes before something else comes."""
+    lowest_ledger: int = -1
+    """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
+    doubted: Known | None = None
+    """What was known when nothing showed any longer that this is the same topic partition; ``None``
+    while that is sure."""
+    gone: bool = False
+    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
+
+    @property
+    def ready_rows(self) -> int:
+        """Received rows that a cut could take."""
+        return self.received_rows - self.waiting_rows
+
+    @property
+    def holes(self) -> int:
+        """Gaps between the runs of delivered entries."""
+        return max(0, self.state.delivered.run_count - 1)
+
+    def receive(self, block: EntryBlock, range_index: int) -> None:
+        """Take a new entry that a range received."""
+        rows, memory = self.hold(block)
+        self.received.append((block, range_index))
+        self.waiting_rows = 0
+        self.received_rows += rows
+        self.received_bytes += memory
+        self.received_payload += block.payload_bytes
+
+    def reassign(self, owners: Sequence[int]) -> None:
+        """Others own the ring now: what is received is theirs, keyless entries stay as they are.
+
+        Args:
+            owners: The range that owns each slot.
+        """
+        ranges = max(owners) + 1
+        received = [
+            (block, index % ranges if block.slot is None else owners[block.slot])
+            for block, index in self.received
+        ]
+        self.left_out = {
+            index
+            for (_, before), (_, index) in zip(self.received, received, strict=True)
+            if before in self.left_out
+        }
+        self.received = received
+        self.owners = frozenset()
+
+    def drop_received(self) -> None:
+        """Forget what is received and in no batch."""
+        for block, _ in self.received:
+            self.let_go(block)
+        self.received = []
+        self.received_rows = self.received_bytes = self.received_payload = 0
+        self.waiting_rows = 0
+        self.left_out = set()
+
+    def take_oldest(self, rows_max: int | None) -> list[tuple[EntryBlock, int]]:
+        """Hand out what was received first; it stays held.
+
+        Args:
+            rows_max: Rows after which no entry is begun; ``None``: everything.
+        """
+        count, rows = len(self.received), self.received_rows
+        if rows_max is not None and rows > rows_max:
+            count = rows = 0
+            while rows < rows_max:
+                rows += self.received[count][0].rows
+                count += 1
+        taken, self.received = self.received[:count], self.received[count:]
+        self.received_rows -= rows
+        self.received_bytes -= sum(_size(block) for block, _ in taken)
+        self.received_payload -= sum(block.payload_bytes for block, _ in taken)
+        self.waiting_rows = 0
+        self.taken.update((block.id, block) for block, _ in taken)
+        return taken
+
+    def give_back(
+        self, completed: Collection[EntryId], checkpoint_bytes_max: int
+    ) -> list[EntryBlock]:
+        """The entries of the next batch out of what handlers completed; they stay held.
+
+        Args:
+            completed: Ids of entries that were handed out.
+            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint; completed
+                entries that do not fit stay taken.
+        """
+        blocks = [self.taken[entry_id] for entry_id in sorted(completed)]
+        # Where an entry comes from is of no matter to its size in the checkpoint.
+        count = self._fitting([(block, 0) for block in blocks], checkpoint_bytes_max)
+        for block in blocks[:count]:
+            del self.taken[block.id]
+        return blocks[:count]
+
+    def published_ms_of(self, entry_id: EntryId) -> int | None:
+        """Latest time at which an entry that is held, or going to be read again, was published."""
+        published_ms = self.held.get(entry_id)
+        if published_ms is None and self.expected and entry_id in self.expected:
+            return self.latest_ms_of(entry_id)
+        return published_ms
+
+    def latest_ms_of(self, entry_id: EntryId) -> int:
+        """Latest time at which an entry that is settled may have been published."""
+        known = self.doubted
+        return (known if known and entry_id in known else self.state).published_ms
+
+    def doubt(self) -> None:
+        """From now on another topic may be behind the same ids."""
+        if self.doubted is None:
+            newest_ms = max([self.state.published_ms, *self.held.values()])
+            known = Known(self.state, EntrySet.of(self.held), newest_ms)
+            self.doubted = known or None
+
+    def hold(self, block: EntryBlock) -> tuple[int, int]:
+        """Count an entry as held; its rows and memory."""
+        self.held[block.id] = block.publish_ms
+        rows = block.rows
+        memory = block.payload_bytes + rows * ROW_OVERHEAD_BYTES
+        self.rows += rows
+        self.bytes += memory
+        return rows, memory
+
+    def let_go(self, block: EntryBlock) -> None:
+        """Count an entry as held no longer."""
+        self.held.pop(block.id, None)
+        self.rows -= block.rows
+        self.bytes -= _size(block)
+
+    def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
+        """Take the entries of the next batch out of what is received; they stay held.
+
+        Args:
+            limits: Most rows, memory and payload; a single larger entry is still taken.
+            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint.
+        """
+        self.received.sort(key=lambda item: item[0].id)
+        count = self._fitting(self.received, checkpoint_bytes_max)
+        if not count:
+            self.waiting_rows = self.received_rows
+            return []
+        taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
+        self.received = rest + self.received[count:]
+        self.left_out = {index for _, index in self.received} - {index for _, index in taken}
+        blocks = [block for block, _ in taken]
+        self.received_rows -= sum(block.rows for block in blocks)
+        self.received_bytes -= sum(map(_size, blocks))
+        self.received_payload -= sum(block.payload_bytes for block in blocks)
+        return blocks
+
+    def _fitting(self, entries: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
+        """How many of some entries, ascending, the next checkpoint has room for."""
+        count = fitting(self.state.delivered, entries, bytes_max)
+        if count < len(entries) and self.proofs:
+            # The checkpoint of this cut is going to have fewer holes than the newest.
+            settled = settle(self.state, self.proofs, self._undelivered())
+            count = fitting(settled.delivered, entries, bytes_max)
+        self.tight = count < len(entries)
+        return count
+
+    def advance(self, blocks: Sequence[EntryBlock]) -> int:
+        """Make the state after a batch with these entries the newest.
+
+        Returns:
+            Entries of holes that it calls settled, and the state before did not.
+        """
+        settled = self._settle(blocks)
+        batch = EntrySet.of(block.id for block in blocks)
+        published_ms = [block.publish_ms for block in blocks]
+        self.state = PartitionCheckpoint(
+            floor=settled.floor,
+            delivered=settled.delivered | batch,
+            batch=batch,
+            partial={block.id: frozenset(block.indices) for block in blocks if not block.whole},
+            published_ms=max(self.state.published_ms, self.proofs.published_ms, *published_ms),
+        )
+        return settled.newly
+
+    def _settle(self, blocks: Sequence[EntryBlock]) -> Settled:
+        """What the evidence makes of the newest state, before ``blocks`` join it."""
+        undelivered = self._undelivered() if settles_more(self.state, self.proofs) else []
+        settled = settle(self.state, self.proofs, [*undelivered, *(block.id for block in blocks)])
+        self.proofs.applied(settled.floor)
+        return settled
+
+    def _undelivered(self) -> list[EntryId]:
+        """Entries that were received and are in no batch."""
+        return [*(block.id for block, _ in self.received), *self.taken]
+
+    def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
+        """Take evidence, and the ranges that owe an entry of a hole."""
+        self.proofs.merge(proofs)
+        self.owners = owners
+        if proofs:
+            self.waiting_rows = 0
+
+    def paused(self, rows_share: int, bytes_share: int, ranges: int) -> frozenset[int] | None:
+        """Ranges that pause for the size of the checkpoint; ``None`` when it has room."""
+        if not self.tight:
+            return None
+        return paused_ranges(self.received, rows_share, bytes_share, ranges, self.owners)
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        ids = [block.id for block, _ in self.received]
+        assert len(set(ids)) == len(ids), "an entry is received twice"
+        assert self.held.keys() >= set(ids), "a received entry is not held"
+        assert not any(map(self.state.settled, ids)), "a received entry is settled"
+        assert self.received_rows == sum(block.rows for block, _ in self.received)
+
+
+def _size(block: EntryBlock) -> int:
+    return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
+
+
+def _sizes(block: EntryBlock) -> Sizes:
+    return block.rows, _size(block), block.payload_bytes

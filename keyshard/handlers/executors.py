@@ -1,0 +1,223 @@
+"""Where handlers run: threads, an event loop, or (:mod:`keyshard.handlers.processes`) processes.
+
+All ask one :class:`Desk` for the next message and tell it how the handler ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from keyshard.core.lanes.failure import name_of, text_of
+from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.retrying import Setback
+from keyshard.core.message import Message
+from keyshard.errors import KeyShardError
+from keyshard.handlers.calling import Handle
+from keyshard.handlers.event_loop import EventLoop
+
+
+class Desk(Protocol):
+    """Hands out messages and takes results; implemented by the handler run."""
+
+    changed: threading.Condition
+    """Held by who calls :meth:`next` and :meth:`finish`; notified when there is work."""
+
+    def next(self) -> Work | None:
+        """The message to handle now; ``None`` when there is none."""
+
+    def judge(self, work: Work, error: BaseException) -> Setback:
+        """What the handler raised means; called without the lock, because it asks user code."""
+
+    def finish(self, work: Work, setback: Setback | None) -> None:
+        """An attempt ended; ``setback``: why it failed."""
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no work is handed out any more."""
+
+
+class Workers(Protocol):
+    """Runs handlers until the desk is closed."""
+
+    count: int
+    """Threads or processes; 1 for an event loop."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether there is somebody to wake; the desk's lock is held."""
+
+    def wake(self, messages: int) -> None:
+        """There are so many messages to start; the desk's lock is held."""
+
+    def grow(self, count: int) -> None:
+        """There may be more lanes than before: run as many handlers at once, where threads do."""
+
+    def close(self, timeout_s: float) -> bool:
+        """The desk is closed: wait for running handlers; whether all have ended."""
+
+
+class ThreadWorkers:
+    """Daemon threads, never fewer than before.
+
+    Args:
+        desk: Where work comes from.
+        count: Number of threads to begin with.
+        handles: Makes the function that a thread calls for each message.
+    """
+
+    def __init__(self, desk: Desk, count: int, handles: Callable[[], Handle]) -> None:
+        self.count = 0
+        self._desk = desk
+        self._handles = handles
+        self._idle = 0
+        self._left_behind = False
+        """Whether nobody waits any more for handlers that still run."""
+        self._threads: list[threading.Thread] = []
+        self._start_threads(count)
+
+    def grow(self, count: int) -> None:
+        self._start_threads(count)
+
+    def _start_threads(self, count: int) -> None:
+        for number in range(self.count, count):
+            thread = threading.Thread(target=self._run, name=f"keyshard-work-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self.count = max(self.count, count)
+
+    @property
+    def resting(self) -> bool:
+        return self._idle > 0
+
+    def wake(self, messages: int) -> None:
+        self._desk.changed.notify(min(messages, self._idle))
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._desk.changed:
+            self._desk.changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._left_behind = True
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as exc:  # noqa: BLE001 - the end must reach the user as an event
+            self._desk.fail(unexpected(exc))
+
+    def _work(self) -> None:
+        desk, handle = self._desk, self._handles()
+        work: Work | None = None
+        setback: Setback | None = None
+        while True:
+            with desk.changed:
+                if work is not None:
+                    desk.finish(work, setback)
+                while (work := desk.next()) is None:
+                    if desk.closed:
+                        return
+                    self._idle += 1
+                    desk.changed.wait()
+                    self._idle -= 1
+            setback = None
+            try:
+                handle(work.message)
+            except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
+                setback = desk.judge(work, exc)
+            if self._left_behind:
+                return
+
+
+class AsyncWorkers:
+    """One event loop in a daemon thread; as many coroutines as there are lanes to fill.
+
+    Args:
+        desk: Where work comes from.
+        handle: A coroutine function.
+    """
+
+    def __init__(self, desk: Desk, handle: Callable[[Message], Awaitable[None]]) -> None:
+        self.count = 1
+        self._desk = desk
+        self._handle = handle
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._awake = False
+        self._closing = False
+        self._loop = EventLoop("keyshard-work-async")
+
+    @property
+    def resting(self) -> bool:
+        return not self._awake
+
+    def wake(self, messages: int) -> None:
+        if messages:
+            self._awake = True
+            self._loop.call(self._start)
+
+    def grow(self, count: int) -> None:
+        """Coroutines need no threads."""
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._tasks and time.monotonic() < deadline:
+            time.sleep(0.005)
+        ended = not self._tasks
+        self._closing = True
+        self._loop.close()
+        return ended
+
+    def _start(self) -> None:
+        with self._desk.changed:
+            self._awake = False
+            while work := self._desk.next():
+                task = self._loop.loop.create_task(self._serve(work))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, first: Work) -> None:
+        try:
+            await self._work(first)
+        except BaseException as exc:  # noqa: BLE001 - the end must reach the user as an event
+            if not self._closing:
+                self._desk.fail(unexpected(exc))
+
+    async def _work(self, first: Work) -> None:
+        work: Work | None = first
+        while work is not None:
+            setback: Setback | None = None
+            try:
+                await self._handle(work.message)
+            except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
+                if self._closing:
+                    return
+                setback = self._desk.judge(work, exc)
+                _forget_cancels()
+            with self._desk.changed:
+                self._desk.finish(work, setback)
+                work = self._desk.next()
+
+
+def _forget_cancels() -> None:
+    """The next message of this task is not cancelled, though a handler cancelled its own task."""
+    task = asyncio.current_task()
+    if sys.version_info >= (3, 11) and task is not None:
+        while task.cancelling():
+            task.uncancel()
+
+
+def unexpected(error: BaseException) -> KeyShardError:
+    """For what should not happen in a worker: it ends the source instead of one thread of it."""
+    return KeyShardError(
+        f"A worker ended unexpectedly: {name_of(error)}: {text_of(error)}. Nothing that was not "
+        "completed is acknowledged."
+    )

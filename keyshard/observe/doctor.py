@@ -1,0 +1,145 @@
+"""Gathers what :mod:`keyshard.core.diagnosis` judges. Nothing at the broker is changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from keyshard.broker.port import Admin, Broker
+from keyshard.broker.retry import retry_until
+from keyshard.config.source import SourceConfig
+from keyshard.core.diagnosis import (
+    Finding,
+    Level,
+    Sample,
+    States,
+    judge_batching,
+    judge_fill,
+    judge_orphans,
+    judge_subscription,
+    judge_version,
+)
+from keyshard.core.load_limits import Load, judge_load
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.errors import ChunkedMessageError, KeyShardError, TopicNotFoundError
+from keyshard.reading.scan import Scan
+
+SAMPLE_ENTRIES = 200
+"""Newest entries of a topic partition that are looked at, at most."""
+SAMPLE_PARTITIONS = 8
+"""Topic partitions that are looked into, at most."""
+SAMPLE_S = 10.0
+"""Longest time to look at entries, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The load to check the limits against."""
+
+    rate_per_s: float
+    """Messages per second, over all topic partitions."""
+    message_bytes: float | None = None
+    """Payload of one message; ``None``: as in the sample."""
+
+
+def examine(
+    config: SourceConfig,
+    connect: Callable[[], Broker],
+    admin: Admin,
+    expected: Expected | None = None,
+) -> list[Finding]:
+    """Look at a source's topics and subscription, without consuming anything.
+
+    Args:
+        config: The source; its first topic is looked at.
+        connect: Makes the connection to the broker.
+        admin: Admin REST interface.
+        expected: The load, where the limits are to be checked against one.
+
+    Returns:
+        Findings; what could not be looked at is a finding too.
+    """
+    topic = config.topics[0]
+    findings: list[Finding] = []
+    try:
+        findings.append(judge_version(admin.version()))
+        partitions = _partitions(admin, topic)
+        limits = _limits(admin, topic)
+        states = _states(admin, partitions)
+    except KeyShardError as exc:
+        return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
+    findings += judge_subscription(states, config.subscription)
+    findings += judge_fill(states, config.subscription, limits)
+    findings += judge_orphans(states, config.subscription)
+    sample = Sample()
+    try:
+        broker = connect()
+        try:
+            _look_into(broker, admin, partitions, sample)
+        finally:
+            broker.close()
+        findings += judge_batching(sample)
+    except ChunkedMessageError as exc:
+        findings.append(Finding(Level.PROBLEM, "batching", exc.message))
+    except KeyShardError as exc:
+        findings.append(Finding(Level.PROBLEM, "broker", exc.message))
+    if expected is not None:
+        mean = sample.payload_bytes / sample.messages if sample.messages else 0.0
+        load = Load(
+            expected.rate_per_s,
+            mean if expected.message_bytes is None else expected.message_bytes,
+            sample.messages_per_entry,
+            len(partitions),
+            config.parallelism,
+            config.window_rows_max,
+            config.window_bytes_max,
+        )
+        findings += judge_load(load, limits)
+    return findings
+
+
+def _limits(admin: Admin, topic: str) -> BrokerLimits:
+    """The broker's limits; those on unacknowledged messages may be set for the topic."""
+    limits = BrokerLimits.from_settings(admin.settings())
+    per_consumer, per_subscription = admin.unacknowledged_limits(topic)
+    return limits.with_unacknowledged(per_consumer, per_subscription)
+
+
+def _partitions(admin: Admin, topic: str) -> list[TopicPartition]:
+    count = admin.partition_count(topic)
+    if count is None:
+        raise TopicNotFoundError(f"{topic} does not exist. Create it or correct its name.")
+    return [TopicPartition(topic, i) for i in range(count)] or [TopicPartition(topic)]
+
+
+def _states(admin: Admin, partitions: Sequence[TopicPartition]) -> States:
+    return {
+        where: {
+            name: SubscriptionState.from_stats(stats)
+            for name, stats in admin.subscriptions(where).items()
+        }
+        for where in partitions
+    }
+
+
+def _look_into(
+    broker: Broker, admin: Admin, partitions: Sequence[TopicPartition], sample: Sample
+) -> None:
+    """Read the newest entries of some topic partitions, evenly spread over all."""
+    deadline = time.monotonic() + SAMPLE_S
+    step = max(1, -(-len(partitions) // SAMPLE_PARTITIONS))
+    for where in partitions[::step]:
+        state = admin.broker_state(where, "")
+        stored = [item for item in (state.ledgers if state else {}).items() if item[1]]
+        if not stored:
+            continue
+        ledger, entries = stored[-1]
+        start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
+        left = SAMPLE_ENTRIES
+        with Scan(broker, where, start, None) as scan:
+            while left > 0 and not scan.done and (left_s := deadline - time.monotonic()) > 0:
+                for block in retry_until(scan.read, left_s):
+                    sample.add(where, block)
+                    left -= 1

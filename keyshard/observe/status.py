@@ -1,0 +1,312 @@
+"""The status of a running source, as plain JSON values, and where a key of it stands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.dead_letter.selection import Selection
+from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
+from keyshard.core.lanes.circuit import Circuit
+from keyshard.core.lanes.facts import lane_of, range_facts
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.lanes.tally import Tally
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange, gaps
+from keyshard.core.ring.key_slot import possible_slots
+from keyshard.errors import NotRunningError
+from keyshard.observe.broker_facts import BrokerFacts, PartitionFacts
+from keyshard.redaction import redacted
+
+LIVE_S = 60.0
+"""Time without a turn of its loop after which a run is taken for dead, seconds."""
+PARKED_MAX = 100
+"""Parked keys that a status names, those parked longest; how many there are it always tells."""
+
+
+class ParkedKeys(Protocol):
+    """The parked keys, as far as others may see and change them."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def some(self, count_max: int) -> list[tuple[str, int]]:
+        """Those that have been parked longest, and how many letters of each rest."""
+
+    def is_parked(self, key: str) -> bool:
+        """Whether a key is parked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the status is about: the parts of a run that know something."""
+
+    config: SourceConfig
+    coordinator: Coordinator
+    lanes: Lanes
+    tally: Tally
+    changed: threading.Condition
+    """Guards lanes and tally."""
+    executor: str
+    workers: Callable[[], int]
+    """Handlers that may run at the same time now: threads or processes, or 1 for an event loop."""
+    workers_max: int | None
+    """The same for any number of ranges; ``None``: only lanes limit."""
+    stopping: Callable[[], bool]
+    rescaler: Callable[[], Rescaler | None]
+    """``None`` while it starts."""
+    turned_s: Callable[[], float] = time.monotonic
+    """When the loop of the run went round last."""
+    parked: Callable[[], ParkedKeys | None] = lambda: None
+    """``None`` where nothing is parked, and while it starts."""
+    unpark: Callable[[Selection], int] | None = None
+    """Lets parked keys out; ``None`` where nothing is parked."""
+    discard: Callable[[Selection, bool], int] | None = None
+    """Gives letters up: rejected ones, or those of parked keys."""
+    circuit: Circuit = field(default_factory=Circuit)
+    """Whether most keys fail at once, so that handlers pause; guarded, too."""
+
+    @property
+    def phase(self) -> str:
+        """``starting``, ``running`` or ``stopping``."""
+        if self.stopping():
+            return "stopping"
+        return "starting" if self.rescaler() is None else "running"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Who owns what, and is connected."""
+
+    owned: Mapping[int, list[HashRange]]
+    disconnected: Mapping[int, list[str]]
+    paused: set[int]
+    gaps: Mapping[TopicPartition, tuple[HashRange, ...]]
+
+
+class StatusView:
+    """Builds the status of one run. Methods may be called from any thread, and never wait long.
+
+    Args:
+        subject: The run.
+        broker_facts: What the broker says; ``None`` without an admin interface.
+    """
+
+    def __init__(self, subject: Subject, broker_facts: BrokerFacts | None) -> None:
+        self._subject = subject
+        self._broker_facts = broker_facts
+        self._owner = f"{socket.gethostname()}:{os.getpid()}"
+        self._lock = threading.Lock()
+        self._watchdog = Watchdog()
+
+    def watch(self) -> list[Stall]:
+        """Look for ranges that stall; those that are to be named now."""
+        if not self._subject.coordinator.started:
+            return []
+        now_s = time.monotonic()
+        facts = self._facts(now_s, self._owned_ranges())
+        subject = self._subject
+        with subject.changed:
+            usual_s = subject.tally.timings.p99_s
+            pause = "" if subject.circuit.closed else str(subject.circuit)
+        with self._lock:
+            return self._watchdog.look(now_s, facts, usual_s=usual_s, pause=pause)
+
+    def status(self) -> dict[str, Any]:
+        """Everything; see ``docs/status.md``."""
+        subject = self._subject
+        now_s = time.monotonic()
+        started = subject.coordinator.started
+        owned_ranges = self._owned_ranges() if started else _Owned({}, {}, set(), {})
+        facts = self._facts(now_s, owned_ranges) if started else []
+        with subject.changed:
+            oldest = [subject.lanes.counts(each.index).oldest for each in facts]
+            counters, timings = subject.tally.counters(), subject.tally.timings.status()
+            circuit = subject.circuit.status(now_s)
+        with self._lock:
+            stalls = dict(self._watchdog.stalls)
+        config, parked = subject.config, subject.parked()
+        return {
+            "state": subject.phase,
+            "subscription": config.subscription,
+            "topics": list(config.topics),
+            "topicsPattern": config.topics_pattern,
+            "serviceUrl": redacted(config.service_url),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "epoch": subject.coordinator.epoch if started else 0,
+            "lanes": subject.lanes.lanes,
+            "workers": subject.workers(),
+            "workersMax": subject.workers_max,
+            "executor": subject.executor,
+            "ranges": [
+                self._range(each, owned_ranges, stalls.get(each.index), published, now_s)
+                for each, published in zip(facts, oldest, strict=True)
+            ],
+            "partitions": [
+                self._partition(where, missing)
+                for where, missing in sorted(owned_ranges.gaps.items())
+            ],
+            "parkedKeys": 0 if parked is None else parked.count,
+            "parked": [
+                {"key": key, "letters": letters}
+                for key, letters in (() if parked is None else parked.some(PARKED_MAX))
+            ],
+            "counters": counters,
+            "handlerSeconds": timings,
+            "circuit": circuit,
+            "window": subject.coordinator.status() if started else None,
+            "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
+        }
+
+    def not_live(self) -> str:
+        """What only a restart of the process may mend; empty when nothing is known."""
+        idle_s = time.monotonic() - self._subject.turned_s()
+        if self._subject.phase != "running" or idle_s < LIVE_S:
+            return ""
+        return f"The loop of the run has not gone round for {idle_s:.0f} s."
+
+    def not_ready(self) -> str:
+        """Why the source does not take messages; empty when it does."""
+        phase = self._subject.phase
+        if phase != "running":
+            return f"The source is {phase}."
+        away = sorted(
+            {name for names in self._owned_ranges().disconnected.values() for name in names}
+        )
+        if not away:
+            return ""
+        more = f" and {len(away) - 1} more" if len(away) > 1 else ""
+        return f"Not every consumer is connected to {away[0]}{more}."
+
+    def explain(self, key: str) -> dict[str, Any]:
+        """Where a key lies, and what happens to it, as plain JSON values.
+
+        Raises:
+            NotRunningError: The source is starting.
+        """
+        if not self._subject.coordinator.started:
+            raise NotRunningError("The source is still starting. Ask again in a moment.")
+        slot, *others = possible_slots(key)
+        lanes, parked = self._subject.lanes, self._subject.parked()
+        with self._subject.changed:
+            index, *other_indices = map(lanes.owner_of, (slot, *others))
+            queue = lanes.queue(key)
+            lane = lane_of(queue, time.monotonic())
+            waiting = 0 if queue is None else len(queue.work) - queue.running
+        owned = self._owned_ranges().owned
+        of_bytes = [
+            _place(at, by, owned.get(by, [])) for at, by in zip(others, other_indices, strict=True)
+        ]
+        return {
+            "key": key,
+            **_place(slot, index, owned.get(index, [])),
+            "ifBytes": of_bytes[0] if of_bytes else None,
+            "owner": self._owner,
+            "lane": lane,
+            "waiting": waiting,
+            "parked": parked is not None and parked.is_parked(key),
+        }
+
+    def _owned_ranges(self) -> _Owned:
+        owned: dict[int, set[HashRange]] = {}
+        disconnected: dict[int, list[str]] = {}
+        covered: dict[TopicPartition, list[HashRange]] = {}
+        receiving: set[int] = set()
+        for owned_range, connected, paused in self._subject.coordinator.owned_ranges():
+            owned.setdefault(owned_range.range_index, set()).add(owned_range.hash_range)
+            covering = covered.setdefault(owned_range.topic_partition, [])
+            if connected:
+                covering.append(owned_range.hash_range)
+            else:
+                disconnected.setdefault(owned_range.range_index, []).append(
+                    owned_range.topic_partition.name
+                )
+            if not paused:
+                receiving.add(owned_range.range_index)
+        return _Owned(
+            {index: sorted(ranges) for index, ranges in owned.items()},
+            disconnected,
+            set(owned) - receiving,
+            {where: gaps(ranges) for where, ranges in covered.items()},
+        )
+
+    def _facts(self, now_s: float, owned_ranges: _Owned) -> list[RangeFacts]:
+        with self._subject.changed:
+            return range_facts(
+                self._subject.lanes,
+                now_s,
+                owned_ranges.owned,
+                owned_ranges.disconnected,
+                owned_ranges.paused,
+            )
+
+    def _range(
+        self,
+        facts: RangeFacts,
+        owned_ranges: _Owned,
+        stall: Stall | None,
+        published: datetime | None,
+        now_s: float,
+    ) -> dict[str, Any]:
+        blocking = facts.blocking
+        if blocking is not None and stall is None and not blocking.blocks:
+            blocking = None
+        age = None if published is None else datetime.now(timezone.utc) - published
+        return {
+            "index": facts.index,
+            "hashRanges": [str(one) for one in owned_ranges.owned.get(facts.index, ())],
+            "owner": self._owner,
+            "state": state_of(facts, stalled=stall is not None).value,
+            "waiting": facts.waiting,
+            "inFlight": facts.in_flight,
+            "handled": facts.handled,
+            "oldestUnacknowledgedMillis": (
+                None if age is None else max(0, int(age.total_seconds() * 1000))
+            ),
+            "blockedBy": None if blocking is None else _key(blocking),
+            "stalled": None
+            if stall is None
+            else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},
+        }
+
+    def _partition(self, where: TopicPartition, missing: tuple[HashRange, ...]) -> dict[str, Any]:
+        facts: PartitionFacts | None = None
+        if self._broker_facts is not None:
+            facts = self._broker_facts.known.get(where)
+        return {
+            "topic": where.topic,
+            "partition": where.partition,
+            "covered": not missing,
+            "gaps": list(map(str, missing)),
+            "backlog": facts and facts.backlog,
+            "ackHoles": facts and facts.ack_holes,
+            "ackHolesMax": facts and facts.ack_holes_max,
+            "replay": facts and facts.replay,
+            "replayMax": facts and facts.replay_max,
+        }
+
+
+def _key(facts: KeyFacts) -> dict[str, Any]:
+    return {
+        "key": facts.key,
+        "messageId": facts.message_id,
+        "attempts": facts.attempts,
+        "reason": facts.reason,
+    }
+
+
+def _place(slot: int, index: int, owned: Collection[HashRange]) -> dict[str, Any]:
+    """Where a slot lies."""
+    ranges = " ".join(str(one) for one in owned if slot in one)
+    return {"slot": slot, "range": index, "hashRange": ranges}

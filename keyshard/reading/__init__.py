@@ -1,0 +1,1 @@
+"""Reads stretches of topic partitions with Readers, and proves what is not there."""

@@ -1,0 +1,187 @@
+"""Reads exactly the entries of a planned batch again, with plain Readers.
+
+They are unacknowledged, hence stored; nothing waits for redelivery.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.arrow.content import only
+from keyshard.broker.port import Broker
+from keyshard.broker.retry import retry_until
+from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.fingerprint import check_delivered
+from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
+from keyshard.reading.scan import Scan
+
+GAP_ENTRIES_MAX = 2_000
+"""A gap between runs that is read over; a longer one is jumped with a new Reader."""
+LOOKS = 2
+"""Readers, one after the other, that must not show an entry before it counts as lost."""
+THREADS_MAX = 4
+"""Topic partitions read at the same time."""
+
+_log = logging.getLogger(__name__)
+
+
+def replay(
+    broker: Broker,
+    checkpoint: Checkpoint,
+    timeout_s: float,
+    gone: Container[TopicPartition] = (),
+    *,
+    fail_on_data_loss: bool = True,
+) -> dict[TopicPartition, list[EntryBlock]]:
+    """Read the batch of ``checkpoint``.
+
+    Args:
+        broker: Connection to read through.
+        checkpoint: End checkpoint of the batch; its ``batch`` and ``partial`` name the entries.
+        timeout_s: Deadline for all of it, seconds.
+        fail_on_data_loss: Whether missing entries are an error; else they are left out, with a
+            warning.
+        gone: Topic partitions that exist no more: opening a Reader would create them again.
+
+    Returns:
+        The entries of the batch per topic partition, ascending; partial ones with the indices that
+        the checkpoint names.
+
+    Raises:
+        DataLossTrimmedError: The broker no longer stores some of the entries.
+        TopicRecreatedError: It stores others under their ids.
+        ReplayTimeoutError: The deadline passed (retriable).
+        BrokerUnavailableError: The connection was lost, and did not come back before the deadline
+            (retriable).
+    """
+    deadline = time.monotonic() + timeout_s
+    wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
+        futures = {
+            tp: pool.submit(_replay_partition, None if tp in gone else broker, tp, state, deadline)
+            for tp, state in wanted.items()
+        }
+        found = {tp: future.result() for tp, future in futures.items()}
+    for tp, blocks in found.items():
+        for block in blocks:
+            check_delivered(tp, wanted[tp].published_ms, block)
+        missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
+        if missing:
+            loss = _trimmed(tp, missing)
+            if fail_on_data_loss:
+                raise loss
+            _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
+    return found
+
+
+def _replay_partition(
+    broker: Broker | None,
+    topic_partition: TopicPartition,
+    state: PartitionCheckpoint,
+    deadline: float,
+) -> list[EntryBlock]:
+    found: dict[EntryId, EntryBlock] = {}
+    for _ in range(0 if broker is None else LOOKS):
+        for stretch in stretches(state.batch - EntrySet.of(found)):
+
+            def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
+                assert broker is not None
+                return _read_stretch(broker, topic_partition, stretch, state.partial, deadline)
+
+            for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
+                indices = state.partial.get(block.id)
+                found[block.id] = block if indices is None else only(block, indices)
+    return [found[entry_id] for entry_id in sorted(found)]
+
+
+def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrimmedError:
+    return DataLossTrimmedError(
+        f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
+        f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
+        "batch was committed. Restore the topic, or set fail_on_data_loss to false if the loss is "
+        "accepted.",
+        topic_partition=topic_partition.name,
+        missing=str(missing),
+    )
+
+
+def _read_stretch(
+    broker: Broker,
+    topic_partition: TopicPartition,
+    stretch: EntrySet,
+    partial: Mapping[EntryId, Collection[int]],
+    deadline: float,
+) -> list[EntryBlock]:
+    """Entries of a stretch, with all indices that the checkpoint wants of them."""
+    start, last = stretch.first, stretch.last
+    assert start is not None
+    assert last is not None
+    found: dict[EntryId, EntryBlock] = {}
+    cut_off: set[EntryId] = set()
+    with Scan(broker, topic_partition, start, last) as scan:
+        for block in _entries(scan, topic_partition, deadline, cut_off):
+            if block.id in stretch:
+                found[block.id] = block
+    for entry_id, block in found.items():
+        wanted = partial.get(entry_id, range(block.batch_size))
+        if set(wanted) <= set(block.indices):
+            cut_off.discard(entry_id)
+        else:
+            cut_off.add(entry_id)
+    if any(entry_id in stretch for entry_id in cut_off):
+        first = min(cut_off)
+        raise BrokerUnavailableError(
+            f"A Reader of {topic_partition} was cut off inside entry {first.ledger}:{first.entry}."
+        )
+    return list(found.values())
+
+
+def stretches(entries: EntrySet) -> Iterator[EntrySet]:
+    """Parts of a set that one Reader each reads: runs with small gaps in one ledger."""
+    part: list[tuple[int, int]] = []
+    part_ledger = -1
+    for ledger, first, last in entries.runs():
+        if part and (ledger != part_ledger or first - part[-1][1] > GAP_ENTRIES_MAX):
+            yield EntrySet({part_ledger: tuple(part)})
+            part = []
+        part_ledger = ledger
+        part.append((first, last))
+    if part:
+        yield EntrySet({part_ledger: tuple(part)})
+
+
+def _entries(
+    scan: Scan, topic_partition: TopicPartition, deadline: float, cut_off: set[EntryId]
+) -> Iterator[EntryBlock]:
+    """Entries of a stretch, and some behind it; an entry may come twice.
+
+    What ended before its last index is put into ``cut_off``. A Reader that reconnected inside an
+    entry starts it again, so it may still come whole.
+    """
+    assembly = EntryAssembly()
+    while not scan.done:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ReplayTimeoutError(
+                f"Reading a planned batch of {topic_partition} again took too long (at "
+                f"{scan.position.ledger}:{scan.position.entry}). Check the broker's load, or raise "
+                "replay_timeout_ms."
+            )
+        for block in retry_until(scan.read, left_s):
+            yield from _completed_by(assembly, block, cut_off)
+
+
+def _completed_by(
+    assembly: EntryAssembly, block: EntryBlock, cut_off: set[EntryId]
+) -> list[EntryBlock]:
+    try:
+        return assembly.add(block)
+    except RedeliveryNeeded as need:
+        cut_off.add(need.entry_id)
+        return assembly.add(block)

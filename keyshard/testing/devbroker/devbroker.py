@@ -1,0 +1,367 @@
+"""A real Pulsar broker on this machine, for development and tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from keyshard.config.connection import Connection, Token
+from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
+from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
+from keyshard.testing.devbroker.java import java_home
+from keyshard.testing.devbroker.ports import LOOPBACK, free_port, loopback_interface, port_is_free
+from keyshard.testing.devbroker.process import BrokerProcess
+from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
+from keyshard.testing.devbroker.security import (
+    ADMIN,
+    Authority,
+    TokenSigner,
+    tls_settings,
+    token_settings,
+)
+
+_STOP_TIMEOUT_S = 20.0
+_LOG_LINES = 15
+_MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
+# The first compiler only: a start takes half the processor time (6.7 s against 14.4 s), and no load
+# that one machine makes ran slower.
+_SPEED = "-XX:+UseParallelGC -XX:+PerfDisableSharedMem -XX:TieredStopAtLevel=1"
+_STATE = "devbroker.json"
+
+
+class DevBroker:
+    """A Pulsar standalone broker that listens on the loopback address only.
+
+    Several run side by side, each with its own ports and data directory. Use it as a context
+    manager: it is started on entry, and ended on exit, when a data directory it made goes too.
+
+    ::
+
+        with DevBroker() as broker:
+            client = pulsar.Client(broker.service_url)
+
+    A broker dies with the process that started it, even when that is killed, unless ``detached``.
+    """
+
+    def __init__(
+        self,
+        version: str = DEFAULT_VERSION,
+        port: int | None = None,
+        admin_port: int | None = None,
+        data_dir: Path | str | None = None,
+        *,
+        settings: Mapping[str, str] | None = None,
+        detached: bool = False,
+        tls: bool = False,
+        tokens: bool = False,
+    ) -> None:
+        """Describe a broker; nothing is started yet.
+
+        Args:
+            version: Pulsar version; fetched on the first start ever.
+            port: Port of the binary protocol; a free one by default.
+            admin_port: Port of the admin REST interface; a free one by default.
+            data_dir: Where it keeps its data and its log; by default a temporary directory that is
+                removed by :meth:`close`.
+            settings: Lines for the broker's configuration, such as
+                ``{"managedLedgerMaxEntriesPerLedger": "1000"}``.
+            detached: Whether it lives on when this process ends.
+            tls: Whether both ports speak TLS, with certificates of an authority of its own.
+            tokens: Whether it asks everybody for a token (with ``tls`` a certificate will do), and
+                lets nobody but the role ``admin`` do what it was not granted.
+
+        Raises:
+            ConfigError: A port or a setting is not possible.
+        """
+        for named in (port, admin_port):
+            if named is not None and not 1 <= named <= 65_535:
+                raise ConfigError(f"A port must be 1 to 65535, got {named}.")
+        if port is not None and port == admin_port:
+            raise ConfigError(f"port and admin_port must differ, both are {port}.")
+        render_config("", settings or {})
+        self.version = version
+        self._port = port
+        self._admin_port = admin_port
+        self._bookie_port: int | None = None
+        self._temporary = data_dir is None
+        self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
+        self._settings = dict(settings or {})
+        self._detached = detached
+        self._tls = tls
+        self._tokens = tokens
+        self._process: BrokerProcess | None = None
+
+    def __enter__(self) -> DevBroker:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"running, pid {self.pid}" if self.is_running() else "not running"
+        where = f"{self._port or 'any port'}, {self._data_dir or 'temporary data'}"
+        return f"<DevBroker {self.version} on {where}: {state}>"
+
+    @property
+    def port(self) -> int:
+        """Port of the binary protocol."""
+        if self._port is None:
+            self._port = free_port({self._admin_port or 0, self._bookie_port or 0})
+        return self._port
+
+    @property
+    def admin_port(self) -> int:
+        """Port of the admin REST interface."""
+        if self._admin_port is None:
+            self._admin_port = free_port({self.port, self._bookie_port or 0})
+        return self._admin_port
+
+    @property
+    def service_url(self) -> str:
+        """URL for Pulsar clients."""
+        return f"{'pulsar+ssl' if self._tls else 'pulsar'}://{LOOPBACK}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """URL of the admin REST interface."""
+        return f"{'https' if self._tls else 'http'}://{LOOPBACK}:{self.admin_port}"
+
+    @property
+    def connection(self) -> Connection:
+        """How it is reached, by the role ``admin`` where it asks for tokens."""
+        return Connection(
+            self.service_url,
+            self.admin_url,
+            tls_trust_certs_file_path=self.authority.path if self._tls else None,
+            authentication=Token(self.signer.token(ADMIN)) if self._tokens else None,
+        )
+
+    @property
+    def authority(self) -> Authority:
+        """Who signs its certificate, and those of its clients; for a broker with ``tls``."""
+        return Authority(self.data_dir / "security")
+
+    @property
+    def signer(self) -> TokenSigner:
+        """Who signs the tokens that it takes; for a broker with ``tokens``."""
+        return TokenSigner(self.data_dir / "security")
+
+    @property
+    def data_dir(self) -> Path:
+        """Directory of its data, its configuration and its log."""
+        if self._data_dir is None:
+            self._data_dir = Path(tempfile.mkdtemp(prefix="keyshard-broker-"))
+        return self._data_dir
+
+    @property
+    def log_path(self) -> Path:
+        """File with the broker's output."""
+        return self.data_dir / "broker.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running broker, else ``None``."""
+        return self._process.pid if self._process is not None and self.is_running() else None
+
+    def is_running(self) -> bool:
+        """Whether the broker's process is alive."""
+        return self._process is not None and self._process.returncode() is None
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the broker and return when it serves requests; does nothing when it runs.
+
+        Args:
+            timeout_s: Seconds until it must be ready, not counting the first download.
+
+        Raises:
+            DevBrokerError: It cannot be fetched, a port is taken, or it died or was not ready in
+                time; the message has the last lines of its log.
+        """
+        if self.is_running():
+            return
+        home = install(self.version)
+        java = java_home()
+        self._prepare(home)
+        self._check_ports()
+        deadline = time.monotonic() + timeout_s
+        outcome = Outcome.STUCK
+        while outcome is Outcome.STUCK and time.monotonic() < deadline:
+            log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
+            outcome = self._launch(home, java, log_from, deadline)
+        if outcome is not Outcome.READY:
+            raise DevBrokerError(
+                f"The broker did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
+                f"{self.log_path} and ends:\n{self._log_tail(log_from)}",
+                log_path=str(self.log_path),
+            )
+
+    def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> Outcome:
+        """Start the process and wait; it is killed again unless it became ready."""
+        process = BrokerProcess(
+            self._command(home),
+            self._environment(java),
+            self.log_path,
+            detached=self._detached,
+            remove_if_orphaned=self.data_dir if self._temporary else None,
+        )
+        outcome = Outcome.LATE
+        try:
+            outcome = wait_until_ready(
+                self.connection,
+                returncode=process.returncode,
+                log=LogWatch(self.log_path, log_from),
+                deadline=deadline,
+            )
+        finally:
+            if outcome is Outcome.READY:
+                self._process = process
+            else:
+                process.kill()
+        return outcome
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """End the broker in order (SIGTERM), or by SIGKILL when it takes too long.
+
+        Args:
+            timeout_s: Seconds before it is killed.
+        """
+        if self._process is not None:
+            self._process.stop(timeout_s)
+            self._process = None
+
+    def kill(self) -> None:
+        """End the broker at once (SIGKILL to its process group); returns when it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def restart(self, timeout_s: float = 60.0) -> None:
+        """Start again with the same ports and data; stops it first when it runs.
+
+        Args:
+            timeout_s: Seconds until it must be ready.
+
+        Raises:
+            DevBrokerError: As for :meth:`start`.
+        """
+        self.stop()
+        self.start(timeout_s)
+
+    def wipe(self) -> None:
+        """Delete the data of the stopped broker; ports and directory stay.
+
+        Raises:
+            DevBrokerError: It runs.
+        """
+        if self.is_running():
+            raise DevBrokerError("The broker runs. Stop it before its data is deleted.")
+        for name in ("metadata", "bookkeeper", "logs"):
+            shutil.rmtree(self.data_dir / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the broker, and remove its data directory when it is a temporary one."""
+        if self._temporary:
+            self.kill()
+            if self._data_dir is not None:
+                shutil.rmtree(self._data_dir, ignore_errors=True)
+                self._data_dir = None
+                self._bookie_port = None
+        else:
+            self.stop()
+
+    def _prepare(self, home: Path) -> None:
+        """Write the configuration; the bookie's port is part of its data's identity and stays."""
+        try:
+            (self.data_dir / "logs").mkdir(parents=True, exist_ok=True)
+            state = self.data_dir / _STATE
+            if self._bookie_port is None and state.exists():
+                self._bookie_port = int(json.loads(state.read_text())["bookie_port"])
+            if self._bookie_port is None:
+                self._bookie_port = free_port({self.port, self.admin_port})
+            state.write_text(json.dumps({"bookie_port": self._bookie_port}) + "\n")
+            template = (home / "conf" / "standalone.conf").read_text()
+            self._config_path.write_text(render_config(template, self._all_settings()))
+        except (OSError, ValueError, KeyError) as exc:
+            raise DevBrokerError(
+                f"The data directory {self.data_dir} cannot be used: {exc}. Name another one."
+            ) from exc
+
+    @property
+    def _config_path(self) -> Path:
+        return self.data_dir / "standalone.conf"
+
+    def _all_settings(self) -> dict[str, str]:
+        return {
+            **DEFAULT_SETTINGS,
+            "bindAddress": LOOPBACK,
+            "advertisedAddress": LOOPBACK,
+            # The bookie reads this file too. Without an interface it listens on all addresses, and
+            # it takes the port it is given only when it may take any.
+            "listeningInterface": loopback_interface(),
+            "allowEphemeralPorts": "true",
+            "brokerServicePort": str(self.port),
+            "webServicePort": str(self.admin_port),
+            "narExtractionDirectory": str(self.data_dir / "nar"),
+            **(tls_settings(self.authority, self.port, self.admin_port) if self._tls else {}),
+            **(token_settings(self.signer, tls=self._tls) if self._tokens else {}),
+            **self._settings,
+        }
+
+    def _check_ports(self) -> None:
+        for port in (self.port, self.admin_port, self._bookie_port):
+            if port is not None and not port_is_free(port):
+                raise DevBrokerError(
+                    f"Port {port} is in use by another process. End it, or choose other ports.",
+                    port=port,
+                )
+
+    def _command(self, home: Path) -> list[str]:
+        data = self.data_dir
+        return [
+            *(str(home / "bin" / "pulsar"), "standalone", "-nfw", "-nss"),
+            *("--config", str(self._config_path)),
+            *("--metadata-dir", str(data / "metadata")),
+            *("--zookeeper-dir", str(data / "zookeeper")),
+            *("--bookkeeper-dir", str(data / "bookkeeper")),
+            *("--bookkeeper-port", str(self._bookie_port)),
+        ]
+
+    def _environment(self, java: Path) -> dict[str, str]:
+        own = ("PULSAR_", "BOOKIE_", "BK_", "OPTS", "CLASSPATH", "JAVA_HOME")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        return {
+            **kept,
+            "JAVA_HOME": str(java),
+            "PULSAR_STANDALONE_CONF": str(self._config_path),
+            "PULSAR_LOG_DIR": str(self.data_dir / "logs"),
+            "PULSAR_LOG_APPENDER": "Console",
+            "PULSAR_MEM": _MEMORY,
+            "PULSAR_GC": _SPEED,
+            "PULSAR_GC_LOG": " ",
+        }
+
+    def _log_tail(self, start: int) -> str:
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(start)
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return "(no log)"
+        return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:])

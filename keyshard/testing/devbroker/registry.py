@@ -1,0 +1,115 @@
+"""Which detached brokers run: a small file for each data directory, in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from keyshard.errors import DevBrokerError
+from keyshard.testing.devbroker.cache import cache_dir
+from keyshard.testing.devbroker.process import kill_group, start_ticks
+
+_STOP_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerRecord:
+    """A broker that was started and may still run."""
+
+    pid: int
+    started: str
+    """When the process was started, as the system says it: process ids are used again."""
+    version: str
+    port: int
+    admin_port: int
+    data_dir: str
+
+
+def data_dir(named: Path | None) -> Path:
+    """The data directory a person named, or the default one."""
+    return (named if named is not None else cache_dir() / "broker").expanduser().resolve()
+
+
+def remember(pid: int, version: str, port: int, admin_port: int, folder: Path) -> BrokerRecord:
+    """Write down that a broker runs.
+
+    Raises:
+        DevBrokerError: It ended meanwhile, or the file cannot be written.
+    """
+    started = start_ticks(pid)
+    if started is None:
+        raise DevBrokerError(f"The broker ended at once. Its log is {folder / 'broker.log'}.")
+    record = BrokerRecord(pid, started, version, port, admin_port, str(folder))
+    path = _path(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(record)) + "\n")
+        fresh.replace(path)
+    except OSError as exc:
+        kill_group(pid)
+        raise DevBrokerError(f"{path} cannot be written: {exc}. Set KEYSHARD_CACHE.") from exc
+    return record
+
+
+def find(folder: Path) -> BrokerRecord | None:
+    """The broker that runs on a data directory; what is written about a dead one is removed."""
+    return _read(_path(folder))
+
+
+def running() -> list[BrokerRecord]:
+    """Every broker that runs, by data directory."""
+    found = map(_read, _folder().glob("*.json"))
+    return sorted(filter(None, found), key=lambda record: record.data_dir)
+
+
+def _read(path: Path) -> BrokerRecord | None:
+    try:
+        record = BrokerRecord(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        record = None
+    if record is None or start_ticks(record.pid) != record.started:
+        path.unlink(missing_ok=True)
+        return None
+    return record
+
+
+def forget(folder: Path) -> None:
+    """Remove what is written about the broker of a data directory."""
+    _path(folder).unlink(missing_ok=True)
+
+
+def stop(record: BrokerRecord) -> None:
+    """End a broker in order (SIGTERM), or by SIGKILL when it takes too long.
+
+    Raises:
+        DevBrokerError: It belongs to somebody else, or does not end.
+    """
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    try:
+        os.kill(record.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError as exc:
+        raise DevBrokerError(f"Process {record.pid} belongs to another user.") from exc
+    while start_ticks(record.pid) == record.started and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if start_ticks(record.pid) == record.started:
+        kill_group(record.pid)
+    forget(Path(record.data_dir))
+
+
+def _folder() -> Path:
+    return cache_dir() / "brokers"
+
+
+def _path(folder: Path) -> Path:
+    return _folder() / f"{sha256(str(folder).encode()).hexdigest()[:16]}.json"

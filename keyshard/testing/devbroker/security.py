@@ -1,0 +1,166 @@
+"""What a development broker with TLS or tokens needs: an authority, certificates, signed tokens."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from keyshard.errors import DevBrokerError
+from keyshard.testing.devbroker.ports import LOOPBACK
+
+ADMIN = "admin"
+"""Role that may do everything."""
+
+_DAYS = 30
+_PRIVATE = 0o600
+
+
+class Authority:
+    """A certificate authority of one broker, in a folder of its own.
+
+    Args:
+        folder: Where its files are; made when they are missing.
+
+    Raises:
+        DevBrokerError: The package that makes certificates is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path = folder / "ca.pem"
+        """Certificate of the authority."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._make("ca", "keyshard development authority", signed_by=None)
+
+    def certificate(self, name: str) -> tuple[Path, Path]:
+        """Certificate and key of a server at the loopback address, or of a client's role."""
+        path, key = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
+        if not (path.exists() and key.exists()):
+            self._make(name, name, signed_by="ca")
+        return path, key
+
+    def _make(self, file: str, subject: str, *, signed_by: str | None) -> None:
+        try:
+            from cryptography import x509  # noqa: PLC0415 - an extra
+            from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+            from cryptography.hazmat.primitives.asymmetric import rsa  # noqa: PLC0415
+        except ImportError as exc:
+            raise DevBrokerError(
+                "A broker with TLS needs the package cryptography. Run pip install "
+                "'keyshard[broker]'."
+            ) from exc
+        own = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)])
+        now = datetime.now(timezone.utc)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .public_key(own.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(hours=1))
+            .not_valid_after(now + timedelta(days=_DAYS))
+            .add_extension(x509.BasicConstraints(ca=signed_by is None, path_length=None), True)  # noqa: FBT003
+        )
+        issuer, key = name, own
+        if signed_by is not None:
+            pem = (self._folder / f"{signed_by}.pem").read_bytes()
+            issuer = x509.load_pem_x509_certificate(pem).subject
+            read: Any = serialization.load_pem_private_key(
+                (self._folder / f"{signed_by}-key.pem").read_bytes(), None
+            )
+            key = read
+            names = [x509.DNSName("localhost"), x509.IPAddress(ip_address(LOOPBACK))]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        signed = builder.issuer_name(issuer).sign(key, hashes.SHA256())
+        _write(
+            self._folder / f"{file}-key.pem",
+            own.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            ),
+        )
+        _write(self._folder / f"{file}.pem", signed.public_bytes(serialization.Encoding.PEM))
+
+
+class TokenSigner:
+    """Signs tokens (JWT, HS256) with a secret in a folder; it is made when it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "token-secret"
+        if not self.path.exists():
+            _write(self.path, secrets.token_bytes(32))
+
+    def token(self, role: str, expires_in_s: float | None = None) -> str:
+        """A token of a role.
+
+        Args:
+            role: Who it makes of its holder.
+            expires_in_s: Seconds until it expires, negative for one that has; never by default.
+        """
+        claims: dict[str, Any] = {"sub": role}
+        if expires_in_s is not None:
+            claims["exp"] = int(time.time() + expires_in_s)
+        signed = f"{_encoded({'alg': 'HS256', 'typ': 'JWT'})}.{_encoded(claims)}"
+        digest = hmac.new(self.path.read_bytes(), signed.encode(), hashlib.sha256).digest()
+        return f"{signed}.{_base64(digest)}"
+
+
+def tls_settings(authority: Authority, port: int, admin_port: int) -> dict[str, str]:
+    """Broker settings for TLS on both ports, and none without."""
+    certificate, key = authority.certificate("broker")
+    return {
+        "brokerServicePort": "",
+        "webServicePort": "",
+        "brokerServicePortTls": str(port),
+        "webServicePortTls": str(admin_port),
+        "tlsCertificateFilePath": str(certificate),
+        "tlsKeyFilePath": str(key),
+        "tlsTrustCertsFilePath": str(authority.path),
+        "brokerClientTlsEnabled": "true",
+        "brokerClientTrustCertsFilePath": str(authority.path),
+    }
+
+
+def token_settings(signer: TokenSigner, *, tls: bool) -> dict[str, str]:
+    """Broker settings for authentication and authorization: only :data:`ADMIN` may do anything."""
+    providers = ["Token", "Tls"] if tls else ["Token"]
+    prefix = "org.apache.pulsar.broker.authentication.AuthenticationProvider"
+    return {
+        "authenticationEnabled": "true",
+        "authenticationProviders": ",".join(prefix + name for name in providers),
+        "authenticationRefreshCheckSeconds": "1",
+        "tokenSecretKey": signer.path.as_uri(),
+        "authorizationEnabled": "true",
+        "superUserRoles": ADMIN,
+        "brokerClientAuthenticationPlugin": (
+            "org.apache.pulsar.client.impl.auth.AuthenticationToken"
+        ),
+        "brokerClientAuthenticationParameters": f"token:{signer.token(ADMIN)}",
+    }
+
+
+def _write(path: Path, data: bytes) -> None:
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.touch(_PRIVATE)
+    fresh.write_bytes(data)
+    fresh.replace(path)
+
+
+def _encoded(claims: Mapping[str, Any]) -> str:
+    return _base64(json.dumps(claims, separators=(",", ":")).encode())
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

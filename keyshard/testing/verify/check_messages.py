@@ -1,0 +1,306 @@
+"""Checkers of what becomes of messages: loss, order, duplicates, batches that run again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from keyshard.testing.verify.history import Event, Name
+from keyshard.testing.verify.history_view import BatchRun, HistoryView, Host
+from keyshard.testing.verify.verdict import Findings, Verdict
+
+LIVENESS_S = 60.0
+"""Default time in which everything must be done once the faults have stopped, seconds."""
+
+
+def no_loss(events: Sequence[Event]) -> Verdict:
+    """Every message that was sent is done at the end: see :class:`.history_view.Host`."""
+    view = HistoryView.of(events)
+    found = Findings("no loss", "messages sent", "no message was sent")
+    done = view.done
+    for event in view.sent:
+        found.checked += 1
+        if event.message not in done:
+            found.violation(f"{_text(event)} was sent and never done", event)
+    return found.verdict()
+
+
+def key_order(events: Sequence[Event]) -> Verdict:
+    """The messages of a key in a topic partition reach user code in the order of ``seq``.
+
+    Without ``seq``, in the order of their positions. In batches: over all committed batches, in the
+    order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
+    from an earlier message, once after a fault, but a message that comes for the first time never
+    comes after a later one.
+    """
+    view = HistoryView.of(events)
+    found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
+    if view.host is Host.BATCHES:
+        _order_of_commits(view, found)
+    else:
+        _order_of_deliveries(view, found)
+    return found.verdict()
+
+
+def _order_of_commits(view: HistoryView, found: Findings) -> None:
+    last: dict[Name, Event] = {}
+    stored_twice = _StoredTwice(view)
+    for commit in view.commits:
+        first_of_key: dict[Name, Event] = {}
+        for row in commit.rows:
+            if row.key is None:
+                continue
+            found.checked += 1
+            routing_name = row.routing_name
+            first = first_of_key.setdefault(routing_name, row)
+            if first.part != row.part:
+                found.violation(
+                    f"key {row.key!r} lies in the parts {first.part} and {row.part} of batch "
+                    f"{row.batch}",
+                    *(first, row),
+                )
+            before = last.get(routing_name)
+            if before is None or _order(row) >= _order(before):
+                last[routing_name] = row
+            elif row not in stored_twice:
+                found.violation(f"{_text(row)} came after {_text(before)}", before, row)
+
+
+def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
+    last: dict[Name, Event] = {}
+    highest: dict[Name, Event] = {}
+    faults_of: dict[Name, int] = {}
+    """Faults before a message came last."""
+    used: dict[Name, int] = {}
+    """Faults before the broker delivered what a key started again with last. It may come late:
+    a handler has another message of the key in hand, or they wait, when a broker forgets."""
+    stored_twice = _StoredTwice(view)
+    for event, faults, arrival in view.seen_with_arrivals():
+        if event.key is None:
+            continue
+        found.checked += 1
+        routing_name, order = event.routing_name, _order(event)
+        faults_then = faults_of.get(event.stored)
+        faults_of[event.stored] = faults
+        before, top = last.get(routing_name, event), highest.get(routing_name, event)
+        last[routing_name] = event
+        if order >= _order(top):
+            highest[routing_name] = event
+        elif faults_then is None and event not in stored_twice:
+            found.violation(
+                f"{_text(event)} came for the first time after {_text(top)}", top, event
+            )
+            continue
+        if faults_then is None:
+            continue
+        then, back = used.get(routing_name, 0), order < _order(before)
+        if back and (arrival.latest if arrival else faults) <= max(faults_then, then):
+            found.violation(f"{_text(event)} came after {_text(before)}", before, event)
+        if arrival is not None and event.stored not in view.parked:
+            used[routing_name] = max(then, arrival.first)
+        elif back:
+            used[routing_name] = arrival.latest if arrival else faults
+
+
+def exactly_once(events: Sequence[Event]) -> Verdict:
+    """Every message that was sent is in exactly one committed batch, as one row."""
+    view = HistoryView.of(events)
+    found = Findings(
+        "exactly once into the checkpoint",
+        "rows of committed batches",
+        "the history names no batches",
+    )
+    if view.host is not Host.BATCHES:
+        return found.verdict()
+    rows: dict[Name, Event] = {}
+    for commit in view.commits:
+        for row in commit.rows:
+            found.checked += 1
+            first = rows.get(row.stored)
+            if first is None:
+                rows[row.stored] = row
+            else:
+                found.violation(
+                    f"{_text(row)} is in batch {first.batch} and in batch {row.batch}", first, row
+                )
+    for event in view.sent:
+        if event.message not in view.done:
+            found.violation(f"{_text(event)} is in no committed batch", event)
+    return found.verdict()
+
+
+def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = None) -> Verdict:
+    """User code gets a message at most once, and once more per fault before.
+
+    Args:
+        events: The history.
+        deliveries_max: Most times instead; ``None``: 1, and 1 for each ``crashed`` or
+            ``disconnected`` before, and for each ``failed`` of the message.
+    """
+    view = HistoryView.of(events)
+    found = Findings("bounded duplicates", "deliveries to user code", "nothing was consumed")
+    failures = Counter(event.stored for event in view if event.kind == "failed")
+    times: Counter[Name] = Counter()
+    for event, faults in view.seen_between_faults():
+        found.checked += 1
+        name = event.stored
+        times[name] += 1
+        allowed = 1 + faults + failures[name] if deliveries_max is None else deliveries_max
+        if times[name] > allowed:
+            found.violation(
+                f"{_text(event)} came {times[name]} times where {allowed} were allowed", event
+            )
+    return found.verdict()
+
+
+def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict:
+    """Once the faults have stopped, everything that was sent is done in time.
+
+    Args:
+        events: The history.
+        liveness_s: Longest time, from the last fault or ``faults_stopped``, or from the sending
+            where that is later, seconds.
+    """
+    view = HistoryView.of(events)
+    found = Findings(
+        "done in time after the faults",
+        "messages sent",
+        "there was no fault and no faults_stopped, or no message was sent",
+    )
+    times = [event.t for event in view.faults]
+    times += [event.t for event in view if event.kind == "faults_stopped"]
+    if not times:
+        return found.verdict()
+    quiet = max(times)
+    done = view.done
+    for event in view.sent:
+        found.checked += 1
+        end = done.get(event.message)
+        since = max(quiet, event.t)
+        if end is None:
+            found.violation(f"{_text(event)} was never done", event)
+        elif end.t > since + liveness_s:
+            found.violation(f"{_text(event)} was done {end.t - since:.1f} s later", event, end)
+    return found.verdict()
+
+
+def rerun_equality(events: Sequence[Event]) -> Verdict:
+    """A batch that runs again has the same rows in the same parts in the same order.
+
+    Tasks read the parts of a batch at the same time, so a run that is broken off ends in each part
+    by itself, and two of those need not contain one another. What a run has of a part must be the
+    beginning of that part in a complete run; where none is complete, of the longest that any run
+    has of it, and then no row may lie in two parts.
+    """
+    view = HistoryView.of(events)
+    found = Findings("re-runs are equal", "runs of batches compared", "no batch ran twice")
+    for batch, runs in view.runs.items():
+        if len(runs) < 2:
+            continue
+        found.checked += len(runs) - 1
+        complete = next((run for run in runs if run.complete), None)
+        if complete is None:
+            whole = _longest(runs)
+            _check_parts(found, batch, whole)
+        else:
+            whole = _parts(complete)
+        for run in runs:
+            _compare(found, batch, run, whole)
+    return found.verdict()
+
+
+_Parts = dict[int | None, list[Event]]
+"""Rows of a run, or of all runs of a batch, by part."""
+
+
+def _longest(runs: Iterable[BatchRun]) -> _Parts:
+    """The most that is known of each part: of rightful runs, all others are beginnings of it."""
+    whole: _Parts = {}
+    for run in runs:
+        for part, rows in _parts(run).items():
+            if len(rows) > len(whole.get(part, ())):
+                whole[part] = rows
+    return whole
+
+
+def _check_parts(found: Findings, batch: str, whole: _Parts) -> None:
+    homes: dict[Name, Event] = {}
+    for rows in whole.values():
+        for row in rows:
+            first = homes.setdefault(row.stored, row)
+            if first.part != row.part:
+                found.violation(
+                    f"batch {batch} has {_text(row)} in part {first.part} in one run and in part "
+                    f"{row.part} in another",
+                    *(first, row),
+                )
+                return
+
+
+def _compare(found: Findings, batch: str, run: BatchRun, whole: _Parts) -> None:
+    parts = _parts(run)
+    for part in sorted(parts.keys() | whole.keys(), key=str):
+        left, right = parts.get(part, []), whole.get(part, [])
+        for a, b in zip(left, right, strict=False):
+            if (a.stored, a.message) != (b.stored, b.message):
+                found.violation(
+                    f"batch {batch} has {_text(a)} in part {part} in one run and {_text(b)} in its "
+                    "place in another",
+                    *(a, b),
+                )
+                return
+        if len(left) > len(right) or (run.complete and len(left) < len(right)):
+            more = left[len(right) :] or right[len(left) :]
+            found.violation(
+                f"batch {batch} has {_text(more[0])} in part {part} in one run and not in another",
+                more[0],
+            )
+            return
+
+
+def _parts(run: BatchRun) -> _Parts:
+    result: _Parts = {}
+    for row in run.rows:
+        result.setdefault(row.part, []).append(row)
+    return result
+
+
+class _StoredTwice:
+    """Messages that a producer sent again, and that the broker stored twice.
+
+    The second one brings an old ``seq`` at a later position, which is no fault of the consumer.
+    Looked up rarely, so it is worked out when it is first asked.
+    """
+
+    def __init__(self, view: HistoryView) -> None:
+        self._view = view
+        self._first: dict[Name, Event] | None = None
+
+    def __contains__(self, event: Event) -> bool:
+        if event.seq is None or event.ledger is None:
+            return False
+        if self._first is None:
+            self._first = {}
+            for other in self._view.seen:
+                first = self._first.setdefault(other.message, other)
+                if _position(other) < _position(first):
+                    self._first[other.message] = other
+        first = self._first.get(event.message, event)
+        return first.routing_name == event.routing_name and _position(first) < _position(event)
+
+
+def _order(event: Event) -> tuple[int, int, int]:
+    """What ascends along a key: ``seq``, else the position."""
+    return _position(event) if event.seq is None else (event.seq, 0, 0)
+
+
+def _position(event: Event) -> tuple[int, int, int]:
+    return (event.ledger or 0, event.entry or 0, event.index or 0)
+
+
+def _text(event: Event) -> str:
+    name = [] if event.key is None else [f"key {event.key!r}"]
+    name += [] if event.seq is None else [f"seq {event.seq}"]
+    if event.ledger is not None:
+        name.append(f"at {event.partition}/{event.ledger}:{event.entry}:{event.index}")
+    return f"{event.topic} " + " ".join(name)

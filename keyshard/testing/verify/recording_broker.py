@@ -1,0 +1,253 @@
+"""A broker behind the port that writes down what passes.
+
+That is ranges, deliveries, acknowledgements, and the dead letters with which messages are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
+from keyshard.core.dead_letter.letters import PREFIX
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import possible_slots, routing_key
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.workloads import parse_value
+
+
+def message_name(value: bytes, key: str | None) -> tuple[str | None, int | None]:
+    """Key and sequence number of a message, as a history names it.
+
+    Args:
+        value: Its payload; that of a workload carries both.
+        key: Its routing key; ``None`` when it is keyless, and then it has no number.
+    """
+    if key is None:
+        return None, None
+    try:
+        return parse_value(value)
+    except ValueError:
+        return key, None
+
+
+class RecordingBroker:
+    """Passes every call on. A range counts as given up just before its consumer closes.
+
+    Not where another consumer is to take its place: then it is owned on, and whoever else gains it
+    before that one comes is a second owner.
+
+    Args:
+        broker: What does the work.
+        write: Takes events, from any thread.
+        worker: Who owns the ranges.
+        clock: Seconds.
+        epoch: Number of the assignment generation now; ``None``: nobody counts.
+        subscription: The one to write about; ``None``: whatever is subscribed.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        write: Callable[[Iterable[Event]], None],
+        worker: str,
+        clock: Callable[[], float],
+        *,
+        epoch: Callable[[], int | None] = lambda: None,
+        subscription: str | None = None,
+    ) -> None:
+        self._broker = broker
+        self._write = write
+        self._worker = worker
+        self._clock = clock
+        self._epoch = epoch
+        self._subscription = subscription
+        self._lock = threading.Lock()
+        self._open: set[_RecordingConsumer] = set()
+        self._owners: Counter[tuple[TopicPartition, HashRange]] = Counter()
+        """Consumers of each range: one that takes a lost one's place comes before that goes."""
+        self._replaced: dict[tuple[TopicPartition, HashRange], _RecordingConsumer] = {}
+        """Those of them that are closed, and wait for another one."""
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return self._broker.missing(topics)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        return self._broker.partitions(topic)
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> Consumer:
+        consumer = self._broker.subscribe(
+            topic_partition,
+            subscription,
+            hash_range,
+            start=start,
+            consumer_name=consumer_name,
+            receiver_queue_size=receiver_queue_size,
+        )
+        if self._subscription not in {None, subscription}:
+            return consumer
+        recording = _RecordingConsumer(consumer, self)
+        owned = topic_partition, hash_range
+        with self._lock:
+            self._open.add(recording)
+            self._owners[owned] += 1
+            replaced = self._replaced.pop(owned, None)
+            if replaced in self._open:
+                self._open.remove(replaced)
+                self._owners[owned] -= 1
+        gained = self._event("range_gained", consumer, range=str(hash_range), epoch=self._epoch())
+        self._write([gained])
+        return recording
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        return self._broker.reader(topic_partition, start)
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        producer = self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        return _RecordingProducer(producer, self)
+
+    def close(self) -> None:
+        with self._lock:
+            left = list(self._open)
+        for recording in left:
+            self.give_up(recording)
+        self._broker.close()
+
+    # -- called by its consumers ------------------------------------------------------------------
+
+    def give_up(self, recording: _RecordingConsumer, *, for_another: bool = False) -> None:
+        """Write once that a range is given up, unless it is for another consumer of it."""
+        with self._lock:
+            if recording not in self._open:
+                return
+            consumer = recording.consumer
+            owned = consumer.topic_partition, consumer.hash_range
+            if for_another and self._owners[owned] == 1:
+                self._replaced[owned] = recording
+                return
+            self._open.remove(recording)
+            self._owners[owned] -= 1
+            if self._owners[owned]:
+                return
+        self._write([self._event("range_lost", consumer, range=str(consumer.hash_range))])
+
+    def delivered(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> None:
+        """Write what a consumer received."""
+        self._write(self._deliveries(consumer, blocks))
+
+    def acknowledged(self, consumer: Consumer, entries: Sequence[EntryId]) -> None:
+        """Write what is about to be acknowledged."""
+        self._write(
+            self._event("acked", consumer, ledger=ledger, entry=entry) for ledger, entry in entries
+        )
+
+    def published(self, properties: Mapping[str, str], value: bytes, key: str | None) -> None:
+        """Write that a message is done for good, when what was stored is its dead letter."""
+        if not properties.get(f"{PREFIX}messageId"):
+            return
+        name, seq = message_name(value, key)
+        ledger, entry, index = map(int, properties[f"{PREFIX}messageId"].split(":"))
+        self._write([
+            Event(
+                self._clock(), "completed", topic=properties[f"{PREFIX}topic"],
+                partition=int(properties[f"{PREFIX}partition"]), ledger=ledger, entry=entry,
+                index=index, key=name, seq=seq, worker=self._worker,
+            )
+        ])  # fmt: skip
+
+    def _deliveries(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
+        hash_range = str(consumer.hash_range)
+        for block in blocks:
+            keys = zip(block.partition_keys, block.slots, strict=True)
+            for index, value, (own, slot) in zip(block.indices, block.values, keys, strict=True):
+                # A message that an ordering key routes has no name by its partition key.
+                routed_by = own if own is not None and slot in possible_slots(own) else None
+                key, seq = message_name(value, routed_by)
+                yield self._event(
+                    "delivered", consumer, ledger=block.id.ledger, entry=block.id.entry,
+                    index=index, key=key, seq=seq, range=hash_range,
+                )  # fmt: skip
+
+    def _event(self, kind: str, consumer: Consumer, **fields: Any) -> Event:
+        where = consumer.topic_partition
+        return Event(
+            self._clock(), kind, topic=where.topic, partition=where.partition,
+            worker=self._worker, **fields,
+        )  # fmt: skip
+
+
+class _RecordingConsumer:
+    """A consumer that tells its broker what passes."""
+
+    def __init__(self, consumer: Consumer, broker: RecordingBroker) -> None:
+        self.consumer = consumer
+        self._broker = broker
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self.consumer.topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self.consumer.hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        blocks = self.consumer.receive(timeout_ms)
+        if blocks:
+            self._broker.delivered(self.consumer, blocks)
+        return blocks
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        self.consumer.when_ready(callback)
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        self._broker.acknowledged(self.consumer, entries)
+        self.consumer.acknowledge(entries)
+
+    def last_entry(self) -> EntryId | None:
+        return self.consumer.last_entry()
+
+    def is_connected(self) -> bool:
+        return self.consumer.is_connected()
+
+    def close(self, *, for_another: bool = False) -> None:
+        self._broker.give_up(self, for_another=for_another)
+        self.consumer.close(for_another=for_another)
+
+
+class _RecordingProducer:
+    """A producer that tells its broker what is stored."""
+
+    def __init__(self, producer: Producer, broker: RecordingBroker) -> None:
+        self._producer = producer
+        self._broker = broker
+
+    def send(
+        self,
+        value: bytes,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        position = self._producer.send(
+            value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
+        )
+        self._broker.published(properties or {}, value, routing_key(key, ordering_key))
+        return position
+
+    def close(self) -> None:
+        self._producer.close()

@@ -1,0 +1,87 @@
+"""What a checker found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keyshard.testing.verify.history import Event
+
+OFFENDING_MAX = 6
+"""Most events that a verdict shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one promise holds in a history."""
+
+    name: str
+    """The promise."""
+    holds: bool
+    """Whether no violation was found; true, with ``checked`` 0, when there was nothing to check."""
+    checked: int
+    """Things looked at; ``message`` says of which sort."""
+    violations: int
+    offending: tuple[Event, ...] = field(repr=False)
+    """Events of the first violations, those of one violation together."""
+    message: str
+    """One sentence: what was checked, or the first violation, or why nothing could be checked."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain JSON values; the offending events as in a history."""
+        return {
+            "name": self.name,
+            "holds": self.holds,
+            "checked": self.checked,
+            "violations": self.violations,
+            "message": self.message,
+            "offending": [event.to_dict() for event in self.offending],
+        }
+
+
+class Findings:
+    """Counts what a checker sees, and keeps the first violations.
+
+    Args:
+        name: The promise.
+        what: What is counted, in the plural.
+        nothing: Why there may be nothing to check: what the history then lacks.
+    """
+
+    def __init__(self, name: str, what: str, nothing: str) -> None:
+        self._name = name
+        self._what = what
+        self._nothing = nothing
+        self._offending: list[Event] = []
+        self._first = ""
+        self.checked = 0
+        self.violations = 0
+
+    def violation(self, why: str, *events: Event) -> None:
+        """Note one violation.
+
+        Args:
+            why: A sentence without its full stop.
+            events: What shows it; at least one.
+        """
+        self.violations += 1
+        self._first = self._first or why
+        if len(self._offending) + len(events) <= OFFENDING_MAX:
+            self._offending += events
+
+    def verdict(self) -> Verdict:
+        """The verdict, once everything was seen."""
+        if self.violations:
+            count = f"{self.violations:,} violation{'s' * (self.violations > 1)}"
+            message = f"{count} in {self.checked:,} {self._what}; the first: {self._first}."
+        elif self.checked:
+            message = f"{self.checked:,} {self._what}."
+        else:
+            message = f"Nothing to check: {self._nothing}."
+        return Verdict(
+            self._name,
+            not self.violations,
+            self.checked,
+            self.violations,
+            tuple(self._offending),
+            message,
+        )

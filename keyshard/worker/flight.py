@@ -1,0 +1,152 @@
+"""Serves planned batches to the host's tasks over Arrow Flight, and reads them there.
+
+``DoGet`` takes a ticket of JSON: token, batch id, layout partition and columns. Reading is a pure
+replay from the window, as often as the host likes, until the batch is released.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+from pyarrow import flight
+
+from keyshard import errors
+from keyshard.arrow.columns import select
+from keyshard.errors import ConfigError, KeyShardError, WorkerUnreachableError
+
+CONNECT_TIMEOUT_S = 10.0
+"""Longest wait for the endpoint to begin to answer; the data may then take what it takes."""
+
+_CODE = re.compile(r"\[(KEYSHARD_[A-Z_]+)\] ([^\n]*?)(?:\. gRPC client debug context|\. Detail:|$)")
+_BY_CODE = {
+    value.code: value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, KeyShardError)
+}
+
+
+class Batches(Protocol):
+    """What is served; the coordinator."""
+
+    def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Rows of one layout partition of a planned batch."""
+
+
+@dataclass(frozen=True)
+class BatchTicket:
+    """All that a task needs to read its part of a batch; small and picklable."""
+
+    endpoint: str
+    """Where to ask: ``grpc://host:port``."""
+    token: str = field(repr=False)
+    """Secret of this run."""
+    batch_id: str
+    index: int
+    """Layout partition of the batch."""
+    columns: tuple[str, ...]
+    """Columns wanted, in their order."""
+
+
+class BatchServer:
+    """A Flight server in daemon threads.
+
+    Args:
+        batches: What is served.
+        host: Address to listen on and to give to tasks.
+
+    Raises:
+        ConfigError: The address is not one of this machine.
+    """
+
+    def __init__(self, batches: Batches, host: str) -> None:
+        self._token = secrets.token_hex(16)
+        try:
+            self._server = _Server(batches, self._token, f"grpc://{_bracketed(host)}:0")
+        except (pa.ArrowException, OSError) as exc:
+            raise ConfigError(
+                f"Cannot listen on {host!r}: {exc}. Set worker_host to an address of the machine "
+                "that runs the driver, one that the executors can reach."
+            ) from exc
+        self._endpoint = f"grpc://{_bracketed(host)}:{self._server.port}"
+        thread = threading.Thread(target=self._server.serve, name="keyshard-flight", daemon=True)
+        thread.start()
+
+    def ticket(self, batch_id: str, index: int, columns: Sequence[str]) -> BatchTicket:
+        """The ticket of some columns of one layout partition."""
+        return BatchTicket(self._endpoint, self._token, batch_id, index, tuple(columns))
+
+
+class _Server(flight.FlightServerBase):  # type: ignore[misc]
+    def __init__(self, batches: Batches, token: str, location: str) -> None:
+        super().__init__(location)
+        self._batches = batches
+        self._token = token
+
+    def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
+        try:
+            request = json.loads(ticket.ticket)
+            token = str(request["token"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            request, token = {}, ""
+        if not secrets.compare_digest(token.encode(errors="replace"), self._token.encode()):
+            raise flight.FlightUnauthenticatedError(
+                "[KEYSHARD_BATCH_UNKNOWN] The ticket is of another run; the batch is planned again."
+            )
+        try:
+            rows = self._batches.read(request["batch"], request["index"], request["columns"])
+        except KeyShardError as exc:
+            raise flight.FlightServerError(str(exc)) from exc
+        return flight.GeneratorStream(select(request["columns"]), rows)
+
+
+def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
+    """Read one layout partition of a batch, in a task of the host.
+
+    Yields:
+        Record batches of the ticket's columns; see :mod:`keyshard.arrow.columns`.
+
+    Raises:
+        WorkerUnreachableError: The endpoint does not answer from here.
+        KeyShardError: What the serving process raised, such as BatchReleasedError.
+    """
+    request = {
+        "token": ticket.token,
+        "batch": ticket.batch_id,
+        "index": ticket.index,
+        "columns": ticket.columns,
+    }
+    try:
+        with flight.connect(ticket.endpoint) as client:
+            client.wait_for_available(timeout=CONNECT_TIMEOUT_S)
+            stream = client.do_get(flight.Ticket(json.dumps(request).encode()))
+            for chunk in stream:
+                yield chunk.data
+    except (flight.FlightUnavailableError, flight.FlightTimedOutError) as exc:
+        raise WorkerUnreachableError(
+            f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {_first_line(exc)}. If "
+            "this task runs on another machine than the driver, set worker_host to an address of "
+            "the driver that it can reach; if the driver has just ended, nothing is wrong.",
+            endpoint=ticket.endpoint,
+        ) from exc
+    except pa.ArrowException as exc:
+        match = _CODE.search(str(exc))
+        if match is None:
+            raise WorkerUnreachableError(
+                f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {_first_line(exc)}"
+            ) from exc
+        raise _BY_CODE.get(match[1], KeyShardError)(match[2]) from exc
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).split("\n", 1)[0]

@@ -1,0 +1,265 @@
+"""The range consumers of a source and their threads; both grow and shrink while it runs.
+
+Called by the thread that starts and stops a source; between the two by the discovery thread and by
+who rescales, one at a time; and by the acknowledger, which only looks a consumer up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.broker.port import Admin, Broker, Consumer, StartPosition
+from keyshard.config.source import SourceConfig
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.assignment import Assignment
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.client_queue import ClientQueue
+from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.worker.receiver import Drop, OwnedRange, RangeConsumer, Receiver, Sink, close_quietly
+from keyshard.worker.subscribe import THREADS_MAX, open_range_consumer, open_range_consumers
+
+DROP_TIMEOUT_S = 30.0
+"""Longest wait for the receive threads to close consumers, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class RangeConsumers:
+    """Every hash range of every topic partition, spread over at most ``receive_threads`` threads.
+
+    One consumer has one contiguous hash range; an owner of several has several consumers in each
+    topic partition.
+
+    Args:
+        broker: Connection to subscribe through.
+        admin: Admin REST interface, where there is one; names the other side of a conflict.
+        config: The source.
+        sink: Where received entries go.
+        assignment: Who owns which ranges.
+    """
+
+    def __init__(
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, sink: Sink,
+        assignment: Assignment,
+    ) -> None:  # fmt: skip
+        self._broker = broker
+        self._admin = admin
+        self._config = config
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._only_held: set[TopicPartition] = set()
+        self._owned_ranges: set[OwnedRange] = set()
+        self._suspended: frozenset[OwnedRange] = frozenset()
+        self.assignment = assignment
+        """Hash ranges of each owner, as they are subscribed."""
+        self.queue_max = config.receiver_queue_size
+        """Most messages in the client queue of each consumer that is subscribed from now on."""
+        self.epoch = 0
+        """Number of the assignment generation; owned ranges that come from now on have it."""
+        self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
+        """Lists are replaced, never changed: the acknowledger goes through them."""
+        self.receivers: list[Receiver] = []
+
+    def open(self, found: Iterable[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
+        """Subscribe every range of some topic partitions; nothing is received yet.
+
+        Raises:
+            SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        return self.subscribe(self.owned_ranges(found, self.assignment), start)
+
+    def subscribe(
+        self, owned_ranges: Sequence[OwnedRange], start: StartPosition = StartPosition.EARLIEST
+    ) -> list[RangeConsumer]:
+        """Subscribe every one of some owned ranges, or none; nothing is received yet.
+
+        Raises:
+            SubscriptionInUseError: Somebody else held a range until ``subscribe_timeout_ms``.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        kept = sum(map(len, self.by_partition.values()))
+        share = self._config.window_bytes_max // (2 * max(1, kept + len(owned_ranges)))
+        return open_range_consumers(
+            self._broker, self._admin, self._config, owned_ranges, start,
+            make_queue=lambda: ClientQueue(share, self.queue_max),
+        )  # fmt: skip
+
+    def owned_ranges(
+        self, where: Iterable[TopicPartition], assignment: Assignment
+    ) -> list[OwnedRange]:
+        """What there is to own of some topic partitions, from now on."""
+        return [
+            OwnedRange(topic_partition, owner, hash_range, self.epoch)
+            for topic_partition in where
+            for owner, ranges in enumerate(assignment)
+            for hash_range in ranges
+        ]
+
+    @property
+    def consumed(self) -> list[TopicPartition]:
+        """Topic partitions that are received from."""
+        return [where for where in self.by_partition if where not in self._only_held]
+
+    @property
+    def owned(self) -> list[OwnedRange]:
+        """Seats that have a consumer to receive from."""
+        return [one.owned_range for where in self.consumed for one in self.by_partition[where]]
+
+    def serve(self, range_consumers: Sequence[RangeConsumer]) -> None:
+        """Begin to receive from opened range consumers."""
+        with self._lock:
+            if self._stopped:
+                return
+            for range_consumer in range_consumers:
+                where = range_consumer.owned_range.topic_partition
+                self.by_partition[where] = [*self.by_partition.get(where, ()), range_consumer]
+                self._owned_ranges.add(range_consumer.owned_range)
+            threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))
+            new = [
+                Receiver(f"keyshard-receive-{i}", (), self._sink)
+                for i in range(len(self.receivers), threads)
+            ]
+            self.receivers += new
+            shares: dict[int, list[RangeConsumer]] = {i: [] for i in range(threads)}
+            for range_consumer in range_consumers:
+                least = min(
+                    shares, key=lambda i: self.receivers[i].range_consumers + len(shares[i])
+                )
+                shares[least].append(range_consumer)
+            for i, share in shares.items():
+                self.receivers[i].add(share)
+
+    def drop(self, gone: Collection[TopicPartition]) -> None:
+        """Close every consumer of some topic partitions; returns when that is done.
+
+        Raises:
+            BrokerUnavailableError: A receive thread is busy with a broker that does not answer.
+        """
+        self.close({one.owned_range for where in gone for one in self.by_partition.get(where, ())})
+        for topic_partition in gone:
+            self.by_partition.pop(topic_partition, None)
+
+    def suspend(self, owned_ranges: Iterable[OwnedRange]) -> None:
+        """Receive nothing more for some owned ranges, until others or none are named."""
+        self._suspended = frozenset(owned_ranges)
+
+    def suspends(self, owned_range: OwnedRange) -> bool:
+        """Whether an owned range is suspended; may be asked by any thread."""
+        return bool(self._suspended) and owned_range in self._suspended
+
+    def owns(self, owned_range: OwnedRange) -> bool:
+        """Whether an owned range is one of those now; what comes for another is late."""
+        return owned_range in self._owned_ranges
+
+    def close(self, owned_ranges: Collection[OwnedRange]) -> None:
+        """Close consumers of owned ranges; returns when that is done, or nothing more will be.
+
+        Raises:
+            BrokerUnavailableError: A receive thread is busy with a broker that does not answer. Its
+                consumers stay, those of the others are closed.
+        """
+        deadline = time.monotonic() + DROP_TIMEOUT_S
+        with self._lock:
+            drops = [(receiver, receiver.drop(owned_ranges)) for receiver in self.receivers]
+        late = [drop for receiver, drop in drops if not self._is_done(receiver, drop, deadline)]
+        closed = {owned_range for _, drop in drops for owned_range in drop.closed}
+        self._owned_ranges -= closed
+        for where in {owned_range.topic_partition for owned_range in closed}:
+            self.by_partition[where] = [
+                one for one in self.by_partition[where] if one.owned_range not in closed
+            ]
+        if late:
+            names = sorted({owned_range.topic_partition.name for owned_range in owned_ranges})
+            raise BrokerUnavailableError(
+                f"Consumers of {', '.join(names)[:200]} could not be closed within "
+                f"{DROP_TIMEOUT_S:.0f} s. Check the broker; it is tried again."
+            )
+
+    def _is_done(self, receiver: Receiver, drop: Drop, deadline_s: float) -> bool:
+        """Wait until a receiver has closed what it was told to; whether it has."""
+        while not drop.done.wait(0.05):
+            if (time.monotonic() > deadline_s or self._stopped) and receiver.keep(drop):
+                return False
+        return True
+
+    def hold(self, topic_partitions: Iterable[TopicPartition]) -> None:
+        """Subscribe only to acknowledge: one consumer of the whole ring, never received from.
+
+        A topic partition whose ranges somebody else has now is left to them, with a warning.
+        """
+        with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
+            range_consumers = [
+                range_consumer
+                for range_consumer in pool.map(self._held, topic_partitions)
+                if range_consumer is not None
+            ]
+        held = {one.owned_range.topic_partition: [one] for one in range_consumers}
+        self._only_held |= held.keys()
+        self.by_partition.update(held)
+
+    def _held(self, topic_partition: TopicPartition) -> RangeConsumer | None:
+        ring = split_ring(1)[0]
+        try:
+            return open_range_consumer(self._broker, self._config, topic_partition, ring)
+        except KeyShardError as exc:
+            _log.warning("the last batch of %s is not acknowledged: %s", topic_partition, exc)
+            return None
+
+    def let_go(self, held: Collection[TopicPartition]) -> None:
+        """Close what :meth:`hold` opened."""
+        self._only_held -= set(held)
+        for topic_partition in held:
+            for range_consumer in self.by_partition.pop(topic_partition, ()):
+                close_quietly(range_consumer.consumer)
+
+    def connected(self) -> list[tuple[OwnedRange, bool]]:
+        """Every owned range that is received from, and whether its consumer is connected now."""
+        return [
+            (one.owned_range, one.consumer.is_connected())
+            for consumers in list(self.by_partition.values())
+            for one in list(consumers)
+        ]
+
+    def away(self) -> list[TopicPartition]:
+        """Topic partitions none of whose consumers is connected now."""
+        return [
+            where
+            for where, consumers in list(self.by_partition.items())
+            if not any(one.consumer.is_connected() for one in consumers)
+        ]
+
+    def consumer_of(self, topic_partition: TopicPartition) -> Consumer | None:
+        """A connected consumer: its acknowledgements reach the broker. ``None``: it has none.
+
+        Raises:
+            BrokerUnavailableError: None of its consumers is connected now.
+        """
+        range_consumers = self.by_partition.get(topic_partition)
+        if range_consumers is None:
+            return None
+        for range_consumer in range_consumers:
+            if range_consumer.consumer.is_connected():
+                return range_consumer.consumer
+        raise BrokerUnavailableError(f"No consumer of {topic_partition} is connected.")
+
+    def stop(self) -> None:
+        """Receive nothing more; returns without waiting."""
+        with self._lock:
+            self._stopped = True
+        self.pause()
+
+    def pause(self) -> None:
+        """End the receive threads."""
+        for receiver in self.receivers:
+            receiver.stop()
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the threads' end until a monotonic time."""
+        for receiver in self.receivers:
+            receiver.join(max(0.1, deadline_s - time.monotonic()))

@@ -1,0 +1,346 @@
+"""Threads that receive: each goes round its share of the consumers and fills the window."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from keyshard.broker.port import Consumer
+from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.window.client_queue import ClientQueue
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
+
+RECEIVE_WAIT_MS = 10
+"""Longest wait for one consumer before the next has its turn, milliseconds."""
+PAUSED_WAIT_S = 0.02
+"""Pause of a thread whose topic partitions are all full, seconds."""
+ENTRY_QUIET_S = 1.0
+"""Silence after which an entry without its last index is doubted, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What one consumer owns: a hash range of a topic partition, since an epoch.
+
+    A range may own several hash ranges; each has an owned range in each topic partition.
+    """
+
+    topic_partition: TopicPartition
+    range_index: int
+    """Who owns it."""
+    hash_range: HashRange
+    epoch: int = 0
+    """Number of the assignment generation in which it was subscribed."""
+
+
+@dataclass(slots=True)
+class RangeConsumer:
+    """An owned range, the consumer that has it now, and what it has received in part."""
+
+    owned_range: OwnedRange
+    consumer: Consumer
+    queue: ClientQueue
+    assembly: EntryAssembly = field(default_factory=EntryAssembly)
+    last_block_s: float = 0.0
+    silent_from_s: float = 0.0
+    """Since when it was seen connected, and nothing has come; 0: it was not seen yet."""
+    rest_until_s: float = 0.0
+    """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
+    ringing: Consumer | None = None
+    """The consumer that was asked to ring and has not yet: it must not be received from."""
+    ring: Callable[[], None] = lambda: None
+    """Makes the receive thread look at it, where that waits for ``ringing``."""
+    successor: Consumer | None = None
+    """A consumer that is to take the place of ``consumer``, which has no connection."""
+    replace_at_s: float = 0.0
+    """When a successor is due for want of a connection; 0: it was connected when last seen."""
+    subscribed_s: float = field(default_factory=time.monotonic)
+    """When its first consumer was there, on the monotonic clock."""
+
+
+class Sink(Protocol):
+    """Where received entries go; implemented by the coordinator."""
+
+    def is_paused(self, owned_range: OwnedRange) -> bool:
+        """Whether the consumer of an owned range pauses."""
+
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
+        """Take entries of one range consumer, in delivery order."""
+
+    def reopen(self, range_consumer: RangeConsumer) -> None:
+        """Give it a new consumer; everything unacknowledged comes again."""
+
+    def fail(self, error: KeyShardError) -> None:
+        """Remember the error that ends the source."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop:
+    """Seats whose consumers a receiver closes between two rounds."""
+
+    owned_ranges: Collection[OwnedRange]
+    closed: set[OwnedRange] = field(default_factory=set)
+    """Those of them that the receiver had, and has closed, whatever the broker said."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set when nothing more is to be closed."""
+
+
+def close_quietly(consumer: Consumer, *, for_another: bool = False) -> None:
+    """Close a consumer; a broker that is away or refuses forgets it by itself."""
+    try:
+        consumer.close(for_another=for_another)
+    except BrokerError as exc:
+        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
+
+
+class Receiver:
+    """One daemon thread over some range consumers.
+
+    A range consumer is ready (it is received from), paused (its topic partition is full), or idle:
+    then the client rings when something comes, and it costs nothing until then.
+    """
+
+    def __init__(self, name: str, range_consumers: Sequence[RangeConsumer], sink: Sink) -> None:
+        self._sink = sink
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._ready: deque[RangeConsumer] = deque(range_consumers)
+        self._paused: list[RangeConsumer] = []
+        self._paused_looked_s = 0.0
+        self._idle: dict[int, RangeConsumer] = {}
+        self._drops: deque[Drop] = deque()
+        self.range_consumers = len(range_consumers)
+        """RangeConsumers it serves."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
+        """Serve more range consumers."""
+        with self._changed:
+            self.range_consumers += len(range_consumers)
+            self._ready.extend(range_consumers)
+            self._changed.notify_all()
+
+    def drop(self, owned_ranges: Collection[OwnedRange]) -> Drop:
+        """Close the consumers of some owned ranges, between two rounds; others' pass by.
+
+        The thread does it itself, so that no consumer is closed while it is received from or
+        re-opened.
+        """
+        drop = Drop(owned_ranges)
+        with self._changed:
+            self._drops.append(drop)
+            self._changed.notify_all()
+        return drop
+
+    def keep(self, drop: Drop) -> bool:
+        """Take an order to close back; whether nothing of it has begun."""
+        with self._changed:
+            try:
+                self._drops.remove(drop)
+            except ValueError:
+                return False
+        return True
+
+    def stop(self) -> None:
+        """Take nothing more; returns without waiting."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, at most ``timeout_s`` seconds."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                while self._drops:
+                    self._apply_next_drop()
+                self._round()
+        except RuntimeStoppedError:
+            pass
+        except KeyShardError as exc:
+            self._sink.fail(exc)
+        except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
+            _log.exception("receiving ended unexpectedly")
+            self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
+
+    def _apply_next_drop(self) -> None:
+        with self._changed:
+            if not self._drops:
+                return
+            drop = self._drops.popleft()
+
+            def stays(range_consumer: RangeConsumer) -> bool:
+                return range_consumer.owned_range not in drop.owned_ranges
+
+            known = [*self._ready, *self._paused, *self._idle.values()]
+            self._ready = deque(filter(stays, self._ready))
+            self._paused = list(filter(stays, self._paused))
+            self._idle = {
+                id(range_consumer): range_consumer
+                for range_consumer in filter(stays, self._idle.values())
+            }
+            dropped = {
+                id(range_consumer): range_consumer
+                for range_consumer in known
+                if not stays(range_consumer)
+            }
+            for range_consumer in dropped.values():
+                range_consumer.ringing = None
+        try:
+            for range_consumer in dropped.values():
+                self.range_consumers -= 1
+                drop.closed.add(range_consumer.owned_range)
+                close_quietly(range_consumer.consumer)
+                if range_consumer.successor is not None:
+                    close_quietly(range_consumer.successor)
+        finally:
+            drop.done.set()
+
+    def _round(self) -> None:
+        """Serve every ready range consumer once; without one, wait until one rings or may go on."""
+        with self._changed:
+            if not self._ready and not self._drops:
+                self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
+            serving = list(self._ready)
+            self._ready.clear()
+        now = time.monotonic()
+        if now - self._paused_looked_s >= PAUSED_WAIT_S:
+            self._paused_looked_s = now
+            serving += self._paused
+            self._paused.clear()
+        for range_consumer in serving:
+            if self._stopping:
+                return
+            self._serve(range_consumer)
+        if not serving:
+            self._look_for_early_ends()
+
+    def _serve(self, range_consumer: RangeConsumer) -> None:
+        if range_consumer.ringing is range_consumer.consumer:
+            return
+        if range_consumer.successor is not None:
+            # Also while it pauses: acknowledgements need a connection.
+            self._sink.reopen(range_consumer)
+        resting = time.monotonic() < range_consumer.rest_until_s
+        if resting or self._sink.is_paused(range_consumer.owned_range):
+            self._paused.append(range_consumer)
+            return
+        if range_consumer.rest_until_s:
+            range_consumer.rest_until_s = 0.0
+            self._sink.reopen(range_consumer)
+        blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
+        if not blocks:
+            self._rest(range_consumer)
+            return
+        range_consumer.last_block_s, range_consumer.silent_from_s = time.monotonic(), 0.0
+        if not range_consumer.queue.suits(
+            sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
+        ):
+            # Nothing of it was taken: the new consumer gets it again.
+            self._reopen(range_consumer)
+            return
+        entries: list[EntryBlock] = []
+        polled = range_consumer.queue.polled
+        try:
+            for i, block in enumerate(blocks):
+                after_gap = polled or i == 0
+                entries.extend(range_consumer.assembly.add(block, after_gap=after_gap))
+        except RedeliveryNeeded as need:
+            self._ask_again(range_consumer, entries, need)
+            return
+        if entries:
+            self._sink.deliver(range_consumer, entries)
+        with self._changed:
+            self._ready.append(range_consumer)
+
+    def _rest(self, range_consumer: RangeConsumer) -> None:
+        """Let the client ring for a range consumer that has nothing."""
+        consumer = range_consumer.consumer
+
+        def ring() -> None:
+            with self._changed:
+                if range_consumer.ringing is consumer:
+                    range_consumer.ringing = None
+                    self._idle.pop(id(range_consumer), None)
+                    self._ready.append(range_consumer)
+                    self._changed.notify_all()
+
+        with self._changed:
+            if range_consumer.successor is not None:
+                self._ready.append(range_consumer)
+                return
+            range_consumer.ring = ring
+            range_consumer.ringing = consumer
+            self._idle[id(range_consumer)] = range_consumer
+        consumer.when_ready(ring)
+
+    def _look_for_early_ends(self) -> None:
+        """Doubt entries whose last index does not come though their consumer is connected.
+
+        The silence counts from when the consumer is seen connected: before that, a reconnect may
+        have cut the entry off, and its redelivery is on the way.
+        """
+        now = time.monotonic()
+        with self._changed:
+            quiet = [
+                range_consumer
+                for range_consumer in self._idle.values()
+                if range_consumer.assembly.open is not None
+                and now - range_consumer.last_block_s > ENTRY_QUIET_S
+            ]
+        for range_consumer in quiet:
+            if not range_consumer.consumer.is_connected():
+                range_consumer.silent_from_s = 0.0
+            elif not range_consumer.silent_from_s:
+                range_consumer.silent_from_s = now
+            elif now - range_consumer.silent_from_s > ENTRY_QUIET_S:
+                self._end_early(range_consumer)
+
+    def _end_early(self, range_consumer: RangeConsumer) -> None:
+        # Its consumer was asked to ring, so nobody receives from it meanwhile.
+        try:
+            self._sink.deliver(range_consumer, [range_consumer.assembly.end_early()])
+        except RedeliveryNeeded as need:
+            self._ask_again(range_consumer, [], need)
+
+    def _ask_again(
+        self, range_consumer: RangeConsumer, entries: list[EntryBlock], need: RedeliveryNeeded
+    ) -> None:
+        """Deliver what is whole, then make the broker deliver everything unacknowledged again."""
+        _log.debug(
+            "entry %s ended early in %s", need.entry_id, range_consumer.owned_range.topic_partition
+        )
+        if entries:
+            self._sink.deliver(range_consumer, entries)
+        self._reopen(range_consumer)
+
+    def _reopen(self, range_consumer: RangeConsumer) -> None:
+        """Make the broker deliver everything unacknowledged again, and serve the range consumer."""
+        self._sink.reopen(range_consumer)
+        with self._changed:
+            range_consumer.ringing = None
+            self._idle.pop(id(range_consumer), None)
+            self._ready.append(range_consumer)
+
+
+def routing_of(block: EntryBlock, range_consumer: RangeConsumer) -> tuple[int, int]:
+    """Messages of an entry that lie outside the range consumer's range, and that have no key."""
+    hash_range, slots = range_consumer.owned_range.hash_range, block.mixed_slots
+    if slots is not None:
+        known = [slot for slot in slots if slot is not None]
+        return sum(slot not in hash_range for slot in known), len(slots) - len(known)
+    if block.slot is None:
+        return 0, block.rows
+    return (0 if block.slot in hash_range else block.rows), 0
