@@ -16,9 +16,9 @@ from keyshard.cli.broker import broker_app
 from keyshard.cli.check import check
 from keyshard.cli.doctor import doctor
 from keyshard.cli.explain import explain
-from keyshard.cli.operate import discard, rescale, unpark
-from keyshard.cli.plan import plan
+from keyshard.cli.operate import discard, unpark
 from keyshard.cli.produce import produce
+from keyshard.cli.rescale import rescale
 from keyshard.cli.status import status
 from keyshard.errors import ConfigError, KeyShardError
 
@@ -54,7 +54,6 @@ app.command("explain")(explain)
 app.command("unpark")(unpark)
 app.command("discard")(discard)
 app.command("rescale")(rescale)
-app.command("plan")(plan)
 app.command("doctor")(doctor)
 
 

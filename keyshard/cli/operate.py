@@ -1,4 +1,4 @@
-"""``keyshard unpark``, ``discard`` and ``rescale``: what a running source can be asked to do."""
+"""``keyshard unpark`` and ``discard``: what becomes of dead letters."""
 
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
 from __future__ import annotations
@@ -10,6 +10,7 @@ import typer
 
 from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import (
+    ASK_TIMEOUT_S,
     JsonOption,
     PidOption,
     ServiceUrlOption,
@@ -19,8 +20,6 @@ from keyshard.cli.output import (
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
-_TIMEOUT_S = 300.0
-"""Longest wait for a running source to do it, seconds."""
 _DIGITS_MAX = 9
 """Most digits of an age."""
 
@@ -50,7 +49,7 @@ def unpark(  # noqa: PLR0917 - one argument per option
 
     fields = _selection(key, every, topic, older_than)
     source = running_source(subscription, service_url_of(service_url, client_conf), pid)
-    told = source.ask("unpark", timeout_s=_TIMEOUT_S, **fields)
+    told = source.ask("unpark", timeout_s=ASK_TIMEOUT_S, **fields)
     if as_json:
         typer.echo(json.dumps(told))
     elif key is None:
@@ -82,7 +81,7 @@ def discard(  # noqa: PLR0917 - one argument per option
     if rejected:
         fields["rejected"] = True
     source = running_source(subscription, service_url_of(service_url, client_conf), pid)
-    told = source.ask("discard", timeout_s=_TIMEOUT_S, **fields)
+    told = source.ask("discard", timeout_s=ASK_TIMEOUT_S, **fields)
     typer.echo(
         json.dumps(told) if as_json else f"{plural(told['letters'], 'letter')} given up for good."
     )
@@ -109,38 +108,3 @@ def _seconds(text: str) -> float:
             "m, h or d, as in 15m."
         )
     return float(int(number) * unit)
-
-
-def rescale(  # noqa: PLR0917 - one argument per option
-    ranges: Annotated[
-        int | None, typer.Argument(min=1, max=65_536, help="Number of ranges.")
-    ] = None,
-    balance: Annotated[
-        bool, typer.Option("--balance", help="Keep the number; weigh the ranges by their load.")
-    ] = False,
-    subscription: SubscriptionOption = None,
-    service_url: ServiceUrlOption = None,
-    client_conf: ClientConfOption = None,
-    pid: PidOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Cut the ring of a running source anew, while it runs."""
-    from keyshard.observe.control import running_source
-
-    if (ranges is None) != balance:
-        raise ConfigError("Give the number of ranges, or --balance to keep it.")
-    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
-    told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=_TIMEOUT_S)
-    typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
-
-
-def _moved(told: dict[str, Any]) -> str:
-    pauses = [each["pause_ms"] for each in told["pauses"]]
-    least = told["optimum_fraction"]
-    text = (
-        f"{told['ranges_before']} ranges to {told['ranges_after']}: {told['moved_fraction']:.1%} "
-        "of the ring moved"
-    )
-    text += "" if least is None else f", and at least {least:.1%} had to"
-    text += f"; epoch {told['epoch']}"
-    return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."

@@ -25,6 +25,9 @@ ServiceUrlOption = Annotated[
 PidOption = Annotated[
     int | None, typer.Option("--pid", min=1, max=2**31 - 1, help="Process of the running source.")
 ]
+ASK_TIMEOUT_S = 300.0
+"""Longest wait for a running source to do what it was asked, seconds."""
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

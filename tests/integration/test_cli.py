@@ -108,7 +108,7 @@ def test_the_default_version_is_that_of_the_broker() -> None:
 
 
 COMMANDS = (
-    "broker", "produce", "check", "status", "explain", "unpark", "discard", "rescale", "plan",
+    "broker", "produce", "check", "status", "explain", "unpark", "discard", "rescale",
     "doctor",
 )  # fmt: skip
 

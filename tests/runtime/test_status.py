@@ -293,7 +293,7 @@ def test_the_commands_reach_a_running_source_until_it_ends(
     assert json.loads(run("status", "jobs", "--json"))["subscription"] == "jobs"
     assert "'jobs' on" in run("status")
     assert f"lane    running, message {job.hung[0].message_id}" in run("explain", KEYS[0])
-    assert "4 ranges to 8: 50.0% of the ring moves" in run("plan", "--ranges", "8")
+    assert "4 ranges to 8: 50.0% of the ring moves" in run("rescale", "8", "--dry-run")
     job.stop()
     with pytest.raises(ControlError):
         running_source("jobs")

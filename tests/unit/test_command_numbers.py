@@ -17,7 +17,7 @@ WHOLE = ["x", "", "1.5", "nan"]
 COUNTS = [*WHOLE, "0", "-1", HUGE, LONG]
 REALS = ["x", "", "nan", "inf", "-inf", "-1", "1e400"]
 LIVE = ["check", "--live", "--topic", "t"]
-PLAN = ["plan", "--from", "4", "--ranges", "8"]
+PLAN = ["rescale", "8", "--dry-run", "--from", "4"]
 DOCTOR = ["doctor", "--topic", "t"]
 
 TABLE: list[tuple[list[str], str, list[str]]] = [
@@ -41,8 +41,7 @@ TABLE: list[tuple[list[str], str, list[str]]] = [
     (DOCTOR, "--parallelism", COUNTS),
     (DOCTOR, "--rate", [*REALS, "0"]),
     ([*DOCTOR, "--rate", "1"], "--message-bytes", COUNTS),
-    (["plan", "--from", "4"], "--ranges", COUNTS),
-    (["plan", "--ranges", "4"], "--from", COUNTS),
+    (["rescale", "4", "--dry-run"], "--from", COUNTS),
     (PLAN, "--handler-ms", REALS),
     (PLAN, "--lanes", COUNTS),
     (PLAN, "--workers", COUNTS),

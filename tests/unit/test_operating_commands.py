@@ -190,7 +190,7 @@ def test_without_a_running_source_every_command_says_so(
 ) -> None:
     for arguments in (
         ("status", "s"), ("explain", "k"), ("unpark", "k"), ("rescale", "3"),
-        ("plan", "--ranges", "3"),
+        ("rescale", "3", "--dry-run"),
     ):  # fmt: skip
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (1, "")
@@ -263,7 +263,9 @@ def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("plan", "--ranges", "11", "--from", "10", "--handler-ms", "10", "--lanes", "4")
+    arguments = (
+        "rescale", "11", "--dry-run", "--from", "10", "--handler-ms", "10", "--lanes", "4",
+    )  # fmt: skip
     code, out, _ = run(capsys, *arguments)
     assert code == 0
     assert (
@@ -276,6 +278,18 @@ def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["ceiling"]["after"] == {"keys": 44, "rowsPerSecond": 4_400.0, "limitedBy": "lanes"}
 
 
+def test_what_only_a_dry_run_takes_is_refused_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, says in (
+        (("rescale", "4", "--lanes", "2"), "--lanes goes with --dry-run only"),
+        (("rescale", "--balance", "--dry-run"), "decided by the load"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert says in err
+
+
 def test_a_plan_from_a_running_source_uses_what_it_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -283,7 +297,7 @@ def test_a_plan_from_a_running_source_uses_what_it_measured(
     for seconds in (0.01, 0.03):
         timings.add(seconds)
     with Asked(status(handlerSeconds=timings.status())):
-        code, out, _ = run(capsys, "plan", "--ranges", "4", "--json")
+        code, out, _ = run(capsys, "rescale", "4", "--dry-run", "--json")
     assert code == 0
     told = json.loads(out)
     assert (told["rangesBefore"], told["movedFraction"]) == (2, 0.5)

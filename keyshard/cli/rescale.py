@@ -1,4 +1,4 @@
-"""``keyshard plan``: what another number of ranges would change; nothing is done."""
+"""``keyshard rescale``: another number of ranges, or what it would change with ``--dry-run``."""
 
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
 from __future__ import annotations
@@ -11,6 +11,7 @@ import typer
 
 from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import (
+    ASK_TIMEOUT_S,
     JsonOption,
     PidOption,
     ServiceUrlOption,
@@ -18,6 +19,7 @@ from keyshard.cli.output import (
     console,
     plural,
 )
+from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
@@ -26,24 +28,42 @@ _LANES = 16
 _MOVES_MAX = 20
 
 
-def plan(  # noqa: PLR0917 - one argument per option
-    ranges: Annotated[int, typer.Option(help="Number of ranges to plan for.")],
+def rescale(  # noqa: PLR0917 - one argument per option
+    ranges: Annotated[
+        int | None, typer.Argument(min=1, max=65_536, help="Number of ranges.")
+    ] = None,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Keep the number; weigh the ranges by their load.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Move nothing; show what would move, and what handlers could do then."
+        ),
+    ] = False,
     start: Annotated[
         int | None,
-        typer.Option("--from", help="Ranges now, equal ones; default: those of a running source."),
+        typer.Option(
+            "--from",
+            min=1,
+            max=65_536,
+            help="With --dry-run: equal ranges now; default: those of a running source.",
+        ),
     ] = None,
     handler_ms: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             max=86_400_000,
-            help="Mean time of the handler; default: as measured by the source.",
+            help="With --dry-run: mean time of the handler; default: as measured by the source.",
         ),
     ] = None,
     lanes: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10_000, help=f"Lanes in each range; default: of the source, or {_LANES}."
+            min=1,
+            max=10_000,
+            help=f"With --dry-run: lanes in each range; default: of the source, or {_LANES}.",
         ),
     ] = None,
     workers: Annotated[
@@ -51,7 +71,7 @@ def plan(  # noqa: PLR0917 - one argument per option
         typer.Option(
             min=1,
             max=10_000,
-            help="Handlers at the same time; default: of the source, or no limit.",
+            help="With --dry-run: handlers at the same time; default: of the source, or no limit.",
         ),
     ] = None,
     subscription: SubscriptionOption = None,
@@ -60,19 +80,54 @@ def plan(  # noqa: PLR0917 - one argument per option
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a rescale would move, and the most that handlers could do after it."""
-    from keyshard.core.ring.assignment import assign
-    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+    """Cut the ring of a running source anew, while it runs."""
     from keyshard.observe.control import running_source
 
+    if (ranges is None) != balance:
+        raise ConfigError("Give the number of ranges, or --balance to keep it.")
+    of_dry_run = {
+        "--from": start,
+        "--handler-ms": handler_ms,
+        "--lanes": lanes,
+        "--workers": workers,
+    }
+    if not dry_run:
+        if given := [name for name, value in of_dry_run.items() if value is not None]:
+            raise ConfigError(f"{given[0]} goes with --dry-run only.")
+        source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+        told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=ASK_TIMEOUT_S)
+        typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
+        return
+    if ranges is None:
+        raise ConfigError(
+            "--dry-run shows what another number of ranges moves. What --balance moves is decided "
+            "by the load when it is done."
+        )
     status: Mapping[str, Any] = {}
     if start is None:
-        status = running_source(subscription, service_url_of(service_url, client_conf), pid).ask(
-            "status"
-        )
-        before = _assignment_of(status)
-    else:
-        before = assign(start)
+        source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+        status = source.ask("status")
+    _show(
+        status, ranges, start=start, handler_ms=handler_ms, lanes=lanes, workers=workers,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+def _show(
+    status: Mapping[str, Any],
+    ranges: int,
+    *,
+    start: int | None,
+    handler_ms: float | None,
+    lanes: int | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """What would move, and the most that handlers could do before and after it."""
+    from keyshard.core.ring.assignment import assign
+    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+
+    before = _assignment_of(status) if start is None else assign(start)
     made = RescalePlan.make(before, ranges)
     lanes = lanes or status.get("lanes") or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
@@ -82,6 +137,18 @@ def plan(  # noqa: PLR0917 - one argument per option
         typer.echo(json.dumps(_as_json(made, ceilings, lanes, handler_s), indent=2))
     else:
         _print(made, ceilings, lanes, handler_s)
+
+
+def _moved(told: dict[str, Any]) -> str:
+    pauses = [each["pause_ms"] for each in told["pauses"]]
+    least = told["optimum_fraction"]
+    text = (
+        f"{told['ranges_before']} ranges to {told['ranges_after']}: {told['moved_fraction']:.1%} "
+        "of the ring moved"
+    )
+    text += "" if least is None else f", and at least {least:.1%} had to"
+    text += f"; epoch {told['epoch']}"
+    return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."
 
 
 def _assignment_of(status: Mapping[str, Any]) -> Any:
