@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 
-from keyshard.core.dead_letter.parking import Parked
+from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.checkpoint import Checkpoint

@@ -39,7 +39,8 @@ from keyshard.core.dead_letter.letters import (
     position_text,
     unpacked,
 )
-from keyshard.core.dead_letter.parking import Parked, Parking, State
+from keyshard.core.dead_letter.parked import Parked
+from keyshard.core.dead_letter.parking import Parking, State
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition

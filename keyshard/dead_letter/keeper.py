@@ -12,7 +12,7 @@ import threading
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.topics import PARKED
-from keyshard.core.dead_letter.parking import Parked
+from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letter.reading import fold

@@ -25,7 +25,7 @@ from keyshard.core.dead_letter.letters import (
     position_of_text,
     position_text,
 )
-from keyshard.core.dead_letter.parking import Parked
+from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError

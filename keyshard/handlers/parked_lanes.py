@@ -101,14 +101,14 @@ class ParkedLanes:
                 self._write(work, LetterKind.REJECTED, 0, NO_KEY)
             return self._rejects_keyless
         parking, message = self.letters.parking, work.message
-        if not parking and not parking.parked.remembers:
+        if not parking and not parking.parked.done:
             return False
         where = TopicPartition(message.topic, message.partition)
         with self.letters.lock:
             course = parking.course(key, where, message.message_id)
             handled = course is Course.HANDLE
-            if handled and not parking.parked.done_behind(key, where, message.message_id):
-                parking.parked.runs(key, where, message.message_id)
+            if handled and not parking.parked.done.behind(key, where, message.message_id):
+                parking.parked.done.runs(key, where, message.message_id)
                 return False
         if handled:
             work.parking = True

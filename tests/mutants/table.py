@@ -436,7 +436,7 @@ MUTANTS = (
         promise="Order: a message that a crash parked twice is replayed once, in its place.",
         edits=(
             Edit(
-                "keyshard/core/dead_letter/parking.py",
+                "keyshard/core/dead_letter/parked.py",
                 "            return False\n        parked.add",
                 "            pass\n        parked.add",
             ),
@@ -453,7 +453,7 @@ MUTANTS = (
                 "False else",
             ),
             Edit(
-                "keyshard/core/dead_letter/parking.py",
+                "keyshard/core/dead_letter/parked_key.py",
                 "        return [self._letters[where].positions[next(sorted_ids[where])] for",
                 "        if sorted_ids:\n"
                 "            return [position for position, _ in written]\n"

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers import P0, P1
-from keyshard.core.dead_letter.parking import Course, Parked, Parking, State
+from keyshard.core.dead_letter.parked import Parked
+from keyshard.core.dead_letter.parking import Course, Parking, State
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 
@@ -193,11 +194,11 @@ class World:
             assert head is not None
             self.send(key, Stored(key, head), twice=twice)
         elif head is not None and (key, head) not in self.bad:
-            parking.parked.runs(key, *self.original(key, head))
+            parking.parked.done.runs(key, *self.original(key, head))
             self.run(key, head)
             self.complete(key)
         elif head is not None:
-            parking.parked.runs(key, *self.original(key, head))
+            parking.parked.done.runs(key, *self.original(key, head))
             parking.park(key)
             self.send(key, Stored(key, head), twice=twice)
 

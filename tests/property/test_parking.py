@@ -7,7 +7,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.dead_letter.parking import Parked, State
+from keyshard.core.dead_letter.parked import Parked
+from keyshard.core.dead_letter.parking import State
 from tests.property.parking_world import World
 
 KEYS = "ab"

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from helpers import P0, P1
-from keyshard.core.dead_letter import parking
-from keyshard.core.dead_letter.parking import Course, Parked, Parking, State
+from keyshard.core.dead_letter import replayed
+from keyshard.core.dead_letter.parked import Parked
+from keyshard.core.dead_letter.parking import TRANSITIONS, Course, Event, Parking, State
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import CheckpointError
@@ -92,19 +93,19 @@ def test_what_was_not_looked_at_yet_of_a_sweep_is_seen_by_a_marker() -> None:
 
 def test_a_replayed_message_that_comes_again_is_known_until_an_older_one_runs() -> None:
     parked = folded((0, "a", 1), (1, "a", 2))
-    assert not parked.was_replayed("a", P0, original(1)), "it rests"
-    assert not parked.remembers
+    assert not parked.done.has("a", P0, original(1)), "it rests"
+    assert not parked.done
     parked.replayed(at(2), "a", P0, original(1))
-    assert parked.remembers
-    assert parked.was_replayed("a", P0, original(1))
-    assert not parked.was_replayed("a", P1, original(1))
-    assert not parked.was_replayed("b", P0, original(1))
-    parked.runs("b", P0, original(0))
-    parked.runs("a", P1, original(0))
-    parked.runs("a", P0, original(3))
-    assert parked.was_replayed("a", P0, original(1))
-    parked.runs("a", P0, original(0))
-    assert not parked.was_replayed("a", P0, original(1)), "it has to run after the other one"
+    assert parked.done
+    assert parked.done.has("a", P0, original(1))
+    assert not parked.done.has("a", P1, original(1))
+    assert not parked.done.has("b", P0, original(1))
+    parked.done.runs("b", P0, original(0))
+    parked.done.runs("a", P1, original(0))
+    parked.done.runs("a", P0, original(3))
+    assert parked.done.has("a", P0, original(1))
+    parked.done.runs("a", P0, original(0))
+    assert not parked.done.has("a", P0, original(1)), "it has to run after the other one"
     parked.validate()
 
 
@@ -112,26 +113,25 @@ def test_a_replayed_message_may_become_a_letter_again() -> None:
     parked = folded((0, "a", 1), (1, "a", 2))
     parked.replayed(at(2), "a", P0, original(1))
     assert parked.letter(at(3), "a", P0, original(1))
-    assert not parked.was_replayed("a", P0, original(1))
+    assert not parked.done.has("a", P0, original(1))
     assert resting(parked) == {"a": [at(3), at(1)]}
     parked.validate()
 
 
 def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "DONE_IDS_MAX", 2)
+    monkeypatch.setattr(replayed, "DONE_IDS_MAX", 2)
     parked = folded((0, "a", 1), (1, "b", 2), (2, "b", 3), (3, "c", 4))
     for position, (key, number) in enumerate([("a", 1), ("b", 2), ("b", 3), ("c", 4)], 4):
         parked.replayed(at(position), key, P0, original(number))
         parked.validate()
     known = [
-        parked.was_replayed(key, P0, original(n))
-        for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
+        parked.done.has(key, P0, original(n)) for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
     ]
     assert known == [False, False, True, True], "the oldest ones went"
-    parked.runs("b", P0, original(2))
+    parked.done.runs("b", P0, original(2))
     parked.validate()
-    assert not parked.was_replayed("b", P0, original(3)), "it runs behind the one that went"
-    assert parked.was_replayed("c", P0, original(4))
+    assert not parked.done.has("b", P0, original(3)), "it runs behind the one that went"
+    assert parked.done.has("c", P0, original(4))
 
 
 def test_a_checkpoint_says_from_where_to_fold() -> None:
@@ -221,7 +221,7 @@ def test_what_is_done_with_a_message() -> None:
     assert keys.course("b", P0, original(6)) is Course.HANDLE
     keys.park("b")
     assert keys.course("b", P0, original(6)) is Course.LETTER, "none is confirmed yet"
-    parked.runs("a", P0, original(2))
+    parked.done.runs("a", P0, original(2))
     assert keys.course("a", P0, original(3)) is Course.HANDLE
 
 
@@ -261,3 +261,56 @@ def test_a_key_whose_letters_were_given_up_is_out_when_none_is_on_its_way() -> N
     keys.parked.swept(at(2), "a", at(0))
     keys.emptied("a")
     assert keys.states() == {"b": State.PARKED}
+
+
+HAPPENS = {
+    Event.PARK: lambda keys: keys.park("a"),
+    Event.UNPARK: lambda keys: keys.unpark("a"),
+    Event.DRAINED: lambda keys: keys.drained("a"),
+    Event.FAILED_AGAIN: lambda keys: keys.failed_again("a"),
+}
+
+
+def in_state(state: State | None) -> Parking:
+    """A key in a state, with a letter where it has one."""
+    keys = Parking(folded() if state is None else folded((0, "a", 1)))
+    if state in (State.DRAINING, State.REPLAYING):
+        keys.unpark("a")
+    if state is State.REPLAYING:
+        keys.drained("a")
+    assert keys.state("a") is state
+    return keys
+
+
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("state", [None, *State])
+def test_events_lead_where_the_table_says_and_no_other_happens(
+    event: Event, state: State | None
+) -> None:
+    keys, leads = in_state(state), TRANSITIONS[event]
+    if state in leads:
+        HAPPENS[event](keys)
+        assert keys.state("a") is leads[state]
+    elif event is Event.UNPARK:
+        assert not keys.unpark("a"), "it is on its way, or not parked"
+        assert keys.state("a") is state
+    else:
+        with pytest.raises(AssertionError):
+            HAPPENS[event](keys)
+        assert keys.state("a") is state
+
+
+def test_a_key_is_released_from_every_state_and_is_none_before() -> None:
+    assert TRANSITIONS[Event.RELEASED] == dict.fromkeys(State)
+    replaying = in_state(State.REPLAYING)
+    replaying.replayed(at(1), "a", P0, original(1))
+    assert replaying.state("a") is None
+    parked = in_state(State.PARKED)
+    parked.parked.swept(at(1), "a", at(0))
+    parked.emptied("a")
+    assert parked.state("a") is None
+    draining = in_state(State.DRAINING)
+    draining.replayed(at(1), "a", P0, original(1))
+    assert draining.state("a") is State.DRAINING, "letters may be on their way"
+    assert draining.drained("a") == []
+    assert draining.state("a") is None
