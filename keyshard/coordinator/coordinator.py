@@ -521,9 +521,13 @@ class Coordinator:
             self._range_consumers.drop(gone)
             with self._lock:
                 for topic_partition in gone:
-                    self._window.drop_partition(topic_partition, gone=True)
+                    self._window.drop_partition(topic_partition, gone=False)
                 self._pauses.shared_anew()
                 self._gone.update(self._before.intersection(gone))
+
+    def forget(self, gone: TopicPartition) -> None:
+        with self._lock:
+            self._window.drop_partition(gone, gone=True)
 
     def tidy(self) -> None:
         with self._lock:

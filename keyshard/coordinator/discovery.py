@@ -3,15 +3,16 @@
 A round::
 
     1. which topics are named, or match now, and which topic partitions they have
-    2. gone      known, and no longer in the metadata: close their consumers, forget what they
-                 received, delete what a reconnect of ours brought back
+    2. gone      known, and no longer in the metadata: close their consumers, drop what they
+                 received, delete what a reconnect of ours brought back, forget what was delivered
     3. new       not known: own every range of them, from their beginning
 
 Our own consumers reconnect within a second after their topic was deleted, and Pulsar creates it
 again for them, unless a policy forbids that. A partitioned topic is then missing from the metadata
 all the same. One without partitions looks as before, but its storage is new and empty: that tells
 it. A topic that others created again between two rounds is told by its storage too. It is let go
-and owned anew, because consumers that found no topic do not come back.
+and owned anew, because consumers that found no topic do not come back. Those that did may have
+received from it before the round: what was delivered stays known, for it may come once more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Owner(Protocol):
         """Own every range of new topic partitions, from their beginning."""
 
     def shrink(self, gone: Collection[TopicPartition]) -> None:
-        """Close the consumers of topic partitions that exist no more."""
+        """Close the consumers of topic partitions that exist no more, or not as the same."""
+
+    def forget(self, gone: TopicPartition) -> None:
+        """Nothing more comes of a topic partition of :meth:`shrink`. Idempotent."""
 
     def tidy(self) -> None:
         """Let go of what was only needed to end earlier batches."""
@@ -237,6 +241,8 @@ class Discovery:
             if self._stays(topic_partition):
                 self._leftovers[topic_partition] = 0
                 _log.warning("%s exists again and belongs to others: it stays", topic_partition)
+            else:
+                self._owner.forget(topic_partition)
             if self._leftovers[topic_partition] <= 0:
                 del self._leftovers[topic_partition]
 

@@ -12,6 +12,8 @@ import pytest
 from helpers import received, wait_until
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, SubscriptionInUseError
 from topic_world import PREFIX, World
@@ -142,6 +144,73 @@ def test_a_topic_that_comes_back_is_read_from_its_beginning(world: World, partit
         world.take(coordinator)
         assert world.got == world.sent
         wait_until(lambda: world.backlog("t") == 0)
+
+
+class CutsMeanwhile(MemoryAdmin):
+    """Has a row cut whenever it is asked something, once it knows the source."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.coordinator: Coordinator | None = None
+        self.ends: list[Checkpoint] = []
+
+    def cut(self) -> None:
+        end = None if self.coordinator is None else self.coordinator.cut(1)
+        if end is not None:
+            self.ends.append(end)
+
+    def partition_count(self, topic: str) -> int | None:
+        self.cut()
+        return super().partition_count(topic)
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+        self.cut()
+        return super().remove_leftover(topic_partition, subscription)
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+def test_what_was_committed_of_the_new_topic_before_it_was_noticed_comes_once(
+    world: World, partitions: int
+) -> None:
+    """1. A topic is deleted and created again. 2. Its consumers are back; what comes is committed.
+    3. The broker crashes and forgets the acknowledgements. 4. A round sees another topic, and
+    batches of another one are cut meanwhile."""
+    world.admin = admin = CutsMeanwhile(world.cluster)
+    world.cluster.create_topic("other")
+    world.cluster.create_topic("t", partitions)
+    world.publish("t", 4)
+    with world.running(world.source(["t", "other"])) as coordinator:
+        client = world.cluster._clients[0]
+        received(coordinator, world.sent.total())
+        world.take(coordinator)
+        client.drop()
+        world.cluster.delete_topic(PREFIX + "t")
+        world.cluster.create_topic("t", partitions)
+        client.reconnect()
+        world.cluster.unload(PREFIX + "t")  # its cursor is written, and then not for a while
+        world.publish("t", 4)
+        received(coordinator, world.sent.total())
+        world.take(coordinator)
+        wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
+        world.publish("other", 9)
+        received(coordinator, world.sent.total())
+        client.drop()
+        world.cluster.crash()
+        assert world.backlog("t") == max(1, partitions) * 4, "acknowledgements are forgotten"
+        admin.coordinator = coordinator
+        coordinator.discovery.round()
+        admin.coordinator = None
+        client.reconnect()
+        assert admin.ends, "nothing was cut meanwhile"
+        for end in admin.ends:
+            world.read(coordinator, end)
+        coordinator.release(admin.ends[-1])
+        world.publish("t", 1)
+        received(coordinator, world.sent.total())
+        wait_until(lambda: world.take(coordinator) and world.got >= world.sent)
+        wait_until(lambda: world.backlog("t") == world.backlog("other") == 0)
+        assert coordinator.cut() is None
+        assert world.got == world.sent
 
 
 def test_a_topic_that_somebody_else_writes_to_again_is_kept(world: World) -> None:

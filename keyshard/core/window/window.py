@@ -142,12 +142,15 @@ class Window:
 
     def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
         """Forget what a topic partition has received; what is planned stays until its release.
+        Idempotent.
 
         Args:
             gone: Whether it exists no more, or else is only not consumed any longer: then its
                 delivered set stays in the checkpoint.
         """
-        window = self._partitions[topic_partition]
+        window = self._partitions.get(topic_partition)
+        if window is None:
+            return
         self._active.pop(topic_partition, None)
         self._filled.pop(topic_partition, None)
         self.received_rows -= window.ready_rows
