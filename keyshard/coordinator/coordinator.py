@@ -516,9 +516,9 @@ class Coordinator:
                 self._gone.difference_update(found)
             self._range_consumers.serve(range_consumers)
 
-    def shrink(self, gone: Collection[TopicPartition]) -> None:
+    def shrink(self, gone: Collection[TopicPartition], *, again: bool) -> None:
         with self.changing:
-            self._range_consumers.drop(gone)
+            self._range_consumers.drop(gone, for_others=again)
             with self._lock:
                 for topic_partition in gone:
                     self._window.drop_partition(topic_partition, gone=False)

@@ -40,8 +40,13 @@ class Owner(Protocol):
     def grow(self, found: Collection[TopicPartition]) -> None:
         """Own every range of new topic partitions, from their beginning."""
 
-    def shrink(self, gone: Collection[TopicPartition]) -> None:
-        """Close the consumers of topic partitions that exist no more, or not as the same."""
+    def shrink(self, gone: Collection[TopicPartition], *, again: bool) -> None:
+        """Close the consumers of topic partitions that exist no more.
+
+        Args:
+            gone: The topic partitions.
+            again: Whether others of the same names exist, and are to be owned at once.
+        """
 
     def forget(self, gone: TopicPartition) -> None:
         """Nothing more comes of a topic partition of :meth:`shrink`. Idempotent."""
@@ -151,9 +156,9 @@ class Discovery:
                 existing[topic] = self._partitions(topic)
         gone = {tp for tp in self._known if tp not in existing.get(tp.topic, (tp,))}
         with errors.kept():
-            self._drop(gone, "it was deleted")
+            self._drop(gone, again=False)
         with errors.kept():
-            self._drop(self._recreated(self._known), "it was deleted and created again")
+            self._drop(self._recreated(self._known), again=True)
         with errors.kept():
             self._clean()
         for topic in topics:
@@ -202,16 +207,19 @@ class Discovery:
             self._partitioned.add(topic)
         return found
 
-    def _drop(self, gone: set[TopicPartition], why: str) -> None:
+    def _drop(self, gone: set[TopicPartition], *, again: bool) -> None:
         if not gone:
             return
-        self._owner.shrink(gone)
+        self._owner.shrink(gone, again=again)
         self._known -= gone
         self.gone += len(gone)
         self._leftovers.update(dict.fromkeys(gone, LEFTOVER_ROUNDS))
         for topic_partition in sorted(gone):
             self._created.pop(topic_partition, None)
-            _log.warning("%s is not consumed any more: %s", topic_partition, why)
+            _log.warning(
+                "%s is not consumed any more: it was deleted%s",
+                topic_partition, " and created again" if again else "",
+            )  # fmt: skip
 
     def _recreated(self, among: Collection[TopicPartition]) -> set[TopicPartition]:
         """Topic partitions of topics whose storage is another one than before."""

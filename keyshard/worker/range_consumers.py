@@ -135,13 +135,20 @@ class RangeConsumers:
             for i, share in shares.items():
                 self.receivers[i].add(share)
 
-    def drop(self, gone: Collection[TopicPartition]) -> None:
+    def drop(self, gone: Collection[TopicPartition], *, for_others: bool) -> None:
         """Close every consumer of some topic partitions; returns when that is done.
+
+        Args:
+            gone: The topic partitions.
+            for_others: Whether they are opened again at once.
 
         Raises:
             BrokerUnavailableError: A receive thread is busy with a broker that does not answer.
         """
-        self.close({one.owned_range for where in gone for one in self.by_partition.get(where, ())})
+        self.close(
+            {one.owned_range for where in gone for one in self.by_partition.get(where, ())},
+            for_others=for_others,
+        )
         for topic_partition in gone:
             self.by_partition.pop(topic_partition, None)
 
@@ -157,8 +164,12 @@ class RangeConsumers:
         """Whether an owned range is one of those now; what comes for another is late."""
         return owned_range in self._owned_ranges
 
-    def close(self, owned_ranges: Collection[OwnedRange]) -> None:
+    def close(self, owned_ranges: Collection[OwnedRange], *, for_others: bool = False) -> None:
         """Close consumers of owned ranges; returns when that is done, or nothing more will be.
+
+        Args:
+            owned_ranges: Whose consumers.
+            for_others: Whether the same hash ranges are opened again at once.
 
         Raises:
             BrokerUnavailableError: A receive thread is busy with a broker that does not answer. Its
@@ -166,7 +177,10 @@ class RangeConsumers:
         """
         deadline = time.monotonic() + DROP_TIMEOUT_S
         with self._lock:
-            drops = [(receiver, receiver.drop(owned_ranges)) for receiver in self.receivers]
+            drops = [
+                (receiver, receiver.drop(owned_ranges, for_another=for_others))
+                for receiver in self.receivers
+            ]
         late = [drop for receiver, drop in drops if not self._is_done(receiver, drop, deadline)]
         closed = {owned_range for _, drop in drops for owned_range in drop.closed}
         self._owned_ranges -= closed

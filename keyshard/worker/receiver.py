@@ -88,6 +88,8 @@ class Drop:
     """Seats whose consumers a receiver closes between two rounds."""
 
     owned_ranges: Collection[OwnedRange]
+    for_another: bool = False
+    """Whether they are subscribed again at once."""
     closed: set[OwnedRange] = field(default_factory=set)
     """Those of them that the receiver had, and has closed, whatever the broker said."""
     done: threading.Event = field(default_factory=threading.Event)
@@ -130,13 +132,13 @@ class Receiver:
             self._ready.extend(range_consumers)
             self._changed.notify_all()
 
-    def drop(self, owned_ranges: Collection[OwnedRange]) -> Drop:
+    def drop(self, owned_ranges: Collection[OwnedRange], *, for_another: bool = False) -> Drop:
         """Close the consumers of some owned ranges, between two rounds; others' pass by.
 
         The thread does it itself, so that no consumer is closed while it is received from or
         re-opened.
         """
-        drop = Drop(owned_ranges)
+        drop = Drop(owned_ranges, for_another)
         with self._changed:
             self._drops.append(drop)
             self._changed.notify_all()
@@ -202,9 +204,9 @@ class Receiver:
             for range_consumer in dropped.values():
                 self.range_consumers -= 1
                 drop.closed.add(range_consumer.owned_range)
-                close_quietly(range_consumer.consumer)
-                if range_consumer.successor is not None:
-                    close_quietly(range_consumer.successor)
+                for consumer in (range_consumer.consumer, range_consumer.successor):
+                    if consumer is not None:
+                        close_quietly(consumer, for_another=drop.for_another)
         finally:
             drop.done.set()
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from helpers import received, wait_until
-from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, SubscriptionInUseError
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recording_broker import RecordingBroker
 from topic_world import PREFIX, World
 
 
@@ -211,6 +213,32 @@ def test_what_was_committed_of_the_new_topic_before_it_was_noticed_comes_once(
         wait_until(lambda: world.backlog("t") == world.backlog("other") == 0)
         assert coordinator.cut() is None
         assert world.got == world.sent
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_ranges_of_a_topic_created_again_are_owned_on(world: World, again: bool) -> None:
+    """Handlers go on with what they have; only a deleted topic's ranges are given up."""
+    events: list[Event] = []
+    coordinator = Coordinator(
+        world.source("t"),
+        lambda: RecordingBroker(MemoryBroker(world.cluster), events.extend, "w", lambda: 0.0),
+        world.admin,
+    )
+    world.cluster.create_topic("t", 2)
+    coordinator.start()
+    try:
+        client = world.cluster._clients[0]
+        client.drop()
+        world.cluster.delete_topic(PREFIX + "t")
+        if again:
+            world.cluster.create_topic("t", 2)
+        client.reconnect()
+        coordinator.discovery.round()
+        kinds = [event.kind for event in events]
+        assert kinds == ["range_gained"] * 8 + ["range_gained" if again else "range_lost"] * 8
+    finally:
+        coordinator.stop()
+    assert [event.kind for event in events].count("range_lost") == 8
 
 
 def test_a_topic_that_somebody_else_writes_to_again_is_kept(world: World) -> None:
