@@ -12,7 +12,8 @@ from keyshard.broker.port import Producer, Reader
 from keyshard.core.dead_letter.letters import Letter, LetterKind, Resting
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
+from keyshard.dead_letter.dead_letters import DeadLetters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import BrokerUnavailableError
 
 KEEPS = "unit-parked"
@@ -115,7 +116,7 @@ def letter(
 
 def replay(letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]:
     """Let a key out; numbers of the letters that were done."""
-    assert letters.unpark(key)
+    assert letters.keys.unpark(key)
     first = letters.first(key)
     assert first is not None
     rest = letters.replay(key, first)

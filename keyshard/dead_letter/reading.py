@@ -221,3 +221,12 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
         return _PASSES
     state.passed(position)
     return _STAYS
+
+
+def letter_of(message: Message) -> Letter | None:
+    """The letter that a message is, perhaps without its parts; ``None`` when it is none."""
+    try:
+        found = parse(message)
+    except ValueError:
+        return None
+    return found if isinstance(found, Letter) else None

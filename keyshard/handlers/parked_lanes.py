@@ -24,8 +24,7 @@ from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.tally import Tally
 from keyshard.core.position.entry import TopicPartition
-from keyshard.dead_letter.dead_letters import DeadLetters
-from keyshard.dead_letter.replay import Replay
+from keyshard.dead_letter.store import DeadLetterStore, InOrder
 from keyshard.errors import KeyShardError
 from keyshard.handlers.outcome_log import OutcomeLog
 
@@ -59,7 +58,7 @@ class ParkedLanes:
 
     Args:
         run: Whose lanes they are.
-        letters: The dead-letter topic.
+        letters: Where they are kept.
         handling: The policies.
         subscription: Of the source.
         outcomes: Where they are logged.
@@ -68,12 +67,13 @@ class ParkedLanes:
     def __init__(
         self,
         run: HandlerRun,
-        letters: DeadLetters,
+        letters: DeadLetterStore,
         handling: HandlerConfig,
         subscription: str,
         outcomes: OutcomeLog,
     ) -> None:
         self.letters = letters
+        self.keys = letters.keys
         self._run = run
         self._outcomes = outcomes
         self._parks = handling.on_failure == "park"
@@ -83,7 +83,7 @@ class ParkedLanes:
         self._behind: dict[str, str] = {}
         self._first: dict[str, Resting] = {}
         self._preparing: set[str] = set()
-        self._replays: dict[str, Replay] = {}
+        self._replays: dict[str, InOrder] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
         self._closed = False
@@ -100,17 +100,14 @@ class ParkedLanes:
                 self._outcomes.rejected(work, None, NO_KEY)
                 self._write(work, LetterKind.REJECTED, 0, NO_KEY)
             return self._rejects_keyless
-        parking, message = self.letters.parking, work.message
-        if not parking and not parking.parked.done:
+        if not self.keys.matter:
             return False
+        message = work.message
         where = TopicPartition(message.topic, message.partition)
-        with self.letters.lock:
-            course = parking.course(key, where, message.message_id)
-            handled = course is Course.HANDLE
-            if handled and not parking.parked.done.behind(key, where, message.message_id):
-                parking.parked.done.runs(key, where, message.message_id)
-                return False
-        if handled:
+        course = self.keys.begins(key, where, message.message_id)
+        if course is Course.HANDLE:
+            return False
+        if course is Course.HANDLE_AGAIN:
             work.parking = True
             self._submit(work, lambda: self._runs_again(work, key, where))
         elif course is Course.DONE:
@@ -148,16 +145,16 @@ class ParkedLanes:
         if work.resting is None:
             self._write(work, LetterKind.PARKED, attempts, reason)
         else:
-            self.letters.failed_again(key)
+            self.keys.failed_again(key)
             del self._replays[key]
             self._run.lanes.completed(work)
         return True
 
     def unpark(self, selection: Selection) -> int:
         """Let keys out; how many are on their way."""
-        keys = self.letters.selected(selection)
+        keys = self.keys.selected(selection)
         for key in keys:
-            if self.letters.unpark(key):
+            if self.keys.unpark(key):
                 self._prepare(key)
         return len(keys)
 
@@ -170,7 +167,7 @@ class ParkedLanes:
         """
         if rejected:
             return self.letters.discard_rejected(selection)
-        count, selected = 0, self.letters.selected(selection)
+        count, selected = 0, self.keys.selected(selection)
         for at in range(0, len(selected), DISCARDED_AT_ONCE):
             keys = selected[at : at + DISCARDED_AT_ONCE]
             count += self.letters.discard(keys)
@@ -178,23 +175,9 @@ class ParkedLanes:
                 for key in keys:
                     queue = self._run.lanes.queue(key)
                     if queue is None or not (queue.running and queue.work[0].parking):
-                        self.letters.emptied(key)
+                        self.keys.emptied(key)
                 self._run.wake()
         return count
-
-    @property
-    def count(self) -> int:
-        """Parked keys; may be called without the lock, as the two below."""
-        return len(self.letters.parking)
-
-    def some(self, count_max: int) -> list[tuple[str, int]]:
-        """Keys that have been parked longest, and how many letters of each rest."""
-        with self.letters.lock:
-            return self.letters.parking.some(count_max)
-
-    def is_parked(self, key: str) -> bool:
-        """Whether a key is parked."""
-        return self.letters.parking.state(key) is not None
 
     # -- life cycle -------------------------------------------------------------------------------
 
@@ -271,15 +254,15 @@ class ParkedLanes:
                 self._go_on(key)
             elif not self._is_busy(key):
                 # All letters were lost, and that is accepted.
-                self.letters.released(key)
+                self.keys.released(key)
             self._run.wake()
 
     def _go_on(self, key: str) -> None:
         """Replay a draining key, if nothing of it runs; called with the lock held."""
-        if self.letters.parking.state(key) is not State.DRAINING or self._is_busy(key):
+        if self.keys.state(key) is not State.DRAINING or self._is_busy(key):
             return
         first = self._first.pop(key, None)
-        if first is None or not self.letters.is_first(key, first.position):
+        if first is None or not self.keys.is_first(key, first.position):
             self._prepare(key)
             return
         self._replays[key] = self.letters.replay(key, first)
@@ -292,8 +275,7 @@ class ParkedLanes:
             return self._closed
         head = queue.work[0].message
         where = TopicPartition(head.topic, head.partition)
-        with self.letters.lock:
-            course = self.letters.parking.course(key, where, head.message_id)
+        course = self.keys.course(key, where, head.message_id)
         return queue.running or bool(queue.attempts) or course is Course.HANDLE
 
     def _submit(self, work: Work | None, action: Callable[[], None]) -> None:

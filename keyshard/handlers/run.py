@@ -32,7 +32,7 @@ from keyshard.core.lanes.retrying import Setback
 from keyshard.core.lanes.tally import Tally
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
-from keyshard.dead_letter.dead_letters import open_dead_letters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.dead_letter.topic import check_dead_letter_topic, find_dead_letter_topic
 from keyshard.errors import (
     ConfigError,
@@ -134,7 +134,7 @@ class HandlerRun:
             stopping=lambda: self._stopping,
             rescaler=lambda: self.rescaler,
             turned_s=lambda: self._turned_s,
-            parked=lambda: self._parked,
+            parked=lambda: None if self._parked is None else self._parked.keys,
             unpark=self.unpark,
             circuit=self._circuit,
             discard=lambda selection, rejected: self.discard(selection, rejected=rejected),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -23,6 +23,7 @@ from keyshard.core.lanes.tally import Tally
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps
 from keyshard.core.ring.key_slot import possible_slots
+from keyshard.dead_letter.parked_keys import ParkedKeys
 from keyshard.errors import NotRunningError
 from keyshard.observe.broker_facts import BrokerFacts, PartitionFacts
 from keyshard.redaction import redacted
@@ -31,20 +32,6 @@ LIVE_S = 60.0
 """Time without a turn of its loop after which a run is taken for dead, seconds."""
 PARKED_MAX = 100
 """Parked keys that a status names, those parked longest; how many there are it always tells."""
-
-
-class ParkedKeys(Protocol):
-    """The parked keys, as far as others may see and change them."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-
-    def some(self, count_max: int) -> list[tuple[str, int]]:
-        """Those that have been parked longest, and how many letters of each rest."""
-
-    def is_parked(self, key: str) -> bool:
-        """Whether a key is parked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +144,7 @@ class StatusView:
                 self._partition(where, missing)
                 for where, missing in sorted(owned_ranges.gaps.items())
             ],
-            "parkedKeys": 0 if parked is None else parked.count,
+            "parkedKeys": 0 if parked is None else len(parked),
             "parked": [
                 {"key": key, "letters": letters}
                 for key, letters in (() if parked is None else parked.some(PARKED_MAX))
@@ -215,7 +202,7 @@ class StatusView:
             "owner": self._owner,
             "lane": lane,
             "waiting": waiting,
-            "parked": parked is not None and parked.is_parked(key),
+            "parked": parked is not None and parked.state(key) is not None,
         }
 
     def _owned_ranges(self) -> _Owned:

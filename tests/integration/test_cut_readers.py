@@ -23,7 +23,7 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.target import Gap
-from keyshard.dead_letter.dead_letters import open_dead_letters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import DataLossTrimmedError
 from keyshard.reading.holes import inspect_holes
 from keyshard.reading.replay import replay
@@ -176,8 +176,8 @@ def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
 
     def look(broker: Broker) -> None:
         again = open_dead_letters(broker, topic, config("orders"))
-        assert again.parking.states() == {"a": State.PARKED, "b": State.PARKED}
-        assert again.unpark("a")
+        assert again.keys.parking.states() == {"a": State.PARKED, "b": State.PARKED}
+        assert again.keys.unpark("a")
         first = again.first("a")
         assert first is not None
         rest = again.replay("a", first)

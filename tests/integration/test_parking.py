@@ -27,7 +27,8 @@ from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
+from keyshard.dead_letter.dead_letters import DeadLetters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import NotRunningError, SubscriptionInUseError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
@@ -131,7 +132,7 @@ def test_the_dead_letter_topic_is_created_for_the_first_letter(world: World) -> 
         world.open(subscribe_timeout_ms=300)
     with_none.close()
     again = world.open()
-    assert list(again.parking.states()) == ["k"]
+    assert list(again.keys.parking.states()) == ["k"]
     assert world.resting() == 1
     again.close()
 
@@ -150,7 +151,7 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
         second.send(letter(world, number))
     assert [int(one.message.value) for one in world.letters()] == list(range(7)), "each once"
     # 2. Two are replayed; the broker may forget that they were acknowledged, but not the markers.
-    assert second.unpark("k")
+    assert second.keys.unpark("k")
     resting = second.first("k")
     assert resting is not None
     replay = second.replay("k", resting)
@@ -161,7 +162,7 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
     second.close()
 
     third = world.open()
-    assert third.unpark("k")
+    assert third.keys.unpark("k")
     resting = third.first("k")
     assert resting is not None
     replay, found = third.replay("k", resting), []
@@ -170,11 +171,11 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
         third.done("k", resting)
         resting = replay.next()
     assert found == [2, 3, 4, 5, 6]
-    assert third.parking.state("k") is None
+    assert third.keys.parking.state("k") is None
     third.close()
     wait_until(lambda: world.resting() == 0)
     fourth = world.open()
-    assert not fourth.parking.states()
+    assert not fourth.keys.parking.states()
     fourth.close()
 
 

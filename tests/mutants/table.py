@@ -340,7 +340,7 @@ MUTANTS = (
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(
             Edit(
-                "keyshard/dead_letter/dead_letters.py",
+                "keyshard/dead_letter/opening.py",
                 "return state, fold(broker, where, state, consumer, config)",
                 "return state, []",
             ),
@@ -400,9 +400,9 @@ MUTANTS = (
         promise="No false loss: what the stored checkpoint calls resting has its marker.",
         edits=(
             Edit(
-                "keyshard/dead_letter/dead_letters.py",
-                "    letters.finished(finished)\n",
-                "    letters._acknowledge_all(finished)\n",
+                "keyshard/dead_letter/opening.py",
+                "    letters.finished.markers(finished)\n",
+                "    letters.finished.acknowledge(finished)\n",
             ),
         ),
         killers=(

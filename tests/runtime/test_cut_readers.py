@@ -27,7 +27,8 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.target import Gap
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
+from keyshard.dead_letter.dead_letters import DeadLetters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossAckedElsewhereError,
@@ -264,8 +265,8 @@ def test_no_parked_key_is_forgotten_wherever_the_connection_is_cut(
     def fold(broker: MemoryBroker) -> None:
         try:
             letters = made.open(broker, made.before if from_checkpoint else None)
-            assert letters.parking.states() == {"a": State.PARKED, "b": State.PARKED}
-            parked = letters.parking.parked
+            assert letters.keys.parking.states() == {"a": State.PARKED, "b": State.PARKED}
+            parked = letters.keys.parking.parked
             assert [parked.keys[key].count for key in "ab"] == [3, 3]
         finally:
             broker.close()
@@ -282,7 +283,7 @@ def test_every_letter_of_a_key_is_read_wherever_the_connection_is_cut(topic: Top
         try:
             letters = made.open(broker)
             broker.cuts, broker.steps = cuts, 0
-            assert letters.unpark("a")
+            assert letters.keys.unpark("a")
             first = letters.first("a")
             assert first is not None
             rest = letters.replay("a", first)

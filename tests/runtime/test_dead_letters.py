@@ -39,11 +39,11 @@ def test_nothing_parked_is_lost_with_the_process(world: World) -> None:
         letters.send(letter(number, "other"))
     world.die()
     again = world.open()
-    assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
+    assert again.keys.parking.states() == {"k": State.PARKED, "other": State.PARKED}
     for number in range(9):
         again.send(letter(number))
     assert replay(again) == list(range(9)), "each once, though each was sent twice"
-    assert again.parking.states() == {"other": State.PARKED}
+    assert again.keys.parking.states() == {"other": State.PARKED}
     assert world.kept == 7
 
 
@@ -59,7 +59,7 @@ def test_a_replay_that_was_cut_off_goes_on_behind_its_last_marker(world: World) 
     assert world.kept == 4, "what is finished with was acknowledged again"
     assert replay(again) == [2, 3, 4, 5]
     world.die()
-    assert world.open().parking.states() == {}
+    assert world.open().keys.parking.states() == {}
 
 
 def test_a_letter_without_confirmation_is_sent_again_and_counts_once(world: World) -> None:
@@ -88,7 +88,7 @@ def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) 
     assert (saved["from"], saved["oldest"]) == ("1:0", "1:0"), "before what may be stored"
     world.die()
     again = world.open(saved)
-    assert again.parking.states() == {"k": State.PARKED, "other": State.PARKED}
+    assert again.keys.parking.states() == {"k": State.PARKED, "other": State.PARKED}
     assert replay(again, "other") == [0, 2]
 
 
@@ -106,7 +106,7 @@ def test_a_restart_with_a_checkpoint_reads_from_the_first_letter_that_rests(worl
     world.die()
     again = world.open(saved)
     assert world.clients[-1].starts == [position_of_text(first)], "from the first letter that rests"
-    assert again.parking.states() == {"k": State.PARKED, "later": State.PARKED}
+    assert again.keys.parking.states() == {"k": State.PARKED, "later": State.PARKED}
     assert replay(again) == list(range(8))
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_older_than_what_is_stored_parks_no_key_that_was_let_out(
     letters.send(letter(5, "other"))
     assert world.kept == 3, "markers prove that what the checkpoint names is done"
     world.die()
-    assert world.open(saved).parking.states() == {"other": State.PARKED}
+    assert world.open(saved).keys.parking.states() == {"other": State.PARKED}
 
 
 def test_markers_are_finished_with_when_a_checkpoint_is_stored_behind_them(world: World) -> None:
@@ -130,7 +130,7 @@ def test_markers_are_finished_with_when_a_checkpoint_is_stored_behind_them(world
         letters.send(letter(number))
     assert replay(letters, most=2) == [0, 1]
     letters.checkpoint()
-    assert letters.unpark("k") is False
+    assert letters.keys.unpark("k") is False
     assert world.kept == 3
     letters.saved()
     assert world.kept == 1
@@ -152,7 +152,7 @@ def test_letters_that_expired_are_data_loss_at_the_next_start(world: World) -> N
     again = world.open(fail_on_data_loss=False)
     assert replay(again) == [3, 4]
     world.die()
-    assert world.open().parking.states() == {}, "what was accepted is not told again"
+    assert world.open().keys.parking.states() == {}, "what was accepted is not told again"
 
 
 def test_a_loss_that_was_accepted_is_told_once(world: World) -> None:
@@ -162,7 +162,7 @@ def test_a_loss_that_was_accepted_is_told_once(world: World) -> None:
     expired(world, EntryId(2, 0))
     world.open(fail_on_data_loss=False)
     world.die()
-    assert world.open().parking.states() == {"k": State.PARKED}
+    assert world.open().keys.parking.states() == {"k": State.PARKED}
 
 
 @pytest.mark.parametrize("before", [EntryId(2, 0), EntryId(9, 0)])
@@ -178,7 +178,7 @@ def test_letters_that_a_checkpoint_knows_are_missed_when_they_expired(
     with pytest.raises(DataLossTrimmedError, match="it is empty"):
         world.open(saved, checkpointed=True)
     again = world.open(saved, checkpointed=True, fail_on_data_loss=False)
-    assert again.parking.states() == {}
+    assert again.keys.parking.states() == {}
 
 
 def test_a_loss_is_told_by_what_else_is_stored(world: World) -> None:
@@ -198,7 +198,7 @@ def test_rejected_letters_stay_and_park_nothing(world: World) -> None:
     letters.send(letter(1, kind=LetterKind.DEAD_LETTER))
     world.die()
     again = world.open()
-    assert again.parking.states() == {}
+    assert again.keys.parking.states() == {}
     assert world.kept == 2
 
 
@@ -224,7 +224,7 @@ def test_letters_that_are_gone_are_data_loss(world: World) -> None:
     for number in range(5):
         letters.send(letter(number))
     world.cluster.trim(world.where, EntryId(2, 0))
-    assert letters.unpark("k")
+    assert letters.keys.unpark("k")
     with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'") as caught:
         letters.first("k")
     assert caught.value.facts["missing"] == "1:0"
@@ -238,7 +238,7 @@ def test_letters_that_are_gone_may_be_accepted(
     for number in range(5):
         letters.send(letter(number))
     world.cluster.trim(world.where, before)
-    assert letters.unpark("k")
+    assert letters.keys.unpark("k")
     found = []
     resting = letters.first("k")
     rest = None if resting is None else letters.replay("k", resting)
@@ -248,14 +248,14 @@ def test_letters_that_are_gone_may_be_accepted(
         resting = rest.next()
     assert found == left
     # Without any left it drains until its next message comes, which is replayed at once.
-    assert letters.parking.states() == ({} if left else {"k": State.DRAINING})
+    assert letters.keys.parking.states() == ({} if left else {"k": State.DRAINING})
 
 
 def test_two_sources_cannot_park_as_the_same_subscription(world: World) -> None:
     world.open()
     with pytest.raises(SubscriptionInUseError, match="unit-parked"):
         world.open(subscribe_timeout_ms=50)
-    assert world.open(subscription="other").parking.states() == {}
+    assert world.open(subscription="other").keys.parking.states() == {}
 
 
 def test_a_topic_that_cannot_be_read_to_its_end_ends_the_start(world: World) -> None:
@@ -269,7 +269,7 @@ def test_a_topic_that_cannot_be_read_to_its_end_ends_the_start(world: World) -> 
         assert 0.2 < time.monotonic() - began < 5
     finally:
         FaultyBroker.stuck = False
-    assert world.open().parking.states() == {"k": State.PARKED}
+    assert world.open().keys.parking.states() == {"k": State.PARKED}
 
 
 def test_keys_that_come_out_together_share_what_is_read() -> None:
@@ -281,7 +281,7 @@ def test_keys_that_come_out_together_share_what_is_read() -> None:
             letters.send(letter(number, key))
     world.cluster.publish(world.where, Stored(b"", keys[0], properties={"keyshard.kind": "?"}))
     for key in keys:
-        assert letters.unpark(key)
+        assert letters.keys.unpark(key)
     opened = len(world.clients[-1].starts)
     replays = {}
     for key in keys:
@@ -296,8 +296,8 @@ def test_keys_that_come_out_together_share_what_is_read() -> None:
             resting = rest.next()
         assert done == list(range(20))
     assert len(world.clients[-1].starts) <= opened + 2
-    assert not letters._near
-    assert letters._near_bytes == 0
+    assert not letters._reader._near
+    assert letters._reader._near_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_letter_larger_than_the_broker_takes_is_kept_in_parts(
     letters.send(letter(2))
     world.die()
     letters = world.open()
-    assert letters.unpark("k")
+    assert letters.keys.unpark("k")
     resting, found = letters.first("k"), []
     assert resting is not None
     rest = letters.replay("k", resting)
@@ -330,7 +330,7 @@ def test_a_letter_larger_than_the_broker_takes_is_kept_in_parts(
     assert [int(one.message.value.split()[0].rstrip(b"\0")) for one in found] == [0, 1, 2]
     assert world.kept == 0, "the parts go with their letter"
     world.die()
-    assert world.open().parking.states() == {}
+    assert world.open().keys.parking.states() == {}
 
 
 def test_parts_without_their_letter_are_let_go(world: World) -> None:
@@ -340,7 +340,7 @@ def test_parts_without_their_letter_are_let_go(world: World) -> None:
         letters.send(large(1, 6_000_000))
     world.die()
     letters = world.open()
-    assert letters.parking.states() == {}
+    assert letters.keys.parking.states() == {}
     assert world.kept == 0
 
 
@@ -351,7 +351,7 @@ def test_parts_fit_a_broker_that_takes_little() -> None:
     letters.send(large(1, 1_000_000))
     world.die()
     letters = world.open()
-    assert letters.unpark("k")
+    assert letters.keys.unpark("k")
     resting = letters.first("k")
     assert resting is not None
     assert resting.letter.message.value == large(1, 1_000_000).message.value
@@ -361,7 +361,7 @@ def test_a_letter_whose_parts_expired_is_data_loss(world: World) -> None:
     letters = world.open()
     letters.send(large(1, 6_000_000))
     world.cluster.trim(world.where, EntryId(2, 0))
-    assert letters.unpark("k")
+    assert letters.keys.unpark("k")
     with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'"):
         letters.first("k")
 
@@ -388,10 +388,10 @@ def test_letters_of_many_keys_are_given_up_without_a_round_trip_for_each(world: 
     for number in range(3):
         for key in keys:
             letters.send(letter(number, key))
-    assert letters._producer is not None
-    letters._producer = SlowTogether(letters._producer)
+    assert letters._writer._producer is not None
+    letters._writer._producer = SlowTogether(letters._writer._producer)
     assert letters.discard([*keys, "no such key"]) == 120
-    assert letters.parking.parked.keys == {}
+    assert letters.keys.parking.parked.keys == {}
     assert world.kept == 0
     world.die()
-    assert world.open().parking.states() == {}
+    assert world.open().keys.parking.states() == {}

@@ -17,7 +17,8 @@ from keyshard.core.dead_letter.letters import Letter, LetterKind
 from keyshard.core.dead_letter.parking import State
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import TopicPartition
-from keyshard.dead_letter.dead_letters import DeadLetters, open_dead_letters
+from keyshard.dead_letter.dead_letters import DeadLetters
+from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
@@ -142,7 +143,7 @@ def test_who_writes_second_is_told_that_another_source_parks_there(world: World)
     first.send(letter(2))
     world.die()
     first.close()
-    assert world.open().parking.states() == {"k": State.PARKED}
+    assert world.open().keys.parking.states() == {"k": State.PARKED}
 
 
 def test_letters_that_came_since_the_start_are_not_written_over(world: World) -> None:
@@ -154,7 +155,7 @@ def test_letters_that_came_since_the_start_are_not_written_over(world: World) ->
             late.send(letter(1))
     late.close()
     again = world.open()
-    assert again.parking.parked.keys["k"].count == 1
+    assert again.keys.parking.parked.keys["k"].count == 1
 
 
 def test_letters_of_another_subscription_are_no_hindrance(world: World) -> None:
@@ -172,7 +173,7 @@ def test_a_topic_that_was_created_for_a_letter_that_never_came_is_empty(world: W
     assert world.topics == {WHERE.topic}
     world.die()
     again = world.open(unreachable=2)
-    assert again.parking.states() == {}
+    assert again.keys.parking.states() == {}
     again.send(letter(0))
     assert world.cluster.backlog(WHERE, "unit-parked") == 1
 
@@ -186,7 +187,7 @@ def test_first_letters_at_the_same_time_are_all_kept(world: World) -> None:
         thread.join()
     assert world.cluster.backlog(WHERE, "unit-parked") == 16
     world.die()
-    assert len(world.open().parking.states()) == 16
+    assert len(world.open().keys.parking.states()) == 16
 
 
 def test_a_resting_letter_is_missed_where_the_topic_is_gone(world: World) -> None:
@@ -199,7 +200,7 @@ def test_a_resting_letter_is_missed_where_the_topic_is_gone(world: World) -> Non
         world.open(saved)
     accepted = world.open(saved, fail_on_data_loss=False)
     accepted.send(letter(1))
-    assert accepted.parking.states() == {"k": State.PARKED}
+    assert accepted.keys.parking.states() == {"k": State.PARKED}
 
 
 def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_anew(world: World) -> None:
@@ -214,4 +215,4 @@ def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_anew(world: World) -> 
     again.send(letter(1))
     saved = again.checkpoint()
     world.die()
-    assert world.open(saved).parking.states() == {"k": State.PARKED}
+    assert world.open(saved).keys.parking.states() == {"k": State.PARKED}

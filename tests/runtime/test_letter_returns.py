@@ -52,7 +52,7 @@ def test_done_letters_below_the_checkpoint_are_let_go_when_the_broker_forgot_tha
     world.cluster.crash()
     assert world.kept, "the broker forgot"
     again = world.open(saved, checkpointed=True)
-    assert again.parking.states() == {}
+    assert again.keys.parking.states() == {}
     wait_until(lambda: world.kept == 0)
 
 
@@ -96,7 +96,7 @@ def test_what_rests_and_what_nobody_replays_is_kept_though_it_comes_again(
     again.checkpoint()
     again.saved()
     wait_until(lambda: world.kept == rests)
-    assert again.parking.states() == {"k": State.PARKED}
+    assert again.keys.parking.states() == {"k": State.PARKED}
     assert replay(again) == [2, 3, 4, 5]
     again.checkpoint()
     again.saved()
@@ -115,7 +115,7 @@ def test_markers_behind_the_stored_checkpoint_stay_until_the_next_is_stored(worl
         world.die()
         world.cluster.crash()
         again = world.open(saved, checkpointed=True)
-        assert again.parking.states() == {}
+        assert again.keys.parking.states() == {}
         wait_until(lambda: world.kept >= 1)
         trim_what_is_acknowledged(world)
     again.checkpoint()

@@ -69,6 +69,9 @@ class Course(Enum):
 
     HANDLE = auto()
     """Its key is not parked, or it is older than the first letter of its topic partition."""
+    HANDLE_AGAIN = auto()
+    """The same, and newer letters of its key are done: they run again behind it, if they come
+    again, and that must be written down first."""
     LETTER = auto()
     """It waits behind a letter, so it becomes one."""
     DONE = auto()
@@ -127,6 +130,16 @@ class Parking:
             return Course.DONE
         first = parked.first(where)
         return Course.HANDLE if first is not None and message_id < first else Course.LETTER
+
+    def begins(self, key: str, where: TopicPartition, message_id: MessageId) -> Course:
+        """The same, for a message that is begun now."""
+        course, done = self.course(key, where, message_id), self.parked.done
+        if course is not Course.HANDLE:
+            return course
+        if done.behind(key, where, message_id):
+            return Course.HANDLE_AGAIN
+        done.runs(key, where, message_id)
+        return Course.HANDLE
 
     def park(self, key: str) -> None:
         """A message of the key failed too often: it, and all later ones, become letters."""

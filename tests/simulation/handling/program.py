@@ -384,8 +384,8 @@ class Program:
         with run.changed:
             run.lanes.validate()
         if run._parked is not None:
-            with run._parked.letters.lock:
-                run._parked.letters.parking.validate()
+            with run._parked.keys.lock:
+                run._parked.keys.parking.validate()
 
 
 def _name(message: Message) -> Name:
