@@ -11,28 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
 
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.dead_letter.store import DeadLetterStore
 from keyshard.handlers.checkpoint_store import CheckpointStore
 
 Entries = Mapping[TopicPartition, Collection[EntryId]]
-
-
-class ParkedState(Protocol):
-    """The dead letters, as far as a commit needs them."""
-
-    def checkpoint(self) -> Mapping[str, Any]:
-        """Where they are, for the checkpoint."""
-
-    def saved(self) -> None:
-        """What :meth:`checkpoint` gave is durable."""
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether something waits for :meth:`saved`."""
 
 
 class Committer:
@@ -50,7 +36,7 @@ class Committer:
         coordinator: Coordinator,
         store: CheckpointStore | None,
         stored: Checkpoint | None,
-        parked: ParkedState | None = None,
+        parked: DeadLetterStore | None = None,
     ) -> None:
         self._parked = parked
         self._coordinator = coordinator

@@ -22,7 +22,7 @@ from keyshard.handlers.event_loop import EventLoop
 
 
 class Desk(Protocol):
-    """Hands out messages and takes results; implemented by the handler run."""
+    """Hands out messages and takes results; see :mod:`keyshard.handlers.lane_desk`."""
 
     changed: threading.Condition
     """Held by who calls :meth:`next` and :meth:`finish`; notified when there is work."""

@@ -37,8 +37,8 @@ NO_KEY = "it has no key, and null_keys is 'reject'"
 _log = logging.getLogger(__name__)
 
 
-class HandlerRun(Protocol):
-    """The handler run, as far as parking needs it."""
+class RunningLanes(Protocol):
+    """The lanes of a handler run, as far as parking needs them; implemented by its desk."""
 
     changed: threading.Condition
     """Guards the lanes."""
@@ -66,7 +66,7 @@ class ParkedLanes:
 
     def __init__(
         self,
-        run: HandlerRun,
+        run: RunningLanes,
         letters: DeadLetterStore,
         handling: HandlerConfig,
         subscription: str,

@@ -11,11 +11,9 @@ Steps of a message::
 from __future__ import annotations
 
 import logging
-import math
 import os
-import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
@@ -24,29 +22,24 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter.selection import Selection
-from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.failure import Failure, FailureKind, text_of
+from keyshard.core.lanes.failure import text_of
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import Work
-from keyshard.core.lanes.retrying import Setback
-from keyshard.core.lanes.tally import Tally
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
 from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.dead_letter.topic import check_dead_letter_topic, find_dead_letter_topic
 from keyshard.errors import (
     ConfigError,
-    HandlerFailedError,
     KeyShardError,
     NotRunningError,
     RuntimeStoppedError,
-    UnfitHandlerError,
 )
 from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits, is_async
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
 from keyshard.handlers.executors import AsyncWorkers, ThreadWorkers, Workers
 from keyshard.handlers.feeder import Feeder
+from keyshard.handlers.lane_desk import LaneDesk
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.observing import Observer, Observers
 from keyshard.handlers.outcome_log import OutcomeLog
@@ -108,35 +101,29 @@ class HandlerRun:
             lambda slot: range_index(slot, ranges),
             serialise_keyless=handling.null_keys == "serialise",
         )
-        self.tally = Tally()
-        self.changed = threading.Condition()
         self._outcomes = OutcomeLog()
-        self._feeder = Feeder(coordinator, self.lanes, self.changed, self.wake)
+        self._desk = LaneDesk(self.lanes, handling, self._outcomes)
+        self.changed = self._desk.changed
+        self._feeder = Feeder(coordinator, self.lanes, self.changed, self._desk.wake)
         self._monitor: Monitor | None = None
-        self._stopping = self._ended = False
-        self._error: KeyShardError | None = None
         self._commit_at_s = 0.0
         self._turned_s = time.monotonic()
-        self._policy_failed = False
         check_dead_letter_topic(config, handling.dead_letter_topic)
-        self._circuit = Circuit()
-        self._has_weather = handling.on_failure != "stop"
-        """Whether the circuit may open: where the user wants an end at the last attempt, never."""
         self._parked: ParkedLanes | None = None
         self._made: Workers | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
         self._subject = Subject(
-            config, coordinator, self.lanes, self.tally, self.changed,
+            config, coordinator, self.lanes, self._desk.tally, self.changed,
             executor=self._mode,
             workers=lambda: 0 if self._made is None else self._made.count,
             workers_max=self._workers_max,
-            stopping=lambda: self._stopping,
+            stopping=lambda: self._desk.stopping,
             rescaler=lambda: self.rescaler,
             turned_s=lambda: self._turned_s,
             parked=lambda: None if self._parked is None else self._parked.keys,
             unpark=self.unpark,
-            circuit=self._circuit,
+            circuit=self._desk.circuit,
             discard=lambda selection, rejected: self.discard(selection, rejected=rejected),
         )  # fmt: skip
 
@@ -161,10 +148,10 @@ class HandlerRun:
             self._start()
             with stopping_signals(self.stop):
                 try:
-                    while not self._stopping:
+                    while not self._desk.stopping:
                         self._turn()
                 except KeyShardError as exc:
-                    self.fail(exc)
+                    self._desk.fail(exc)
                 finally:
                     self._drain()
         finally:
@@ -174,15 +161,15 @@ class HandlerRun:
             self._coordinator.stop()
             if self._store is not None:
                 self._store.close()
-        if self._error is not None:
-            raise self._error
+        if self._desk.error is not None:
+            raise self._desk.error
 
     def stop(self) -> None:
         """Begin no entry any more; those that have begun are finished and committed.
 
         Returns at once, may be called from any thread and from a signal handler.
         """
-        self._stopping = True
+        self._desk.stopping = True
 
     def unpark(self, selection: Selection) -> int:
         """Let parked keys out; how many are on their way. Returns at once."""
@@ -214,116 +201,17 @@ class HandlerRun:
         assert self._made is not None, "what may ask for them comes after they are made"
         return self._made
 
-    # -- the desk: called by workers, which hold ``changed`` --------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        return self._ended
-
-    def next(self) -> Work | None:
-        if self._stopping:
-            self.lanes.drain()
-        now = time.monotonic()
-        if self._ended or not self._circuit.may_start(now):
-            return None
-        while (work := self.lanes.next(now)) is not None:
-            if not self._letters.claims(work):
-                self._circuit.started(_lane(work))
-                return work
-        return None
-
-    def judge(self, work: Work, error: BaseException) -> Setback:
-        failure, queue, now = Failure.of(error), work.queue, time.monotonic()
-        attempts = queue.attempts if queue.weather == self._circuit.openings else 0
-        since_s = queue.failing_since_s if attempts else work.started_s
-        decision = self._handling.retry.decide(attempts + 1, now - since_s, failure)
-        if decision.problem and not self._policy_failed:
-            self._policy_failed = True
-            _log.warning(
-                "the retry policy failed: %s. The default one decides instead; this is named once",
-                decision.problem,
-            )
-        return Setback(failure, decision)
-
-    def finish(self, work: Work, setback: Setback | None) -> None:
-        now = time.monotonic()
-        self.tally.attempt(now - work.started_s, failed=setback is not None)
-        if self._is_weather(work, setback, now):
-            return
-        if setback is None:
-            self._letters.handled(work)
-            return
-        failure, delay_s = setback.failure, setback.decision.delay_s
-        if failure.verdict is FailureKind.UNFIT:
-            self.lanes.again(work, math.inf, failure.reason)
-            assert isinstance(failure.error, UnfitHandlerError)
-            self.fail(failure.error)
-        elif delay_s is not None:
-            if not work.queue.attempts:
-                self._outcomes.retried(work, failure.error, failure.reason, delay_s)
-            self.lanes.again(work, now + delay_s, failure.reason)
-        else:
-            self._give_up(work, failure)
-
-    def _is_weather(self, work: Work, setback: Setback | None, now_s: float) -> bool:
-        """Tell the circuit of an attempt; whether it failed by weather, and is seen to."""
-        circuit, lane = self._circuit, _lane(work)
-        verdict = None if setback is None else setback.failure.verdict
-        if setback is None or verdict is FailureKind.REJECTED:
-            if circuit.succeeded(lane, now_s):
-                _log.warning(
-                    "a message was handled again after %.1f s: handlers go on",
-                    now_s - circuit.since_s,
-                )
-                self.wake()
-            return False
-        if verdict is not FailureKind.FAILED or not self._has_weather:
-            circuit.undecided(lane, now_s)
-            return False
-        if circuit.failed(lane, now_s, setback.failure.reason):
-            _log.warning("handlers pause: %s", circuit)
-        queue, openings = work.queue, circuit.openings
-        if queue.weather != openings:
-            queue.weather, queue.attempts = openings, 0
-        if circuit.closed:
-            return False
-        self.lanes.again(
-            work, now_s + (setback.decision.delay_s or 0.0), setback.failure.reason, counted=False
-        )
-        return True
-
-    def _give_up(self, work: Work, failure: Failure) -> None:
-        if self._letters.give_up(work, failure):
-            return
-        self.lanes.again(work, math.inf, failure.reason)
-        self.fail(
-            HandlerFailedError(
-                f"Message {work.message.message_id} of {work.message.topic}, key "
-                f"{work.queue.key!r}, failed {work.queue.attempts} times: {work.queue.reason}. It "
-                "is not acknowledged and comes again.",
-                message_id=str(work.message.message_id),
-                key=work.queue.key,
-            )
-        )
+    # -- told by its parts -------------------------------------------------------------------------
 
     def _observer_raised(self) -> None:
         with self.changed:
-            self.tally.observer_errors += 1
-
-    def wake(self) -> None:
-        """Let workers start what is runnable; called with ``changed`` held."""
-        if not self._circuit.may_start(time.monotonic()):
-            return
-        if self._workers.resting:
-            due_s = self.lanes.next_due_s()
-            due = due_s is not None and due_s <= time.monotonic()
-            self._workers.wake(self.lanes.runnable + due)
+            self._desk.tally.observer_errors += 1
 
     def _moved(self) -> None:
         """Ranges have moved, and there may be more of them; called with ``changed`` held."""
         if self._handling.workers is None:
             self._workers.grow(self._places)
-        self.wake()
+        self._desk.wake()
 
     # -- the run's own thread ----------------------------------------------------------------------
 
@@ -332,7 +220,7 @@ class HandlerRun:
         assignment = first_assignment(self._config, checkpoint)
         with self.changed:
             self.lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
-        self._made = self._make_workers()
+        self._made = self._desk.workers = self._make_workers()
         self._coordinator.start(checkpoint, assignment=assignment)
         coordinator, known = self._coordinator, None if checkpoint is None else checkpoint.parked
         topic, known = find_dead_letter_topic(
@@ -347,8 +235,8 @@ class HandlerRun:
             checkpointed=self._store is not None,
         )
         self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
-        self._parked = ParkedLanes(
-            self, letters, self._handling, self._config.subscription, self._outcomes
+        self._parked = self._desk.parking = ParkedLanes(
+            self._desk, letters, self._handling, self._config.subscription, self._outcomes
         )
         self.rescaler = self._coordinator.rescaler(
             LaneMoves(self.lanes, self.changed, self._moved), self._handling.drain_timeout_s
@@ -376,18 +264,18 @@ class HandlerRun:
     def _make_workers(self) -> Workers:
         handling, observers = self._handling, self._observers
         if self._mode == "async":
-            return AsyncWorkers(self, observers.observed_async(calling_async(self._handle)))
+            return AsyncWorkers(self._desk, observers.observed_async(calling_async(self._handle)))
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self, count, self._handle, observers.observed)
+            return ProcessWorkers(self._desk, count, self._handle, observers.observed)
         handle = observers.observed(self._calling)
-        return ThreadWorkers(self, handling.workers or self._places, lambda: handle)
+        return ThreadWorkers(self._desk, handling.workers or self._places, lambda: handle)
 
     def _turn(self) -> None:
         self._turned_s = time.monotonic()
         self._feeder.turn()
         with self.changed:
-            self.wake()
+            self._desk.wake()
             waits = self.lanes.completed_entries or self._committer.behind
         if waits and time.monotonic() >= self._commit_at_s:
             self._commit()
@@ -410,7 +298,7 @@ class HandlerRun:
 
     def _drain(self) -> None:
         """Let handlers finish the entries that have begun, and commit what they completed."""
-        self._stopping = True
+        self._desk.stopping = True
         began_s = time.monotonic()
         deadline = began_s + self._handling.drain_timeout_s
         with self.changed:
@@ -439,7 +327,7 @@ class HandlerRun:
             pass
         finally:
             self._letters.letters.close()
-        counters = self.tally.counters()
+        counters = self._desk.tally.counters()
         _log.info(
             "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
             "messages dead-lettered",
@@ -451,31 +339,20 @@ class HandlerRun:
         """Whether waiting may complete an entry that has begun; lets workers go on with them."""
         with self.changed:
             self.lanes.drain()
-            self.wake()
+            self._desk.wake()
             # An error has no time for retries.
-            until_s = deadline_s if self._error is None else 0.0
+            until_s = deadline_s if self._desk.error is None else 0.0
             return self.lanes.unfinished(until_s)
 
     def _end_workers(self, timeout_s: float) -> bool:
         """Hand out nothing more; whether all handlers have ended in time. Idempotent."""
-        self._stopping = True
-        if self._ended or self._made is None:
+        self._desk.stopping = True
+        if self._desk.closed or self._made is None:
             return True
-        self._ended = True
+        self._desk.closed = True
         ended = self._workers.close(timeout_s)
         self._calling.close()
         return ended
-
-    def fail(self, error: KeyShardError) -> None:
-        if self._error is None:
-            self._error = error
-        self._stopping = True
-
-
-def _lane(work: Work) -> Hashable:
-    """What tells keys apart; a message without one is alone in its queue."""
-    queue = work.queue
-    return queue if queue.key is None else queue.key
 
 
 def _mode(executor: str, handle: Handle) -> str:

@@ -1,0 +1,174 @@
+"""The desk of a handler run: hands out messages of lanes, and judges how their handlers ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Hashable
+
+from keyshard.config.handlers import HandlerConfig
+from keyshard.core.lanes.circuit import Circuit
+from keyshard.core.lanes.failure import Failure, FailureKind
+from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.retrying import Setback
+from keyshard.core.lanes.tally import Tally
+from keyshard.errors import HandlerFailedError, KeyShardError, UnfitHandlerError
+from keyshard.handlers.executors import Workers
+from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.handlers.parked_lanes import ParkedLanes
+
+_log = logging.getLogger(__name__)
+
+
+class LaneDesk:
+    """A :class:`~keyshard.handlers.executors.Desk` over the lanes of one run.
+
+    Args:
+        lanes: What waits and runs.
+        handling: The policies.
+        outcomes: Where failures are logged.
+    """
+
+    def __init__(self, lanes: Lanes, handling: HandlerConfig, outcomes: OutcomeLog) -> None:
+        self.lanes = lanes
+        self.tally = Tally()
+        self.changed = threading.Condition()
+        """Guards lanes, tally and circuit; notified when there is work."""
+        self.circuit = Circuit()
+        self.stopping = False
+        """Whether no entry is begun any more."""
+        self.closed = False
+        """Whether nothing is handed out any more."""
+        self.error: KeyShardError | None = None
+        """What ends the source."""
+        self.parking: ParkedLanes | None = None
+        """What becomes of messages that no handler gets done; set before any is handed out."""
+        self.workers: Workers | None = None
+        """Who is woken; set before anything can be runnable."""
+        self._retry = handling.retry
+        self._outcomes = outcomes
+        self._policy_failed = False
+        self._has_weather = handling.on_failure != "stop"
+        """Whether the circuit may open: where the user wants an end at the last attempt, never."""
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source; the first error is why."""
+        if self.error is None:
+            self.error = error
+        self.stopping = True
+
+    # -- called by workers, which hold ``changed`` ------------------------------------------------
+
+    def next(self) -> Work | None:
+        if self.stopping:
+            self.lanes.drain()
+        now = time.monotonic()
+        if self.closed or not self.circuit.may_start(now):
+            return None
+        while (work := self.lanes.next(now)) is not None:
+            if not self._parking.claims(work):
+                self.circuit.started(_lane(work))
+                return work
+        return None
+
+    def judge(self, work: Work, error: BaseException) -> Setback:
+        failure, queue, now = Failure.of(error), work.queue, time.monotonic()
+        attempts = queue.attempts if queue.weather == self.circuit.openings else 0
+        since_s = queue.failing_since_s if attempts else work.started_s
+        decision = self._retry.decide(attempts + 1, now - since_s, failure)
+        if decision.problem and not self._policy_failed:
+            self._policy_failed = True
+            _log.warning(
+                "the retry policy failed: %s. The default one decides instead; this is named once",
+                decision.problem,
+            )
+        return Setback(failure, decision)
+
+    def finish(self, work: Work, setback: Setback | None) -> None:
+        now = time.monotonic()
+        self.tally.attempt(now - work.started_s, failed=setback is not None)
+        if self._is_weather(work, setback, now):
+            return
+        if setback is None:
+            self._parking.handled(work)
+            return
+        failure, delay_s = setback.failure, setback.decision.delay_s
+        if failure.verdict is FailureKind.UNFIT:
+            self.lanes.again(work, math.inf, failure.reason)
+            assert isinstance(failure.error, UnfitHandlerError)
+            self.fail(failure.error)
+        elif delay_s is not None:
+            if not work.queue.attempts:
+                self._outcomes.retried(work, failure.error, failure.reason, delay_s)
+            self.lanes.again(work, now + delay_s, failure.reason)
+        else:
+            self._give_up(work, failure)
+
+    def _is_weather(self, work: Work, setback: Setback | None, now_s: float) -> bool:
+        """Tell the circuit of an attempt; whether it failed by weather, and is seen to."""
+        circuit, lane = self.circuit, _lane(work)
+        verdict = None if setback is None else setback.failure.verdict
+        if setback is None or verdict is FailureKind.REJECTED:
+            if circuit.succeeded(lane, now_s):
+                _log.warning(
+                    "a message was handled again after %.1f s: handlers go on",
+                    now_s - circuit.since_s,
+                )
+                self.wake()
+            return False
+        if verdict is not FailureKind.FAILED or not self._has_weather:
+            circuit.undecided(lane, now_s)
+            return False
+        if circuit.failed(lane, now_s, setback.failure.reason):
+            _log.warning("handlers pause: %s", circuit)
+        queue, openings = work.queue, circuit.openings
+        if queue.weather != openings:
+            queue.weather, queue.attempts = openings, 0
+        if circuit.closed:
+            return False
+        self.lanes.again(
+            work, now_s + (setback.decision.delay_s or 0.0), setback.failure.reason, counted=False
+        )
+        return True
+
+    def _give_up(self, work: Work, failure: Failure) -> None:
+        if self._parking.give_up(work, failure):
+            return
+        self.lanes.again(work, math.inf, failure.reason)
+        self.fail(
+            HandlerFailedError(
+                f"Message {work.message.message_id} of {work.message.topic}, key "
+                f"{work.queue.key!r}, failed {work.queue.attempts} times: {work.queue.reason}. It "
+                "is not acknowledged and comes again.",
+                message_id=str(work.message.message_id),
+                key=work.queue.key,
+            )
+        )
+
+    def wake(self) -> None:
+        """Let workers start what is runnable; called with ``changed`` held."""
+        if not self.circuit.may_start(time.monotonic()):
+            return
+        if self._staff.resting:
+            due_s = self.lanes.next_due_s()
+            due = due_s is not None and due_s <= time.monotonic()
+            self._staff.wake(self.lanes.runnable + due)
+
+    @property
+    def _parking(self) -> ParkedLanes:
+        assert self.parking is not None, "handlers run after the dead letters were read"
+        return self.parking
+
+    @property
+    def _staff(self) -> Workers:
+        assert self.workers is not None, "what may ask for them comes after they are made"
+        return self.workers
+
+
+def _lane(work: Work) -> Hashable:
+    """What tells keys apart; a message without one is alone in its queue."""
+    queue = work.queue
+    return queue if queue.key is None else queue.key
