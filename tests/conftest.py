@@ -22,6 +22,7 @@ SHARED_BY_ALL = {"dev_broker"}
 """Fixtures of the session that every process may have one of."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests; those that share an expensive fixture share a process, too."""
 

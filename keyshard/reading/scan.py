@@ -11,18 +11,21 @@ Reader begins where the proof ends.
 
 from __future__ import annotations
 
+import logging
 import time
 from types import TracebackType
 
 from keyshard.broker.port import Broker, Reader
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import BrokerUnavailableError
+from keyshard.errors import BrokerError, BrokerUnavailableError
 
 READ_WAIT_MS = 200
 """One wait for the next messages of a Reader, milliseconds."""
 SILENT_S = 5.0
 """Time after which a Reader that owes something is replaced: a reconnect that nobody saw can make
 it wait for ever, seconds."""
+
+_log = logging.getLogger(__name__)
 
 
 class Scan:
@@ -112,4 +115,8 @@ class Scan:
     def _close(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            reader.close()
+            try:
+                reader.close()
+            except BrokerError as exc:
+                # What it read is known; a connection that is gone has nothing left to close.
+                _log.debug("a Reader of %s: %s", self._topic_partition, exc)

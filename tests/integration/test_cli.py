@@ -32,7 +32,7 @@ def test_bad_input_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[st
         (("produce", "t", "--batching", "no"), "batching must be one of"),
         (("produce", "t", "--partitions", "0"), "partitions must be 1"),
         (("produce", "a/b", "--messages", "1"), "is not a topic name"),
-        (("produce", "t", "--admin-url", "nowhere"), "is not a URL"),
+        (("produce", "t", "--admin-url", "nowhere"), "write http://host:port"),
         (("broker", "start", "--version", "new"), "is no Pulsar version"),
         (("broker", "start", "--port", "70000"), "1 to 65535"),
     ]:

@@ -19,8 +19,8 @@ from table import MUTANTS, Edit, Mutant
 ALL = (*MUTANTS, *FOUND_BY_SIMULATION)
 ROOT = Path(__file__).parents[2]
 COPIED = ("keyshard", "spark_adapter", "tests")
-TIMEOUT_S = 120
-"""Longest time that the tests of one mutant may take, seconds."""
+TIMEOUT_S = 240
+"""Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""
 
 
 @dataclass(frozen=True)

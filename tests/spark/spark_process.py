@@ -80,7 +80,7 @@ class SparkProcess:
         """Number of committed batches."""
         return len(self.batches("commits"))
 
-    def wait_committed(self, count: int, timeout_s: float = 90.0) -> None:
+    def wait_committed(self, count: int, timeout_s: float = 180.0) -> None:
         """Wait for the number of committed batches, over all runs on the checkpoint."""
 
         def reached() -> bool:
@@ -89,7 +89,7 @@ class SparkProcess:
 
         eventually(reached, timeout_s, f"{count} batches committed\n{self.tail()}")
 
-    def wait_inside_batch(self, files_min: int, timeout_s: float = 90.0) -> int:
+    def wait_inside_batch(self, files_min: int, timeout_s: float = 180.0) -> int:
         """Wait until a batch is planned and partly written, but not committed; its number."""
         found = -1
 

@@ -96,7 +96,7 @@ def test_topics_come_grow_and_go_while_the_query_runs(
             seen = run.committed()
             return committed_rows(run.sink).total() >= sent.rows.total()
 
-        eventually(came, 90, f"{what}\n{run.tail()}")
+        eventually(came, 180, f"{what}\n{run.tail()}")
 
     def partitions() -> int:
         return int(run.reported()[-1].get("topicPartitions", 0)) if run.reported() else 0

@@ -74,5 +74,6 @@ def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
     )  # fmt: skip
     assert ended.returncode == STATUS, ended.stderr
     told = ended.stdout.split()
-    assert "BrokerError" in told
+    if thread_and_end != ("daemon", "left open"):  # which may end before it can say so
+        assert "BrokerError" in told
     assert all(float(one) < CLOSE_S + LEAVE_S for one in told if one != "BrokerError")
