@@ -26,7 +26,8 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign, slot_owners
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.window import Window
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONGEST_S = 60.0

@@ -163,7 +163,7 @@ class AvailableNow:
                 self._check()
                 counters = self._window.counters
                 now_arrived = counters.rows_received + counters.duplicates_dropped
-                rows, full = self._window.received_rows, self._window.fill() >= 1
+                rows, full = self._window.received_rows, self._window.pauses.fill() >= 1
             now = time.monotonic()
             if now_arrived != arrived:
                 arrived, arrived_s, probe_every_s = now_arrived, now, PROBE_EVERY_S[0]

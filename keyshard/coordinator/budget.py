@@ -12,7 +12,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.window.admission import held_max
-from keyshard.core.window.window import Budget
+from keyshard.core.window.budget import Budget
 from keyshard.errors import AdminError, AuthorizationError, ConfigError
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +24,6 @@ from keyshard.broker.port import Admin, Broker, StartPosition
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.discovery import Discovery
-from keyshard.coordinator.layouts import Layouts
 from keyshard.coordinator.load_meter import LoadMeter
 from keyshard.coordinator.opening import cluster_of, open_window, start_position
 from keyshard.coordinator.rescale import Drainable, Rescaler
@@ -39,9 +38,9 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign, slot_owners
 from keyshard.core.ring.slot_load import SlotLoad
 from keyshard.core.window.admission import waits_for_more
-from keyshard.core.window.pauses import Pauses
-from keyshard.core.window.window import Budget, Receipt
-from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.partition_window import Receipt
+from keyshard.errors import BatchUnknownError, BrokerError, KeyShardError, RuntimeStoppedError
 from keyshard.reading.replay import replay
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.continuity import Continuity
@@ -80,7 +79,6 @@ class Coordinator:
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self.changing = threading.Lock()
         """Held while consumers come and go: by discovery, and by who rescales."""
-        self._layouts = Layouts()
         self._gone: set[TopicPartition] = set()
         self._before: frozenset[TopicPartition] = frozenset()
         """Topic partitions of the checkpoint of the start: only its batch may be read again."""
@@ -135,7 +133,6 @@ class Coordinator:
                 self._broker, self._admin, config, checkpoint, found,
                 cluster=cluster, planned=planned, assignment=assignment,
             )  # fmt: skip
-            self._pauses = Pauses(self._window)
             self._range_consumers = RangeConsumers(
                 self._broker, self._admin, config, self, assignment
             )
@@ -235,7 +232,7 @@ class Coordinator:
     @property
     def full(self) -> bool:
         """Whether a topic partition has no room in the window."""
-        return self._pauses.any_full
+        return self._window.pauses.any_full
 
     def cut(self, rows_max: int | None = None) -> Checkpoint | None:
         """Plan a batch of the entries received so far; ``None`` without rows. Memory only.
@@ -254,15 +251,13 @@ class Coordinator:
                 # Hosts ask every few milliseconds: an idle cut must cost next to nothing.
                 return None
             waited_s = self._watch.since_cut_s()
-            if not self._pauses.any_full and waits_for_more(
+            if not self._window.pauses.any_full and waits_for_more(
                 rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
             ):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
-                self._layouts.add(self._window.batch(checkpoint.batch_id))
-                self._watch.cut(full=self._pauses.any_full)
-            self._pauses.cut()
+                self._watch.cut(full=self._window.pauses.any_full)
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
@@ -340,7 +335,6 @@ class Coordinator:
         """:attr:`newest` is durable, or there is to be no checkpoint: acknowledge its entries."""
         with self._lock:
             released = self._window.release_completed()
-            self._pauses.released(released)
         self._acknowledge(released)
 
     def plan(self, checkpoint: Checkpoint) -> list[int]:
@@ -355,9 +349,8 @@ class Coordinator:
         batch_id = checkpoint.batch_id
         with self._lock:
             self.check()
-            planned = self._layouts.partitions(batch_id)
-            if planned is not None:
-                return planned
+            with suppress(BatchUnknownError):
+                return list(self._window.batches[batch_id].layout)
         began = time.monotonic()
         config = self._config
         entries = replay(
@@ -369,8 +362,7 @@ class Coordinator:
         )
         with self._lock:
             self._window.plan(checkpoint, entries)
-            partitions = self._layouts.add(self._window.batch(batch_id))
-            self._pauses.released(entries)
+            partitions = list(self._window.batches[batch_id].layout)
         _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
         return partitions
 
@@ -384,16 +376,13 @@ class Coordinator:
             BatchUnknownError: It was never planned here, or has no such partition.
         """
         with self._lock:
-            located = self._layouts.of(batch_id, index)
+            located = self._window.batches.partition(batch_id, index)
         return record_batches(located, columns)
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Everything up to ``checkpoint`` is durable at the host: acknowledge it. Idempotent."""
         with self._lock:
-            planned = list(self._window.batches)
             released = self._window.release(checkpoint)
-            self._layouts.release(one for one in planned if one not in self._window.batches)
-            self._pauses.released(released)
         self._acknowledge(released)
 
     def _acknowledge(self, released: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
@@ -406,7 +395,7 @@ class Coordinator:
             return {
                 "ranges": len(self._range_consumers.assignment),
                 **self._watch.status(self._window),
-                "rangesPaused": self._pauses.for_checkpoint,
+                "rangesPaused": self._window.pauses.for_checkpoint,
                 "settlingError": self._settler.error,
                 "entriesAcknowledged": self._acknowledger.acknowledged,
                 "entriesToAcknowledge": self._acknowledger.waiting,
@@ -437,7 +426,7 @@ class Coordinator:
         )
 
     def _has_no_room(self, owned_range: OwnedRange) -> bool:
-        return self._pauses.include(owned_range.topic_partition, owned_range.range_index)
+        return self._window.pauses.include(owned_range.topic_partition, owned_range.range_index)
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         entries = self._admitted(range_consumer, entries)
@@ -473,9 +462,9 @@ class Coordinator:
             self._window.counters.keyless += keyless
             self._window.counters.unreadable += unreadable
             self._rows_ahead = self._window.received_rows
-            was_full = self._pauses.any_full
-            self._pauses.received(owned_range.topic_partition)
-            if self._pauses.any_full and not was_full:
+            was_full = self._window.pauses.any_full
+            self._window.pauses.received(owned_range.topic_partition)
+            if self._window.pauses.any_full and not was_full:
                 self._watch.full()
             self._lock.notify_all()
         if again:
@@ -512,7 +501,7 @@ class Coordinator:
             with self._lock:
                 for topic_partition in found:
                     self._window.add_partition(topic_partition)
-                self._pauses.shared_anew()
+                self._window.pauses.shared_anew()
                 self._gone.difference_update(found)
             self._range_consumers.serve(range_consumers)
 
@@ -522,7 +511,7 @@ class Coordinator:
             with self._lock:
                 for topic_partition in gone:
                     self._window.drop_partition(topic_partition, gone=False)
-                self._pauses.shared_anew()
+                self._window.pauses.shared_anew()
                 self._gone.update(self._before.intersection(gone))
 
     def forget(self, gone: TopicPartition) -> None:
@@ -531,7 +520,9 @@ class Coordinator:
 
     def tidy(self) -> None:
         with self._lock:
-            ended = self._ending is not None and self._layouts.is_released(self._ending.batch_id)
+            ended = self._ending is not None and self._window.batches.is_released(
+                self._ending.batch_id
+            )
         if ended and not self._acknowledger.waiting:
             assert self._ending is not None
             self._range_consumers.let_go(
@@ -571,26 +562,23 @@ class Coordinator:
         with self._lock:
             self._owners = slot_owners(assignment)
             self._window.reassign(self._owners, budget)
-            self._pauses.shared_anew()
             return self._owners
 
     # -- called by the settler's thread ------------------------------------------------------------
 
     def holes_views(self) -> dict[TopicPartition, HolesView]:
         with self._lock:
-            window = self._window
-            views = {tp: window.holes_view(tp) for tp in window.partitions}
+            parts = {tp: self._window.known[tp] for tp in self._window.partitions}
             return {
-                tp: HolesView(*view, tight=tp in window.tight)
-                for tp, view in views.items()
-                if view is not None
+                tp: HolesView(part.state, set(part.held), part.tight)
+                for tp, part in parts.items()
+                if part.holes
             }
 
     def prove(self, topic_partition: TopicPartition, proofs: Proofs, owed: frozenset[int]) -> None:
         with self._lock:
             owners = frozenset(map(self._owners.__getitem__, owed))
             self._window.prove(topic_partition, proofs, owners)
-            self._pauses.fitted(topic_partition)
             self._lock.notify_all()
 
     def lost(self, topic_partition: TopicPartition, entries: EntrySet) -> None:

@@ -44,7 +44,7 @@ from keyshard.core.ring.assignment import (
 from keyshard.core.ring.balance import Balance, balance
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.core.ring.slot_load import SlotLoad
-from keyshard.core.window.window import Budget
+from keyshard.core.window.budget import Budget
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import OwnedRange, RangeConsumer

@@ -102,7 +102,7 @@ class Watch:
             "topicPartitions": len(window.partitions),
             "rowsReceived": counters.rows_received,
             "windowRows": window.rows,
-            "windowFill": round(window.fill(), 3),
+            "windowFill": round(window.pauses.fill(), 3),
             "keepsUpTriggerMillis": self.keeps_up_ms,
             "oldestUnacknowledgedMillis": self.oldest_ms(window),
             "duplicatesDropped": counters.duplicates_dropped,

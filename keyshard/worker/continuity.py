@@ -77,8 +77,9 @@ class Continuity:
                 # The process, or this machine, stood still.
                 away = list(self._range_consumers.by_partition)
             self._looked_s = now_s
-            for topic_partition in away:
-                self._window.doubt(topic_partition)
+            for partition in map(self._window.known.get, away):
+                if partition is not None:
+                    partition.doubt()
 
     def may_receive(self, topic_partition: TopicPartition, entries: Sequence[EntryBlock]) -> bool:
         """Whether what came now is to be taken; else it has to come again.
@@ -113,12 +114,16 @@ class Continuity:
     def _doubted(self, topic_partition: TopicPartition) -> Known | None:
         if time.monotonic() - self._looked_s > LOOKS_S:
             self.look()
-        return self._window.doubted(topic_partition)
+        return self._known(topic_partition)
+
+    def _known(self, topic_partition: TopicPartition) -> Known | None:
+        partition = self._window.known.get(topic_partition)
+        return None if partition is None else partition.doubted
 
     def _shown(self, topic_partition: TopicPartition, first: EntryId | None = None) -> Shown:
         """Read what is stored where anything is known, or from ``first`` on if that is lower."""
         with self._lock:
-            known = self._window.doubted(topic_partition)
+            known = self._known(topic_partition)
         if known is None:
             return Shown.SAME  # another thread was faster
         start, last = known.span
@@ -134,8 +139,9 @@ class Continuity:
                     )
                 blocks = scan.read()
                 with self._lock:
+                    partition = self._window.known.get(topic_partition)
                     for block in blocks:
-                        if self._window.compare(topic_partition, block):
+                        if partition is None or partition.compare(topic_partition, block):
                             return Shown.SAME if block.id in known else Shown.PASSED
                 shown = Shown.OTHERS if blocks else shown
         return shown

@@ -90,7 +90,7 @@ FOUND_BY_SIMULATION = (
         promise="No loss without a word: a wiped broker hands out the same ids again.",
         edits=(
             Edit(
-                "keyshard/core/window/window.py",
+                "keyshard/core/window/partition_window.py",
                 "            check_held(topic_partition, published_ms, block)\n",
                 "",
             ),

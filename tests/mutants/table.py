@@ -51,9 +51,9 @@ MUTANTS = (
         edits=(
             Edit(
                 COORDINATOR,
-                "                self._watch.cut(full=self._pauses.any_full)\n",
-                "                self._watch.cut(full=self._pauses.any_full)\n"
-                "                batch = self._window.batch(checkpoint.batch_id)\n"
+                "                self._watch.cut(full=self._window.pauses.any_full)\n",
+                "                self._watch.cut(full=self._window.pauses.any_full)\n"
+                "                batch = self._window.batches[checkpoint.batch_id]\n"
                 "                for where, blocks in batch.entries.items():\n"
                 "                    self._acknowledger.submit(where, [b.id for b in blocks])\n",
             ),
@@ -237,21 +237,20 @@ MUTANTS = (
         promise="Exactly once: a batch that runs again has the same rows in the same partitions.",
         edits=(
             Edit(
-                COORDINATOR,
-                "            partitions = self._layouts.add(self._window.batch(batch_id))\n",
-                "            partitions = self._layouts.add(\n"
-                "                self._window.batch(batch_id), config.parallelism\n"
-                "            )\n",
+                "keyshard/core/window/window.py",
+                "self.batches.add(checkpoint, {tp: list(blocks)",
+                "self.batches.ranges = self.ranges\n"
+                "        self.batches.add(checkpoint, {tp: list(blocks)",
             ),
             Edit(
-                "keyshard/coordinator/layouts.py",
-                "    def add(self, batch: PlannedBatch) -> list[int]:\n",
-                "    def add(self, batch: PlannedBatch, ranges: int | None = None) -> list[int]:\n",
+                "keyshard/core/window/planned.py",
+                "        self._planned: dict[str, PlannedBatch] = {}\n",
+                "        self._planned: dict[str, PlannedBatch] = {}\n        self.ranges = 0\n",
             ),
             Edit(
-                "keyshard/coordinator/layouts.py",
-                "lay_out(batch.entries, end.ranges, end.merged)",
-                "lay_out(batch.entries, ranges or end.ranges, end.merged)",
+                "keyshard/core/window/planned.py",
+                "lay_out(entries, checkpoint.ranges, checkpoint.merged)",
+                "lay_out(entries, self.ranges or checkpoint.ranges, checkpoint.merged)",
             ),
         ),
         killers=(killer("runtime/test_run_again"),),

@@ -21,8 +21,10 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import range_index
+from keyshard.core.window.budget import Budget
 from keyshard.core.window.layout import lay_out
-from keyshard.core.window.window import Budget, Receipt, Window
+from keyshard.core.window.partition_window import Receipt
+from keyshard.core.window.window import Window
 from window_world import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
@@ -256,7 +258,7 @@ class WindowMachine(RuleBasedStateMachine):
         else:
             assert before or end is None
         if end is not None:
-            batch = self.window.batch(end.batch_id)
+            batch = self.window.batches[end.batch_id]
             entries = [entry for blocks in batch.entries.values() for entry in blocks]
             largest = max(entry.rows for entry in entries)
             extra = len(self.lanes) * 4
@@ -287,9 +289,7 @@ class WindowMachine(RuleBasedStateMachine):
     def with_data(self) -> set[tuple[TopicPartition, int]]:
         """Topic partitions and ranges of which something is received and not cut."""
         return {
-            (tp, index)
-            for tp, window in self.window._partitions.items()
-            for _, index in window.received
+            (tp, index) for tp, window in self.window.known.items() for _, index in window.received
         }
 
     def range_of(self, entry: EntryBlock) -> int:
@@ -299,7 +299,7 @@ class WindowMachine(RuleBasedStateMachine):
     def layout(
         self, end: Checkpoint
     ) -> dict[int, list[tuple[TopicPartition, EntryId, tuple[int, ...]]]]:
-        located = lay_out(self.window.batch(end.batch_id).entries, end.ranges, end.merged)
+        located = lay_out(self.window.batches[end.batch_id].entries, end.ranges, end.merged)
         return {
             index: [(tp, entry.id, tuple(entry.indices)) for tp, entry in entries]
             for index, entries in located.items()

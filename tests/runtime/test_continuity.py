@@ -151,10 +151,10 @@ def test_entries_below_all_that_is_known_keep_nothing_waiting(world: World) -> N
     known = world.coordinator.newest.partitions[world.where]
     first = known.delivered.first
     assert first is not None
-    window = world.coordinator._window._partitions[world.where]
+    window = world.coordinator._window.known[world.where]
     later = EntryId(first.ledger + 1, 0)
     window.state = replace(known, delivered=EntrySet.of([later]), batch=EntrySet())
-    world.coordinator._window.doubt(world.where)
+    world.coordinator._window.known[world.where].doubt()
     world.publish(BEFORE_MS, LOW)
     received(world.coordinator, 9)
     assert world.error is None

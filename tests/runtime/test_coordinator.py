@@ -30,7 +30,7 @@ from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.layout import ROWS_PER_PARTITION_MIN
-from keyshard.core.window.window import Window
+from keyshard.core.window.pauses import Pauses
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -727,16 +727,16 @@ def test_a_cut_waits_for_the_fewest_rows_until_the_delay_is_over(bench: Bench) -
 
 def test_an_idle_cut_looks_at_no_pause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[TopicPartition] = []
-    paused = Window.paused
+    fitted = Pauses.fitted
 
-    def paused_noted(window: Window, where: TopicPartition) -> frozenset[int] | None:
+    def noted(pauses: Pauses, where: TopicPartition) -> None:
         looked.append(where)
-        return paused(window, where)
+        fitted(pauses, where)
 
     with running(bench.cluster, bench.source) as coordinator:
         bench.publish(10)
         received(coordinator, 10)
-        monkeypatch.setattr(Window, "paused", paused_noted)
+        monkeypatch.setattr(Pauses, "fitted", noted)
         assert coordinator.cut() is not None
         assert [coordinator.cut() for _ in range(100)] == [None] * 100
         assert looked == [], "none waited for room"

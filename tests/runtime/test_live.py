@@ -107,7 +107,7 @@ def test_acknowledging_at_the_cut_is_found_out(
     def hasty(self: Coordinator, rows_max: int | None = None) -> Any:
         end = cut(self, rows_max)
         if end is not None:
-            for topic_partition, entries in self._window.batch(end.batch_id).entries.items():
+            for topic_partition, entries in self._window.batches[end.batch_id].entries.items():
                 consumer = self._range_consumers.consumer_of(topic_partition)
                 assert consumer is not None
                 consumer.acknowledge([block.id for block in entries])

@@ -12,8 +12,9 @@ from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.window.budget import Budget
 from keyshard.core.window.partition_window import PartitionWindow
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.window import Window
 
 START = Checkpoint("c", "s", 4)
 DEFAULTS = Budget(200_000, 256 * 1024 * 1024)
@@ -174,7 +175,7 @@ def test_a_gone_topic_partition_without_any_row_is_forgotten_at_once() -> None:
         window.add_partition(where)
         window.drop_partition(where, gone=True)
     window.validate()
-    assert len(window._partitions) == 1
+    assert len(window.known) == 1
 
 
 def test_a_batch_of_any_size_costs_as_much_as_its_runs() -> None:

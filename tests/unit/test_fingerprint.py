@@ -10,7 +10,9 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.fingerprint import CLOCK_SKEW_MS, check_ledgers, lowest_known_ledger
-from keyshard.core.window.window import Budget, Receipt, Window
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.partition_window import Receipt
+from keyshard.core.window.window import Window
 from keyshard.errors import TopicRecreatedError
 
 NOW = 1_000_000

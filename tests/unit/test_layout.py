@@ -10,8 +10,9 @@ from helpers import P0, P1, block, key_in
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.budget import Budget
 from keyshard.core.window.layout import home_range, lay_out
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.window import Window
 
 Entries = dict[TopicPartition, list[EntryBlock]]
 
@@ -37,11 +38,16 @@ def test_every_entry_is_in_exactly_one_partition_in_position_order(ranges: int) 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_arrival_does_not_matter(seed: int) -> None:
-    shuffled = entries()
-    for blocks in shuffled.values():
-        random.Random(seed).shuffle(blocks)
-    turned = dict(reversed(shuffled.items()))
-    assert lay_out(turned, 10) == lay_out(entries(), 10)
+    arriving = [(tp, entry) for tp, blocks in entries().items() for entry in blocks]
+    random.Random(seed).shuffle(arriving)
+    window = Window(Checkpoint("", "s", 10), 10, Budget(10_000, 10**9))
+    for topic_partition in dict(arriving):
+        window.add_partition(topic_partition)
+    for topic_partition, entry in arriving:
+        window.receive(topic_partition, 0, entry)
+    end = window.cut()
+    assert end is not None
+    assert window.batches[end.batch_id].layout == lay_out(entries(), 10, end.merged)
 
 
 def test_the_range_that_received_an_entry_does_not_matter() -> None:
@@ -52,7 +58,7 @@ def test_the_range_that_received_an_entry_does_not_matter() -> None:
             window.receive(P0, receiving_range, entry)
         end = window.cut()
         assert end is not None
-        return lay_out(window.batch(end.batch_id).entries, end.ranges)
+        return lay_out(window.batches[end.batch_id].entries, end.ranges)
 
     assert layout_of(0) == layout_of(9)
 

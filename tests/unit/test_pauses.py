@@ -7,21 +7,21 @@ from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.window.pauses import Pauses
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.window import Window
 
 P0, P1 = TopicPartition("persistent://t/n/a", 0), TopicPartition("persistent://t/n/a", 1)
 RANGES = 4
 
 
 class Followed:
-    """A window of some topic partitions, and the pauses that follow it."""
+    """A window of some topic partitions, and its pauses."""
 
     def __init__(self, budget: Budget, *partitions: TopicPartition) -> None:
         self.window = Window(Checkpoint("c", "s", RANGES), RANGES, budget)
         for topic_partition in partitions:
             self.window.add_partition(topic_partition)
-        self.pauses = Pauses(self.window)
+        self.pauses = self.window.pauses
 
     def give(self, where: TopicPartition, *entries: int, index: int = 0) -> None:
         for entry in entries:
@@ -29,13 +29,11 @@ class Followed:
             self.pauses.received(where)
 
     def cut(self) -> Checkpoint | None:
-        end = self.window.cut()
-        self.pauses.cut()
-        return end
+        return self.window.cut()
 
     def release(self, end: Checkpoint | None) -> None:
         assert end is not None
-        self.pauses.released(self.window.release(end))
+        self.window.release(end)
 
     def paused(self, where: TopicPartition) -> list[int]:
         return [index for index in range(RANGES) if self.pauses.include(where, index)]

@@ -9,7 +9,8 @@ from keyshard.coordinator import watch
 from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.window import Window
 from keyshard.errors import MisroutedError
 from keyshard.worker.receiver import OwnedRange
 

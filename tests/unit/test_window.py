@@ -12,9 +12,10 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.partition_window import ROW_OVERHEAD_BYTES
-from keyshard.core.window.window import Budget, Receipt, Window
-from keyshard.errors import BatchUnknownError, TopicRecreatedError
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.partition_window import ROW_OVERHEAD_BYTES, Receipt
+from keyshard.core.window.window import Window
+from keyshard.errors import BatchReleasedError, TopicRecreatedError
 
 START = Checkpoint("c", "s", 4)
 
@@ -46,7 +47,7 @@ def cut(window: Window, rows_max: int | None = None, payload_max: int | None = N
 
 
 def taken(window: Window, end: Checkpoint) -> dict[TopicPartition, list[tuple[int, int]]]:
-    return {tp: ids(blocks) for tp, blocks in window.batch(end.batch_id).entries.items()}
+    return {tp: ids(blocks) for tp, blocks in window.batches[end.batch_id].entries.items()}
 
 
 def test_without_rows_there_is_no_batch() -> None:
@@ -65,7 +66,7 @@ def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
     )
     assert window.newest == end
     assert taken(window, end) == {P0: [(1, 0), (1, 1), (1, 2)]}
-    assert window.batch(end.batch_id).rows == 3
+    assert window.batches[end.batch_id].rows == 3
     assert (window.rows, window.received_rows) == (3, 0)
     assert window.cut() is None
 
@@ -116,15 +117,15 @@ def test_the_row_limit_is_split_in_proportion_over_partitions() -> None:
 def test_a_cut_takes_at_most_half_of_the_budget() -> None:
     window = window_of(rows_max=10)
     give(window, *range(10))
-    assert window.batch(cut(window).batch_id).rows == 5
-    assert window.batch(cut(window, 100).batch_id).rows == 5
+    assert window.batches[cut(window).batch_id].rows == 5
+    assert window.batches[cut(window, 100).batch_id].rows == 5
 
 
 def test_a_cut_takes_at_most_half_of_the_bytes() -> None:
     size = ROW_OVERHEAD_BYTES + len(b"1:0:0")
     window = window_of(bytes_max=8 * size)
     give(window, *range(8))
-    assert window.batch(cut(window).batch_id).rows == 4
+    assert window.batches[cut(window).batch_id].rows == 4
 
 
 def test_an_entry_larger_than_the_limit_makes_a_batch_of_its_own() -> None:
@@ -253,8 +254,8 @@ def test_release_returns_the_entries_once() -> None:
     end = cut(window)
     assert window.release(end) == {P0: [(1, 0), (1, 1)], P1: [(1, 7)]}
     assert window.release(end) == {}
-    with pytest.raises(BatchUnknownError, match=end.batch_id):
-        window.batch(end.batch_id)
+    with pytest.raises(BatchReleasedError, match=end.batch_id):
+        window.batches[end.batch_id]
     window.validate()
 
 
@@ -282,35 +283,35 @@ def test_releasing_an_unknown_checkpoint_releases_nothing() -> None:
 def test_a_partition_is_full_at_its_share_of_the_rows() -> None:
     window = window_of(P0, P1, rows_max=10)
     give(window, 0, 1, 2, 3)
-    assert not window.is_full(P0)
+    assert not window.pauses.is_full(P0)
     give(window, 4)
-    assert window.is_full(P0)
-    assert not window.is_full(P1)
-    assert window.fill() == 1.0
+    assert window.pauses.is_full(P0)
+    assert not window.pauses.is_full(P1)
+    assert window.pauses.fill() == 1.0
     end = cut(window)
-    assert window.is_full(P0), "planned rows are held too"
+    assert window.pauses.is_full(P0), "planned rows are held too"
     window.release(end)
-    assert not window.is_full(P0)
-    assert window.fill() == 0.0
+    assert not window.pauses.is_full(P0)
+    assert window.pauses.fill() == 0.0
 
 
 def test_a_partition_is_full_at_its_share_of_the_bytes() -> None:
     size = ROW_OVERHEAD_BYTES + 5
     window = window_of(P0, P1, bytes_max=4 * size)
     give(window, 0)
-    assert not window.is_full(P0)
+    assert not window.pauses.is_full(P0)
     give(window, 1)
-    assert window.is_full(P0)
-    assert not window.is_full(P1)
+    assert window.pauses.is_full(P0)
+    assert not window.pauses.is_full(P1)
 
 
 def test_a_new_partition_makes_the_shares_smaller() -> None:
     window = window_of(P0, rows_max=4)
     give(window, 0, 1)
-    assert not window.is_full(P0)
+    assert not window.pauses.is_full(P0)
     window.add_partition(P1)
     window.add_partition(P1)
-    assert window.is_full(P0)
+    assert window.pauses.is_full(P0)
     assert window.partitions == (P0, P1)
 
 
@@ -325,8 +326,8 @@ def test_memory_accounting_is_back_at_zero_after_release() -> None:
         window.validate()
         window.release(end)
     assert window.rows == window.received_rows == 0
-    assert window.fill() == 0.0
-    assert window.batches == {}
+    assert window.pauses.fill() == 0.0
+    assert not window.batches
 
 
 def test_a_window_starts_with_the_partitions_of_its_checkpoint() -> None:
@@ -345,7 +346,7 @@ def test_a_partition_without_new_entries_keeps_its_state_in_the_next_checkpoint(
 def test_validate_notices_an_entry_that_is_received_twice() -> None:
     window = window_of()
     give(window, 0)
-    partition = window._partitions[P0]
+    partition = window.known[P0]
     partition.received.append(partition.received[0])
     with pytest.raises(AssertionError, match="received twice"):
         window.validate()
@@ -355,7 +356,7 @@ def test_blocks_of_a_batch_are_the_received_ones() -> None:
     window = window_of()
     entry: EntryBlock = block(1, 0, "a", "b")
     window.receive(P0, 0, entry)
-    assert window.batch(cut(window).batch_id).entries == {P0: [entry]}
+    assert window.batches[cut(window).batch_id].entries == {P0: [entry]}
 
 
 def test_a_dropped_partition_forgets_what_it_received_and_keeps_what_is_planned() -> None:
@@ -423,19 +424,19 @@ def test_a_dropped_partition_that_is_added_again_knows_what_was_delivered() -> N
 def test_the_budget_is_shared_by_the_partitions_that_are_consumed() -> None:
     window = window_of(P0, P1, rows_max=8)
     give(window, 0, 1, 2, 3)
-    assert window.is_full(P0)
-    assert window.fill() == 1
+    assert window.pauses.is_full(P0)
+    assert window.pauses.fill() == 1
     window.drop_partition(P1, gone=True)
-    assert not window.is_full(P0)
-    assert window.fill() == 0.5
+    assert not window.pauses.is_full(P0)
+    assert window.pauses.fill() == 0.5
     window.add_partition(P2)
-    assert window.is_full(P0)
+    assert window.pauses.is_full(P0)
 
 
 def test_a_cut_is_limited_by_payload() -> None:
     window = window_of(P0)
     give(window, 0, 1, 2, 3)
-    size = sum(b.payload_bytes for b, _ in window._partitions[P0].received)
+    size = sum(b.payload_bytes for b, _ in window.known[P0].received)
     first = cut(window, None, size // 2)
     assert taken(window, first) == {P0: [(1, 0), (1, 1)]}
 
@@ -459,7 +460,7 @@ def test_another_number_of_ranges_counts_from_the_next_cut_on() -> None:
     window.reassign(slot_owners(assign(7)), Budget(1_000, 10**9))
     after = cut(window)
     assert (before.ranges, after.ranges) == (4, 7)
-    assert window.batch(before.batch_id).checkpoint.ranges == 4
+    assert window.batches[before.batch_id].checkpoint.ranges == 4
 
 
 def test_who_owns_an_entry_after_a_change_was_left_out_in_place_of_who_had_it() -> None:
@@ -502,6 +503,6 @@ def test_handlers_take_the_oldest_entries_of_every_topic_partition() -> None:
 def test_a_smaller_budget_counts_at_once() -> None:
     window = window_of()
     give(window, *range(10))
-    assert not window.is_full(P0)
+    assert not window.pauses.is_full(P0)
     window.reassign(slot_owners(assign(4)), Budget(10, 10**9))
-    assert window.is_full(P0)
+    assert window.pauses.is_full(P0)

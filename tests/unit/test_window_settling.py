@@ -9,7 +9,8 @@ from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.window.window import Budget, Window
+from keyshard.core.window.budget import Budget
+from keyshard.core.window.window import Window
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from keyshard.core.position.entry import EntryBlock
@@ -37,6 +37,29 @@ def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
             continue
         shares[key] += extra if shares[key] else 0
     return shares
+
+
+def split_limits(
+    demands: Mapping[K, Sizes], limits: tuple[int, int, int | None], left_out: Collection[K]
+) -> dict[K, Sizes]:
+    """Most that a cut takes of each topic partition.
+
+    Args:
+        demands: What each has, positive, in the order of keys as for :func:`share_out`.
+        limits: Most rows, memory and payload of the batch; ``None``: any payload.
+        left_out: Who was left out of the cut before has a part in this one, whatever the limit.
+
+    Returns:
+        Per topic partition that may give any rows: most rows, memory and payload.
+    """
+    rows_max, memory_max, payload_max = limits
+    rows = share_out(rows_max, {key: sizes[0] for key, sizes in demands.items()})
+    memory = share_out(memory_max, {key: sizes[1] for key, sizes in demands.items()})
+    payload = {key: sizes[2] for key, sizes in demands.items()}
+    if payload_max:
+        payload = share_out(payload_max, payload)
+    rows |= {key: max(1, rows[key]) for key in demands if key in left_out}
+    return {key: (rows[key], memory[key], payload[key]) for key in demands if rows[key]}
 
 
 def take_aligned(

@@ -6,7 +6,7 @@ under another number of ranges or another release, has the same rows in the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import range_index
@@ -53,14 +53,14 @@ def shared_partition(range_index: int, ranges: int, partitions: int) -> int:
 
 
 def lay_out(
-    entries: Mapping[TopicPartition, Iterable[EntryBlock]],
+    entries: Mapping[TopicPartition, Sequence[EntryBlock]],
     ranges: int,
     partitions: int | None = None,
 ) -> dict[int, list[Located]]:
     """Distribute the entries of a batch over its partitions.
 
     Args:
-        entries: Entries of the batch per topic partition, in any order.
+        entries: Entries of the batch per topic partition, ascending by position.
         ranges: Number of ranges written in the batch's end checkpoint.
         partitions: Number of partitions written there, when neighbouring ranges share them;
             ``None``: one per range.
@@ -71,7 +71,7 @@ def lay_out(
     result: dict[int, list[Located]] = {}
     count = partitions or ranges
     for topic_partition in sorted(entries):
-        for block in sorted(entries[topic_partition], key=lambda block: block.id):
+        for block in entries[topic_partition]:
             # By the text of its key: a batch that is read again knows no range that it came to.
             slot = block.text_slots[0] if block.keys_of_bytes else block.slot
             index = home_range(topic_partition, block.id, slot, ranges)

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from keyshard.core.holes.settling import Proofs, Settled, settle, settles_more
 from keyshard.core.position.checkpoint import PartitionCheckpoint
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.fingerprint import Known
+from keyshard.core.position.fingerprint import (
+    Known,
+    check_delivered,
+    check_held,
+    check_unknown,
+)
 from keyshard.core.window.admission import Sizes, take_aligned
-from keyshard.core.window.checkpoint_size import fitting, paused_ranges
+from keyshard.core.window.checkpoint_size import fitting
 
 ROW_OVERHEAD_BYTES = 512
 """Memory that a row takes beside its payload, as counted against the budget."""
+
+
+class Receipt(Enum):
+    """What became of a delivered entry."""
+
+    ACCEPTED = auto()
+    """It is new and in the window now."""
+    HELD = auto()
+    """It is in the window already: dropped; acknowledged when its batch is released."""
+    COMMITTED = auto()
+    """Its batch is committed, or it is settled: dropped; acknowledge it, the broker forgot."""
 
 
 @dataclass(slots=True)
@@ -63,6 +80,11 @@ class PartitionWindow:
     def ready_rows(self) -> int:
         """Received rows that a cut could take."""
         return self.received_rows - self.waiting_rows
+
+    @property
+    def received_sizes(self) -> Sizes:
+        """What is received and not cut."""
+        return self.received_rows, self.received_bytes, self.received_payload
 
     @property
     def holes(self) -> int:
@@ -143,24 +165,53 @@ class PartitionWindow:
             del self.taken[block.id]
         return blocks[:count]
 
-    def published_ms_of(self, entry_id: EntryId) -> int | None:
-        """Latest time at which an entry that is held, or going to be read again, was published."""
-        published_ms = self.held.get(entry_id)
-        if published_ms is None and self.expected and entry_id in self.expected:
-            return self.latest_ms_of(entry_id)
-        return published_ms
+    def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> Receipt:
+        """What becomes of an entry whose id is held or settled.
 
-    def latest_ms_of(self, entry_id: EntryId) -> int:
+        Raises:
+            TopicRecreatedError: The id was handed out a second time.
+        """
+        latest_ms, published_ms = self._latest_ms_of(block.id), self.held.get(block.id)
+        if published_ms is None and self.expected and block.id in self.expected:
+            published_ms = latest_ms
+        if published_ms is not None:
+            check_held(topic_partition, published_ms, block)
+            return Receipt.HELD
+        check_delivered(topic_partition, latest_ms, block)
+        return Receipt.COMMITTED
+
+    def _latest_ms_of(self, entry_id: EntryId) -> int:
         """Latest time at which an entry that is settled may have been published."""
         known = self.doubted
         return (known if known and entry_id in known else self.state).published_ms
 
     def doubt(self) -> None:
-        """From now on another topic may be behind the same ids."""
+        """Nothing shows any longer that this is the topic partition that was received from."""
         if self.doubted is None:
             newest_ms = max([self.state.published_ms, *self.held.values()])
             known = Known(self.state, EntrySet.of(self.held), newest_ms)
             self.doubted = known or None
+
+    def compare(self, topic_partition: TopicPartition, block: EntryBlock) -> bool:
+        """Whether what is stored of this topic partition, if that is doubted, ends the doubt.
+
+        It does where the id is known and the entry as old as it should be; and where the id is
+        higher than all that are known, because ids only grow.
+
+        Raises:
+            TopicRecreatedError: The ids were handed out a second time.
+        """
+        known = self.doubted
+        if known is None:
+            return True
+        first, last = known.span
+        if block.id in known:
+            self.check_known(topic_partition, block)
+        elif block.id < last:
+            check_unknown(topic_partition, known.published_ms, first.ledger, block)
+            return False
+        self.doubted = None
+        return True
 
     def hold(self, block: EntryBlock) -> tuple[int, int]:
         """Count an entry as held; its rows and memory."""
@@ -244,19 +295,23 @@ class PartitionWindow:
         if proofs:
             self.waiting_rows = 0
 
-    def paused(self, rows_share: int, bytes_share: int, ranges: int) -> frozenset[int] | None:
-        """Ranges that pause for the size of the checkpoint; ``None`` when it has room."""
-        if not self.tight:
-            return None
-        return paused_ranges(self.received, rows_share, bytes_share, ranges, self.owners)
+    def validate(self, planned: Sequence[EntryBlock]) -> None:
+        """Assert the invariants.
 
-    def validate(self) -> None:
-        """Assert the invariants."""
+        Args:
+            planned: Entries that are in a checkpoint, and held until their release.
+        """
         ids = [block.id for block, _ in self.received]
-        assert len(set(ids)) == len(ids), "an entry is received twice"
-        assert self.held.keys() >= set(ids), "a received entry is not held"
+        received, in_batches = set(ids), {block.id for block in planned}
+        assert len(received) == len(ids), "an entry is received twice"
+        assert len(in_batches) == len(planned), "an entry is planned twice"
+        assert not any(one in self.expected for one in in_batches), "or read again twice"
+        assert self.held.keys() == in_batches | received | self.taken.keys()
         assert not any(map(self.state.settled, ids)), "a received entry is settled"
+        assert all(map(self.state.settled, in_batches | set(self.expected)))
         assert self.received_rows == sum(block.rows for block, _ in self.received)
+        others = [*planned, *self.taken.values()]
+        assert self.rows == self.received_rows + sum(block.rows for block in others)
 
 
 def _size(block: EntryBlock) -> int:
