@@ -19,7 +19,7 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 12 minutes on 2 cores)
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 13 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 
 unit: $(INSTALLED) ## unit and property tests only (half a minute)
