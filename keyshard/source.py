@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from keyshard.handlers.batches import Batch, BatchRun
     from keyshard.handlers.calling import Handle
     from keyshard.handlers.observing import Observer
+    from keyshard.observe.status_types import Status
 
 
 def _handling(options: HandlerOptions) -> HandlerConfig:
@@ -249,7 +250,7 @@ class KeyShardSource(SourceConfig):
             raise NotRunningError("batches() parks no keys; only run() does.")
         return run
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """What a running source does, range by range, as plain JSON values; see docs/status.md.
 
         From memory, from any thread. What the broker says is a few seconds old, and ``None``
@@ -258,7 +259,7 @@ class KeyShardSource(SourceConfig):
         Raises:
             NotRunningError: It does not run.
         """
-        status: dict[str, Any] = self._active().status()
+        status: Status = self._active().status()
         return status
 
     def _begin(self, run: Any) -> None:

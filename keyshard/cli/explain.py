@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keyshard.cli.connecting import ClientConfOption, service_url_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
+
+if TYPE_CHECKING:
+    from keyshard.observe.status_types import Explanation, Located, Place
 
 
 def explain(  # noqa: PLR0917 - one argument per option
@@ -27,21 +30,21 @@ def explain(  # noqa: PLR0917 - one argument per option
     """Say the slot, range and owner of a key, and what waits, runs or is parked."""
     from keyshard.observe.control import running_source
 
-    if parallelism is None:
-        told = running_source(subscription, service_url_of(service_url, client_conf), pid).ask(
-            "explain", key=key
-        )
-    else:
-        told = _offline(key, parallelism)
-    typer.echo(json.dumps(told, indent=2) if as_json else _text(told))
+    if parallelism is not None:
+        found = _offline(key, parallelism)
+        typer.echo(json.dumps(found, indent=2) if as_json else _where(found))
+        return
+    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+    told: Explanation = source.ask("explain", key=key)
+    typer.echo(json.dumps(told, indent=2) if as_json else f"{_where(told)}\n{_what(told)}")
 
 
-def _offline(key: str, parallelism: int) -> dict[str, Any]:
+def _offline(key: str, parallelism: int) -> Located:
     from keyshard.core.ring.hash_range import range_index, split_ring
     from keyshard.core.ring.key_slot import possible_slots
 
     ring = split_ring(parallelism)
-    places = [
+    places: list[Place] = [
         {"slot": slot, "range": index, "hashRange": str(ring[index])}
         for slot in possible_slots(key)
         for index in [range_index(slot, parallelism)]
@@ -49,7 +52,7 @@ def _offline(key: str, parallelism: int) -> dict[str, Any]:
     return {"key": key, **places[0], "ifBytes": places[1] if len(places) > 1 else None}
 
 
-def _text(told: dict[str, Any]) -> str:
+def _where(told: Located) -> str:
     lines = [
         f"key     {told['key']!r}",
         f"slot    {told['slot']}",
@@ -61,15 +64,17 @@ def _text(told: dict[str, Any]) -> str:
             f"        if its producer set it as bytes: slot {as_bytes['slot']}, range "
             f"{as_bytes['range']} (slots {as_bytes['hashRange']})"
         )
-    if "owner" not in told:
-        return "\n".join(lines)
+    return "\n".join(lines)
+
+
+def _what(told: Explanation) -> str:
     lane = told["lane"]
     state = lane["state"]
     if lane["messageId"] is not None:
         state += f", message {lane['messageId']}, attempt {lane['attempts'] + 1}"
     if lane["reason"]:
         state += f": {lane['reason']}"
-    lines += [
+    lines = [
         f"owner   {told['owner']}",
         f"lane    {state}",
         f"waiting {told['waiting']} messages",

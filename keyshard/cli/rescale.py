@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +22,7 @@ from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+    from keyshard.observe.status_types import Status
 
 _LANES = 16
 _MOVES_MAX = 20
@@ -103,7 +103,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
             "--dry-run shows what another number of ranges moves. What --balance moves is decided "
             "by the load when it is done."
         )
-    status: Mapping[str, Any] = {}
+    status: Status | None = None
     if start is None:
         source = running_source(subscription, service_url_of(service_url, client_conf), pid)
         status = source.ask("status")
@@ -114,7 +114,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
 
 
 def _show(
-    status: Mapping[str, Any],
+    status: Status | None,
     ranges: int,
     *,
     start: int | None,
@@ -127,11 +127,15 @@ def _show(
     from keyshard.core.ring.assignment import assign
     from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
 
-    before = _assignment_of(status) if start is None else assign(start)
+    if status is not None:
+        before = _assignment_of(status)
+    else:
+        assert start is not None, "without a source it is given"
+        before = assign(start)
     made = RescalePlan.make(before, ranges)
-    lanes = lanes or status.get("lanes") or _LANES
+    lanes = lanes or (status and status["lanes"]) or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
-    workers = workers or status.get("workersMax")
+    workers = workers or (status and status["workersMax"]) or None
     ceilings = [Ceiling.of(count, lanes, handler_s, workers) for count in (len(before), ranges)]
     if as_json:
         typer.echo(json.dumps(_as_json(made, ceilings, lanes, handler_s), indent=2))
@@ -151,7 +155,7 @@ def _moved(told: dict[str, Any]) -> str:
     return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."
 
 
-def _assignment_of(status: Mapping[str, Any]) -> Any:
+def _assignment_of(status: Status) -> Any:
     from keyshard.core.ring.hash_range import HashRange
 
     return tuple(
@@ -160,10 +164,11 @@ def _assignment_of(status: Mapping[str, Any]) -> Any:
     )
 
 
-def _mean_s(status: Mapping[str, Any]) -> float | None:
+def _mean_s(status: Status | None) -> float | None:
     """Mean time of an attempt, as a running source measured it."""
-    seconds = status.get("handlerSeconds") or {}
-    return seconds["sum"] / seconds["count"] if seconds.get("count") else None
+    if status is None or not status["handlerSeconds"]["count"]:
+        return None
+    return status["handlerSeconds"]["sum"] / status["handlerSeconds"]["count"]
 
 
 def _as_json(

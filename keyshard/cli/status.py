@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,8 @@ from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from keyshard.observe.status_types import RangeStatus, Status
 
 _PARKED_MAX = 10
 _STYLES = {
@@ -47,14 +49,14 @@ def status(  # noqa: PLR0917 - one argument per option
     if watch:
         watching.watch(source, _view, as_json=as_json)
         return
-    told = source.ask("status")
+    told: Status = source.ask("status")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
         console().print(_view(told))
 
 
-def _view(told: Mapping[str, Any], rates: watching.Rates | None = None) -> RenderableType:
+def _view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
     from rich.text import Text
@@ -84,7 +86,7 @@ def _view(told: Mapping[str, Any], rates: watching.Rates | None = None) -> Rende
     return Group(*parts, _ranges(told, rates), _partitions(told))
 
 
-def _head(told: Mapping[str, Any]) -> str:
+def _head(told: Status) -> str:
     topics = told["topicsPattern"] or ", ".join(told["topics"])
     return (
         f"{told['state']}: {told['subscription']!r} on {topics} at {told['serviceUrl']}: "
@@ -94,7 +96,7 @@ def _head(told: Mapping[str, Any]) -> str:
     )
 
 
-def _counts(told: Mapping[str, Any]) -> str:
+def _counts(told: Status) -> str:
     counters, window = told["counters"], told["window"] or {}
     if told["executor"] == "batches":
         return (
@@ -110,7 +112,7 @@ def _counts(told: Mapping[str, Any]) -> str:
     )
 
 
-def _paces(told: Mapping[str, Any], rates: watching.Rates) -> str:
+def _paces(told: Status, rates: watching.Rates) -> str:
     received = rates.of(lambda told: (told["window"] or {}).get("rowsReceived"))
     if told["executor"] == "batches":
         return f"per second: received {_pace(received)}"
@@ -126,13 +128,13 @@ def _pace(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 10 or not value else f"{value:.1f}"
 
 
-def _handled(index: int) -> Callable[[Mapping[str, Any]], int | None]:
+def _handled(index: int) -> Callable[[Status], int | None]:
     return lambda told: next(
         (each["handled"] for each in told["ranges"] if each["index"] == index), None
     )
 
 
-def _ranges(told: Mapping[str, Any], rates: watching.Rates | None) -> RenderableType:
+def _ranges(told: Status, rates: watching.Rates | None) -> RenderableType:
     from rich.markup import escape
     from rich.table import Table
 
@@ -154,7 +156,7 @@ def _ranges(told: Mapping[str, Any], rates: watching.Rates | None) -> Renderable
     return table
 
 
-def _why(each: Mapping[str, Any]) -> str:
+def _why(each: RangeStatus) -> str:
     key = each["blockedBy"]
     if each["stalled"] is not None:
         return f"{each['stalled']['reason']} (for {each['stalled']['forSeconds']:.0f} s)"
@@ -164,7 +166,7 @@ def _why(each: Mapping[str, Any]) -> str:
     return f"{name}, message {key['messageId']}, attempt {key['attempts'] + 1}: {key['reason']}"
 
 
-def _partitions(told: Mapping[str, Any]) -> RenderableType:
+def _partitions(told: Status) -> RenderableType:
     from rich.table import Table
 
     table = Table("topic partition", "backlog", "ring", "ack holes", "replay queue")

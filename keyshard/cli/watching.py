@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from keyshard.observe.control import RunningSource
+    from keyshard.observe.status_types import Status
 
 EVERY_S = 1.0
 """Time between two looks, seconds."""
@@ -29,15 +30,15 @@ class Rates:
     """Rates between the first and the last of a few looks at a source."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=RATES_OVER + 1)
+        self._looks: deque[tuple[float, Status]] = deque(maxlen=RATES_OVER + 1)
 
-    def look(self, now_s: float, told: Mapping[str, Any]) -> None:
+    def look(self, now_s: float, told: Status) -> None:
         """Take a status, and the time it was told at."""
         if self._looks and self._looks[-1][1]["epoch"] != told["epoch"]:
             self._looks.clear()  # a rescale: its ranges are others, and count from 0
         self._looks.append((now_s, told))
 
-    def of(self, count: Callable[[Mapping[str, Any]], int | None]) -> float | None:
+    def of(self, count: Callable[[Status], int | None]) -> float | None:
         """How much something that only grows grows per second; ``None`` while that is unknown."""
         if len(self._looks) < 2:
             return None
@@ -50,7 +51,7 @@ class Rates:
 
 def watch(
     source: RunningSource,
-    view: Callable[[Mapping[str, Any], Rates], RenderableType],
+    view: Callable[[Status, Rates], RenderableType],
     *,
     as_json: bool,
 ) -> None:
@@ -78,11 +79,11 @@ def watch(
     typer.echo(f"The source of {source.subscription!r}, pid {source.pid}, has stopped.", err=True)
 
 
-def _looks(source: RunningSource) -> Iterator[tuple[Mapping[str, Any], Rates]]:
+def _looks(source: RunningSource) -> Iterator[tuple[Status, Rates]]:
     rates = Rates()
     while True:
         try:
-            told = source.ask("status")
+            told: Status = source.ask("status")
         except ControlError as exc:
             if not source.path.exists():
                 return

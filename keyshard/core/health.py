@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 
 BLOCKS_S = 1.0
@@ -99,6 +100,8 @@ class RangeFacts:
     draining: bool = False
     disconnected: tuple[str, ...] = ()
     """Topic partitions whose consumer is not connected."""
+    oldest: datetime | None = None
+    """When the entry that it has had for longest was published; ``None`` without one."""
 
 
 @dataclass(frozen=True, slots=True)

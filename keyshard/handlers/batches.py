@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -16,17 +15,14 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
-from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.tally import Tally
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.ring.assignment import slot_owners
-from keyshard.core.ring.hash_range import range_index
 from keyshard.errors import KeyShardError, NotRunningError, WindowFullError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.committer import Committer
-from keyshard.handlers.lane_moves import LaneMoves
+from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
+from keyshard.observe.status_types import Status
 
 BATCH_BYTES_MAX = 512 * 1024 * 1024
 """Payload at which a batch is full, bytes, unless one entry has more. A column of a record batch
@@ -97,10 +93,9 @@ class BatchRun:
         self._monitor: Monitor | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
-        ranges = config.parallelism
-        self._lanes = Lanes(ranges, 1, lambda slot: range_index(slot, ranges))
+        self._owners = RangeOwners()
         self._subject = Subject(
-            config, coordinator, self._lanes, Tally(), threading.Condition(),
+            config, coordinator, self._owners,
             executor="batches", workers=lambda: 1, workers_max=None,
             stopping=lambda: self._stopping, rescaler=lambda: self.rescaler,
         )  # fmt: skip
@@ -120,12 +115,10 @@ class BatchRun:
         try:
             self._monitor = Monitor(self._subject)
             assignment = first_assignment(self._config, checkpoint)
-            with self._subject.changed:
-                self._lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
+            self._owners.begin(assignment)
             self._coordinator.start(checkpoint, assignment=assignment)
             self._committer = Committer(self._coordinator, self._store, checkpoint)
-            moves = LaneMoves(self._lanes, self._subject.changed, wake=lambda: None)
-            self.rescaler = self._coordinator.rescaler(moves, drain_timeout_s=0.0)
+            self.rescaler = self._coordinator.rescaler(self._owners, drain_timeout_s=0.0)
             while not self._stopping:
                 batch = self._next()
                 if batch is not None:
@@ -135,7 +128,7 @@ class BatchRun:
                 self._monitor.close()
             self._end()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """What goes on, as plain JSON values; no lane works on anything."""
         view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
         return view.status()

@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
 from keyshard.config.source import SourceConfig
@@ -40,6 +39,7 @@ from keyshard.handlers.committer import Committer
 from keyshard.handlers.executors import AsyncWorkers, ThreadWorkers, Workers
 from keyshard.handlers.feeder import Feeder
 from keyshard.handlers.lane_desk import LaneDesk
+from keyshard.handlers.lane_facts import LaneFacts
 from keyshard.handlers.lane_moves import LaneMoves
 from keyshard.handlers.observing import Observer, Observers
 from keyshard.handlers.outcome_log import OutcomeLog
@@ -48,6 +48,7 @@ from keyshard.handlers.processes import ProcessWorkers
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
+from keyshard.observe.status_types import Status
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
@@ -114,7 +115,8 @@ class HandlerRun:
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
         self._subject = Subject(
-            config, coordinator, self.lanes, self._desk.tally, self.changed,
+            config, coordinator,
+            LaneFacts(self.lanes, self._desk.tally, self._desk.circuit, self.changed),
             executor=self._mode,
             workers=lambda: 0 if self._made is None else self._made.count,
             workers_max=self._workers_max,
@@ -123,7 +125,6 @@ class HandlerRun:
             turned_s=lambda: self._turned_s,
             parked=lambda: None if self._parked is None else self._parked.keys,
             unpark=self.unpark,
-            circuit=self._desk.circuit,
             discard=lambda selection, rejected: self.discard(selection, rejected=rejected),
         )  # fmt: skip
 
@@ -186,7 +187,7 @@ class HandlerRun:
             raise NotRunningError("The source is starting; its parked keys are not known yet.")
         return self._parked
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """What goes on, as plain JSON values."""
         view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
         return view.status()

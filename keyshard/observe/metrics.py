@@ -8,12 +8,13 @@ read from :meth:`keyshard.KeyShardSource.status` when Prometheus asks;
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from keyshard.core.health import RangeState
+from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
 
 Sample = tuple[tuple[str, ...], float]
 """Values of the labels, and the value."""
@@ -37,15 +38,15 @@ class Metric:
     unit: str
     labels: tuple[str, ...]
     help: str
-    read: Callable[[Mapping[str, Any]], Iterable[Sample]]
+    read: Callable[[Status], Iterable[Sample]]
     """Samples of a status; none for what is not known. A histogram gives none: its status is
     ``handlerSeconds``."""
 
 
-def _one(*path: str) -> Callable[[Mapping[str, Any]], Iterable[Sample]]:
+def _one(*path: str) -> Callable[[Status], Iterable[Sample]]:
     """The single value at a path of the status."""
 
-    def read(status: Mapping[str, Any]) -> Iterable[Sample]:
+    def read(status: Status) -> Iterable[Sample]:
         value: Any = status
         for name in path:
             value = value.get(name) if value is not None else None
@@ -54,10 +55,10 @@ def _one(*path: str) -> Callable[[Mapping[str, Any]], Iterable[Sample]]:
     return read
 
 
-def _ranges(value_of: Callable[[Mapping[str, Any]], float | None]) -> Any:
+def _ranges(value_of: Callable[[RangeStatus], float | None]) -> Any:
     """A value of each range."""
 
-    def read(status: Mapping[str, Any]) -> Iterable[Sample]:
+    def read(status: Status) -> Iterable[Sample]:
         for each in status["ranges"]:
             value = value_of(each)
             if value is not None:
@@ -66,16 +67,16 @@ def _ranges(value_of: Callable[[Mapping[str, Any]], float | None]) -> Any:
     return read
 
 
-def _states(status: Mapping[str, Any]) -> Iterable[Sample]:
+def _states(status: Status) -> Iterable[Sample]:
     for each in status["ranges"]:
         for state in RangeState:
             yield (str(each["index"]), state.value), float(each["state"] == state.value)
 
 
-def _partitions(value_of: Callable[[Mapping[str, Any]], float | None]) -> Any:
+def _partitions(value_of: Callable[[PartitionStatus], float | None]) -> Any:
     """A value of each topic partition."""
 
-    def read(status: Mapping[str, Any]) -> Iterable[Sample]:
+    def read(status: Status) -> Iterable[Sample]:
         for each in status["partitions"]:
             value = value_of(each)
             if value is not None:

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from keyshard.errors import ConfigError
 from keyshard.observe.metrics import METRICS, MetricKind
 from keyshard.observe.metrics import Metric as Row
+from keyshard.observe.status_types import Status
 
 REQUEST_S = 10.0
 """Longest wait for a request to arrive or for an answer to be taken, seconds."""
@@ -39,7 +40,7 @@ class StatusCollector(Collector):
         status: The status of the source; called at every scrape.
     """
 
-    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
 
     def collect(self) -> Iterable[Metric]:
@@ -70,7 +71,7 @@ class MetricsServer:
         self,
         host: str,
         port: int,
-        status: Callable[[], Mapping[str, Any]],
+        status: Callable[[], Status],
         live: Callable[[], str],
         ready: Callable[[], str],
     ) -> None:
@@ -146,7 +147,7 @@ def _server(host: str, port: int, handler: Any) -> _Server:
     return made
 
 
-def _family(row: Row, status: Mapping[str, Any]) -> Metric:
+def _family(row: Row, status: Status) -> Metric:
     if row.kind is MetricKind.HISTOGRAM:
         histogram = HistogramMetricFamily(row.name, row.help)
         seconds = status["handlerSeconds"]

@@ -6,26 +6,30 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
-from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.facts import lane_of, range_facts
-from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.tally import Tally
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import HashRange, gaps
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
 from keyshard.dead_letter.parked_keys import ParkedKeys
 from keyshard.errors import NotRunningError
 from keyshard.observe.broker_facts import BrokerFacts, PartitionFacts
+from keyshard.observe.handling import Handling, Owned
+from keyshard.observe.status_types import (
+    BlockingKey,
+    Explanation,
+    PartitionStatus,
+    Place,
+    RangeStatus,
+    Status,
+)
 from keyshard.redaction import redacted
 
 LIVE_S = 60.0
@@ -40,10 +44,8 @@ class Subject:
 
     config: SourceConfig
     coordinator: Coordinator
-    lanes: Lanes
-    tally: Tally
-    changed: threading.Condition
-    """Guards lanes and tally."""
+    handling: Handling
+    """What it does with messages."""
     executor: str
     workers: Callable[[], int]
     """Handlers that may run at the same time now: threads or processes, or 1 for an event loop."""
@@ -60,8 +62,6 @@ class Subject:
     """Lets parked keys out; ``None`` where nothing is parked."""
     discard: Callable[[Selection, bool], int] | None = None
     """Gives letters up: rejected ones, or those of parked keys."""
-    circuit: Circuit = field(default_factory=Circuit)
-    """Whether most keys fail at once, so that handlers pause; guarded, too."""
 
     @property
     def phase(self) -> str:
@@ -69,16 +69,6 @@ class Subject:
         if self.stopping():
             return "stopping"
         return "starting" if self.rescaler() is None else "running"
-
-
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """Who owns what, and is connected."""
-
-    owned: Mapping[int, list[HashRange]]
-    disconnected: Mapping[int, list[str]]
-    paused: set[int]
-    gaps: Mapping[TopicPartition, tuple[HashRange, ...]]
 
 
 class StatusView:
@@ -101,25 +91,20 @@ class StatusView:
         if not self._subject.coordinator.started:
             return []
         now_s = time.monotonic()
-        facts = self._facts(now_s, self._owned_ranges())
-        subject = self._subject
-        with subject.changed:
-            usual_s = subject.tally.timings.p99_s
-            pause = "" if subject.circuit.closed else str(subject.circuit)
+        handling = self._subject.handling
+        facts = handling.ranges(now_s, self._owned())
+        usual_s, pause = handling.pace()
         with self._lock:
             return self._watchdog.look(now_s, facts, usual_s=usual_s, pause=pause)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """Everything; see ``docs/status.md``."""
         subject = self._subject
         now_s = time.monotonic()
         started = subject.coordinator.started
-        owned_ranges = self._owned_ranges() if started else _Owned({}, {}, set(), {})
-        facts = self._facts(now_s, owned_ranges) if started else []
-        with subject.changed:
-            oldest = [subject.lanes.counts(each.index).oldest for each in facts]
-            counters, timings = subject.tally.counters(), subject.tally.timings.status()
-            circuit = subject.circuit.status(now_s)
+        owned = self._owned() if started else Owned({}, {}, set(), {})
+        facts = subject.handling.ranges(now_s, owned) if started else []
+        totals = subject.handling.totals(now_s)
         with self._lock:
             stalls = dict(self._watchdog.stalls)
         config, parked = subject.config, subject.parked()
@@ -132,26 +117,22 @@ class StatusView:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "epoch": subject.coordinator.epoch if started else 0,
-            "lanes": subject.lanes.lanes,
+            "lanes": subject.handling.lanes,
             "workers": subject.workers(),
             "workersMax": subject.workers_max,
             "executor": subject.executor,
-            "ranges": [
-                self._range(each, owned_ranges, stalls.get(each.index), published, now_s)
-                for each, published in zip(facts, oldest, strict=True)
-            ],
+            "ranges": [self._range(each, owned, stalls.get(each.index), now_s) for each in facts],
             "partitions": [
-                self._partition(where, missing)
-                for where, missing in sorted(owned_ranges.gaps.items())
+                self._partition(where, missing) for where, missing in sorted(owned.gaps.items())
             ],
             "parkedKeys": 0 if parked is None else len(parked),
             "parked": [
                 {"key": key, "letters": letters}
                 for key, letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
-            "counters": counters,
-            "handlerSeconds": timings,
-            "circuit": circuit,
+            "counters": totals.counters,
+            "handlerSeconds": totals.timings,
+            "circuit": totals.circuit,
             "window": subject.coordinator.status() if started else None,
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
         }
@@ -168,15 +149,13 @@ class StatusView:
         phase = self._subject.phase
         if phase != "running":
             return f"The source is {phase}."
-        away = sorted(
-            {name for names in self._owned_ranges().disconnected.values() for name in names}
-        )
+        away = sorted({name for names in self._owned().disconnected.values() for name in names})
         if not away:
             return ""
         more = f" and {len(away) - 1} more" if len(away) > 1 else ""
         return f"Not every consumer is connected to {away[0]}{more}."
 
-    def explain(self, key: str) -> dict[str, Any]:
+    def explain(self, key: str) -> Explanation:
         """Where a key lies, and what happens to it, as plain JSON values.
 
         Raises:
@@ -185,74 +164,40 @@ class StatusView:
         if not self._subject.coordinator.started:
             raise NotRunningError("The source is still starting. Ask again in a moment.")
         slot, *others = possible_slots(key)
-        lanes, parked = self._subject.lanes, self._subject.parked()
-        with self._subject.changed:
-            index, *other_indices = map(lanes.owner_of, (slot, *others))
-            queue = lanes.queue(key)
-            lane = lane_of(queue, time.monotonic())
-            waiting = 0 if queue is None else len(queue.work) - queue.running
-        owned = self._owned_ranges().owned
-        of_bytes = [
-            _place(at, by, owned.get(by, [])) for at, by in zip(others, other_indices, strict=True)
+        parked = self._subject.parked()
+        place = self._subject.handling.place(key, [slot, *others], time.monotonic())
+        owned = self._owned().owned
+        at, *of_bytes = [
+            _place(each, by, owned.get(by, []))
+            for each, by in zip([slot, *others], place.owners, strict=True)
         ]
         return {
             "key": key,
-            **_place(slot, index, owned.get(index, [])),
+            **at,
             "ifBytes": of_bytes[0] if of_bytes else None,
             "owner": self._owner,
-            "lane": lane,
-            "waiting": waiting,
+            "lane": place.lane,
+            "waiting": place.waiting,
             "parked": parked is not None and parked.state(key) is not None,
         }
 
-    def _owned_ranges(self) -> _Owned:
-        owned: dict[int, set[HashRange]] = {}
-        disconnected: dict[int, list[str]] = {}
-        covered: dict[TopicPartition, list[HashRange]] = {}
-        receiving: set[int] = set()
-        for owned_range, connected, paused in self._subject.coordinator.owned_ranges():
-            owned.setdefault(owned_range.range_index, set()).add(owned_range.hash_range)
-            covering = covered.setdefault(owned_range.topic_partition, [])
-            if connected:
-                covering.append(owned_range.hash_range)
-            else:
-                disconnected.setdefault(owned_range.range_index, []).append(
-                    owned_range.topic_partition.name
-                )
-            if not paused:
-                receiving.add(owned_range.range_index)
-        return _Owned(
-            {index: sorted(ranges) for index, ranges in owned.items()},
-            disconnected,
-            set(owned) - receiving,
-            {where: gaps(ranges) for where, ranges in covered.items()},
-        )
-
-    def _facts(self, now_s: float, owned_ranges: _Owned) -> list[RangeFacts]:
-        with self._subject.changed:
-            return range_facts(
-                self._subject.lanes,
-                now_s,
-                owned_ranges.owned,
-                owned_ranges.disconnected,
-                owned_ranges.paused,
-            )
+    def _owned(self) -> Owned:
+        return Owned.of(self._subject.coordinator.owned_ranges())
 
     def _range(
         self,
         facts: RangeFacts,
-        owned_ranges: _Owned,
+        owned: Owned,
         stall: Stall | None,
-        published: datetime | None,
         now_s: float,
-    ) -> dict[str, Any]:
+    ) -> RangeStatus:
         blocking = facts.blocking
         if blocking is not None and stall is None and not blocking.blocks:
             blocking = None
-        age = None if published is None else datetime.now(timezone.utc) - published
+        age = None if facts.oldest is None else datetime.now(timezone.utc) - facts.oldest
         return {
             "index": facts.index,
-            "hashRanges": [str(one) for one in owned_ranges.owned.get(facts.index, ())],
+            "hashRanges": [str(one) for one in owned.owned.get(facts.index, ())],
             "owner": self._owner,
             "state": state_of(facts, stalled=stall is not None).value,
             "waiting": facts.waiting,
@@ -267,7 +212,7 @@ class StatusView:
             else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},
         }
 
-    def _partition(self, where: TopicPartition, missing: tuple[HashRange, ...]) -> dict[str, Any]:
+    def _partition(self, where: TopicPartition, missing: tuple[HashRange, ...]) -> PartitionStatus:
         facts: PartitionFacts | None = None
         if self._broker_facts is not None:
             facts = self._broker_facts.known.get(where)
@@ -276,15 +221,15 @@ class StatusView:
             "partition": where.partition,
             "covered": not missing,
             "gaps": list(map(str, missing)),
-            "backlog": facts and facts.backlog,
-            "ackHoles": facts and facts.ack_holes,
-            "ackHolesMax": facts and facts.ack_holes_max,
-            "replay": facts and facts.replay,
-            "replayMax": facts and facts.replay_max,
+            "backlog": None if facts is None else facts.backlog,
+            "ackHoles": None if facts is None else facts.ack_holes,
+            "ackHolesMax": None if facts is None else facts.ack_holes_max,
+            "replay": None if facts is None else facts.replay,
+            "replayMax": None if facts is None else facts.replay_max,
         }
 
 
-def _key(facts: KeyFacts) -> dict[str, Any]:
+def _key(facts: KeyFacts) -> BlockingKey:
     return {
         "key": facts.key,
         "messageId": facts.message_id,
@@ -293,7 +238,7 @@ def _key(facts: KeyFacts) -> dict[str, Any]:
     }
 
 
-def _place(slot: int, index: int, owned: Collection[HashRange]) -> dict[str, Any]:
+def _place(slot: int, index: int, owned: Collection[HashRange]) -> Place:
     """Where a slot lies."""
     ranges = " ".join(str(one) for one in owned if slot in one)
     return {"slot": slot, "range": index, "hashRange": ranges}

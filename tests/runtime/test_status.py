@@ -32,6 +32,7 @@ from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.observe import broker_facts, monitor
 from keyshard.observe import status as status_module
 from keyshard.observe.control import running_source, running_sources
+from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
 
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]
@@ -364,6 +365,9 @@ def test_batches_are_shown_too(job: Job, capsys: pytest.CaptureFixture[str]) -> 
     batch = next(batches)
     status = running_source("jobs").ask("status")
     assert (status["executor"], len(status["ranges"])) == ("batches", RANGES)
+    assert status.keys() == Status.__annotations__.keys()
+    assert status["ranges"][0].keys() == RangeStatus.__annotations__.keys()
+    assert status["partitions"][0].keys() == PartitionStatus.__annotations__.keys()
     with pytest.raises(SystemExit):
         main(["status", "jobs"])
     assert f"received {RANGES} rows, acknowledged 0 entries" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import Enum
-from typing import Any
+from typing import TypedDict
 
 KEYS_MIN = 5
 """Fewest keys that must fail: with fewer, nobody can tell weather from poison."""
@@ -53,6 +53,18 @@ class CircuitState(str, Enum):
     CLOSED = "closed"
     OPEN = "open"
     PROBING = "probing"
+
+
+class CircuitStatus(TypedDict):
+    """A circuit as plain JSON values."""
+
+    state: str
+    openings: int
+    forSeconds: float
+    nextProbeInSeconds: float | None
+    keysFailing: int
+    keysTried: int
+    error: str
 
 
 class Circuit:
@@ -148,7 +160,7 @@ class Circuit:
         """How many of the keys that were tried last fail, and how many those are."""
         return self._failing, len(self._latest)
 
-    def status(self, now_s: float) -> dict[str, Any]:
+    def status(self, now_s: float) -> CircuitStatus:
         """As plain JSON values."""
         failing, tried = self.keys
         is_open = not self.closed

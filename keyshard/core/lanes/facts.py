@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from keyshard.core.health import KeyFacts, RangeFacts, most_blocking
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.lanes.queues import KeyQueue
-from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.hash_range import HashRange, overlap
 
 RETRYING_MAX = 10_000
 """Keys that wait for a retry, and are looked at for what blocks their range."""
+
+
+class LaneStatus(TypedDict):
+    """What happens to a key, as plain JSON values."""
+
+    state: str
+    messageId: str | None
+    attempts: int
+    reason: str | None
 
 
 def key_facts(queue: KeyQueue, now_s: float) -> KeyFacts:
@@ -61,15 +70,16 @@ def range_facts(
                 handled=counts.done,
                 blocking=blocking.get(index),
                 paused=index in paused,
-                draining=_overlap(owned.get(index, ()), lanes.held),
+                draining=overlap(owned.get(index, ()), lanes.held),
                 disconnected=tuple(disconnected.get(index, ())),
+                oldest=counts.oldest,
             )
         )
     return facts
 
 
-def lane_of(queue: KeyQueue | None, now_s: float) -> dict[str, Any]:
-    """What happens to a key, as plain JSON values."""
+def lane_of(queue: KeyQueue | None, now_s: float) -> LaneStatus:
+    """What happens to a key."""
     if queue is None:
         return {"state": "empty", "messageId": None, "attempts": 0, "reason": None}
     facts = key_facts(queue, now_s)
@@ -88,9 +98,3 @@ def _troubled(lanes: Lanes) -> Iterator[KeyQueue]:
     """Keys that may hold their range back: they run, or wait for a retry."""
     yield from lanes.running
     yield from lanes.retrying(RETRYING_MAX)
-
-
-def _overlap(some: Sequence[HashRange], others: Sequence[HashRange]) -> bool:
-    return any(
-        one.start <= other.end and other.start <= one.end for one in some for other in others
-    )

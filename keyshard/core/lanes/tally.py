@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from keyshard.core.dead_letter.letters import LetterKind
 from keyshard.core.lanes.timings import Timings
+
+
+class Counters(TypedDict):
+    """The counts of :class:`Tally`, as plain JSON values."""
+
+    completed: int
+    failedAttempts: int
+    rejected: int
+    parked: int
+    deadLettered: int
+    observerErrors: int
 
 
 @dataclass(slots=True)
@@ -41,7 +53,7 @@ class Tally:
         self.rejected += kind is LetterKind.REJECTED
         self.parked += kind is LetterKind.PARKED
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Counters:
         """The counts as plain JSON values."""
         return {
             "completed": self.completed,

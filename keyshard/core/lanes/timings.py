@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
-from typing import Any
+from typing import TypedDict
 
 BOUNDS_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 """Upper bounds of the buckets, seconds, inclusive; what is longer counts in none of them."""
+
+
+class HandlerSeconds(TypedDict):
+    """Durations of attempts, as plain JSON values."""
+
+    count: int
+    sum: float
+    buckets: list[list[float]]
+    """Upper bound, and how many do not exceed it."""
 
 
 class Timings:
@@ -36,7 +45,7 @@ class Timings:
         bound_s = BOUNDS_S[index] if index < len(BOUNDS_S) else self.longest_s
         return min(bound_s, self.longest_s)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> HandlerSeconds:
         """As plain JSON values; each bucket counts everything up to its bound."""
         totals = accumulate(self._counts[:-1])
         return {

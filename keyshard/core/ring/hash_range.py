@@ -6,7 +6,7 @@ inclusive intervals of it; together they must cover the ring, or a partition sto
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from keyshard.errors import ConfigError
@@ -75,3 +75,10 @@ def gaps(owned: Iterable[HashRange]) -> tuple[HashRange, ...]:
     if free < RING_SIZE:
         found.append(HashRange(free, RING_SIZE - 1))
     return tuple(found)
+
+
+def overlap(some: Iterable[HashRange], others: Sequence[HashRange]) -> bool:
+    """Whether a slot lies in both."""
+    return any(
+        one.start <= other.end and other.start <= one.end for one in some for other in others
+    )
