@@ -11,11 +11,12 @@
     5. subscribe  the new hash ranges, for as long as the broker says conflict or does not answer
     6. adopt      window and lanes follow, receiving and handlers go on
 
+What follows on each step, when it is done and when it fails, says :data:`TRANSITIONS`.
+
 Consumers whose hash range and owner stay are not touched, and their keys go on. No handler works on
 a key whose slot has no consumer here: somebody else could have it in that moment. What is received
 and not done stays with its key, and the new consumer's deliveries of it are dropped: nothing comes
-twice. When 3 or 5 fails, the old assignment is subscribed again; when that fails too, the source
-ends with the error.
+twice.
 
 What a restart begins with is in the checkpoint, where handlers or ``batches()`` have one; else it
 is the ``parallelism`` that is configured.
@@ -26,9 +27,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from keyshard.broker.port import Admin
 from keyshard.config.source import SourceConfig
@@ -48,6 +50,42 @@ from keyshard.core.window.budget import Budget
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import OwnedRange, RangeConsumer
+
+
+class Step(Enum):
+    """Where a rescale is."""
+
+    DRAIN = auto()
+    """1 and 2: nothing has changed hands."""
+    EXCHANGE = auto()
+    """3 to 5."""
+    ADOPT = auto()
+    """6."""
+    RESTORE = auto()
+    """The hash ranges of the old assignment that have no consumer are subscribed again."""
+    MOVED = auto()
+    """The end: the new assignment."""
+    KEPT = auto()
+    """The end: the old assignment."""
+    LOST = auto()
+    """The end: parts of the ring have no consumer, so the source ends."""
+
+
+class Follows(NamedTuple):
+    """What follows on a step."""
+
+    done: Step
+    failed: Step | None
+    """``None``: it touches memory only, and what fails there is a defect."""
+
+
+TRANSITIONS: Mapping[Step, Follows] = {
+    Step.DRAIN: Follows(done=Step.EXCHANGE, failed=Step.KEPT),
+    Step.EXCHANGE: Follows(done=Step.ADOPT, failed=Step.RESTORE),
+    Step.ADOPT: Follows(done=Step.MOVED, failed=None),
+    Step.RESTORE: Follows(done=Step.KEPT, failed=Step.LOST),
+}
+"""Steps that are not here are ends."""
 
 DRAIN_LOOK_S = 0.1
 """Longest time until a drain notices that the source has ended, seconds."""
@@ -225,14 +263,34 @@ class Rescaler:
         }
         moving = moved_ranges(consumers.assignment, new)
         began_s = time.monotonic()
-        consumers.suspend(leaving)
-        try:
+        opened: list[RangeConsumer] = []
+
+        def drain() -> None:
             for slots in moving, joined({owned_range.hash_range for owned_range in leaving}):
                 work.hold(slots)
                 self._drain(began_s)
-            opened = self._exchange(leaving, new)
+
+        def exchange() -> None:
+            consumers.close(leaving)
+            consumers.epoch += 1
+            opened.extend(consumers.subscribe(self._missing(new)))
+
+        def adopt() -> None:
+            consumers.assignment = new
             work.reassign(self._host.adopt(new, budget))
             consumers.serve(opened)
+
+        actions = {
+            Step.DRAIN: drain,
+            Step.EXCHANGE: exchange,
+            Step.ADOPT: adopt,
+            Step.RESTORE: self._restore,
+        }
+        consumers.suspend(leaving)
+        try:
+            end, errors = _walk(actions)
+            if end is not Step.MOVED:
+                self._raise(end, errors)
         finally:
             consumers.suspend(())
             work.resume()
@@ -257,31 +315,25 @@ class Rescaler:
                     running_s=blocking.running_s,
                 )
 
-    def _exchange(self, leaving: set[OwnedRange], new: Assignment) -> list[RangeConsumer]:
-        """Close what leaves, subscribe what comes; else what was before."""
-        consumers = self._range_consumers
-        try:
-            consumers.close(leaving)
-            consumers.epoch += 1
-            opened = consumers.subscribe(self._missing(new))
-        except BaseException as exc:
-            self._restore(exc)
-            if not isinstance(exc, KeyShardError):
-                raise
-            raise RescaleError(
-                f"The ranges did not change hands: {exc.message} The owners of before have them "
-                "again. Check the broker, then rescale once more."
-            ) from exc
-        consumers.assignment = new
-        return opened
-
-    def _restore(self, why: BaseException) -> None:
-        """Subscribe what the assignment of before lacks; without it the source ends."""
+    def _restore(self) -> None:
+        """Subscribe what the assignment of before lacks."""
         consumers = self._range_consumers
         consumers.epoch += 1
-        try:
-            consumers.serve(consumers.subscribe(self._missing(consumers.assignment)))
-        except KeyShardError as exc:
+        consumers.serve(consumers.subscribe(self._missing(consumers.assignment)))
+
+    def _raise(self, end: Step, errors: Mapping[Step, BaseException]) -> NoReturn:
+        """Tell who rescales why the ranges are as before, or why the source ends.
+
+        Args:
+            end: How it ended.
+            errors: What failed, by step.
+        """
+        why = errors.get(Step.EXCHANGE, errors.get(Step.DRAIN))
+        assert why is not None, "something failed, else it would have moved"
+        if end is Step.LOST:
+            exc = errors[Step.RESTORE]
+            if not isinstance(exc, KeyShardError):
+                raise exc
             error = RescaleError(
                 f"The ranges did not change hands ({why}), and the owners of before could not have "
                 f"them again: {exc.message} Parts of the ring have no consumer, so the source "
@@ -289,6 +341,12 @@ class Rescaler:
             )
             self._host.fail(error)
             raise error from exc
+        if Step.DRAIN in errors or not isinstance(why, KeyShardError):
+            raise why
+        raise RescaleError(
+            f"The ranges did not change hands: {why.message} The owners of before have them "
+            "again. Check the broker, then rescale once more."
+        ) from why
 
     def _missing(self, assignment: Assignment) -> list[OwnedRange]:
         consumers = self._range_consumers
@@ -310,3 +368,22 @@ def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...
     return tuple(
         Pause(*name, round(1_000 * (end_s - began_s), 3)) for name, end_s in sorted(ends.items())
     )
+
+
+def _walk(
+    actions: Mapping[Step, Callable[[], None]],
+) -> tuple[Step, dict[Step, BaseException]]:
+    """Go from step to step until an end; which, and what failed on the way."""
+    step, errors = Step.DRAIN, dict[Step, BaseException]()
+    while step in TRANSITIONS:
+        follows = TRANSITIONS[step]
+        try:
+            actions[step]()
+        except BaseException as exc:
+            if follows.failed is None:
+                raise
+            errors[step] = exc
+            step = follows.failed
+        else:
+            step = follows.done
+    return step, errors

@@ -287,7 +287,13 @@ MUTANTS = (
     Mutant(
         name="leave a gap when ranges cannot change hands",
         promise="No silent stall: the ring is covered again, or the source ends with an error.",
-        edits=(Edit(RESCALE, "            self._restore(exc)\n", ""),),
+        edits=(
+            Edit(
+                RESCALE,
+                "Follows(done=Step.ADOPT, failed=Step.RESTORE)",
+                "Follows(done=Step.ADOPT, failed=Step.KEPT)",
+            ),
+        ),
         killers=(
             killer(
                 "runtime/test_rescale", "test_ranges_that_somebody_else_has_go_back_to_their_owners"
