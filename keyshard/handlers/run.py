@@ -54,6 +54,9 @@ COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
 DRAIN_LOOK_S = 0.005
 """Time between two looks whether all entries that have begun are whole, seconds."""
+MOVES_S = 5.0
+"""Longest wait of a stop for ranges that move, seconds: the broker may be away, and what is held
+meanwhile can be handled only when that has come to an end."""
 STOP_S = 10.0
 """Longest time between the end of handlers and the end of a run, seconds."""
 COMMIT_BYTES_PER_S = 16 * 1024 * 1024
@@ -308,7 +311,8 @@ class HandlerRun:
             "stopping: %d messages are with handlers, which have %.0f s to finish",
             running, self._handling.drain_timeout_s,
         )  # fmt: skip
-        while self._unfinished(deadline) and time.monotonic() < deadline:
+        moved = min(deadline, began_s + MOVES_S)
+        while self._unfinished(deadline, moved) and time.monotonic() < deadline:
             time.sleep(DRAIN_LOOK_S)
         ended = self._end_workers(max(0.0, deadline - time.monotonic()))
         self._letters.close(max(0.1, deadline - time.monotonic()))
@@ -336,14 +340,14 @@ class HandlerRun:
             counters["completed"], counters["failedAttempts"], counters["deadLettered"],
         )  # fmt: skip
 
-    def _unfinished(self, deadline_s: float) -> bool:
+    def _unfinished(self, deadline_s: float, moved_s: float) -> bool:
         """Whether waiting may complete an entry that has begun; lets workers go on with them."""
         with self.changed:
             self.lanes.drain()
             self._desk.wake()
             # An error has no time for retries.
             until_s = deadline_s if self._desk.error is None else 0.0
-            return self.lanes.unfinished(until_s)
+            return self.lanes.unfinished(until_s, held=time.monotonic() < moved_s)
 
     def _end_workers(self, timeout_s: float) -> bool:
         """Hand out nothing more; whether all handlers have ended in time. Idempotent."""

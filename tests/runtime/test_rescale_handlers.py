@@ -14,11 +14,19 @@ import tenacity
 from handler_world import HandlerWorld
 from helpers import key_in, wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import ConfigError, DrainTimeoutError, NotRunningError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    ConfigError,
+    DrainTimeoutError,
+    KeyShardError,
+    NotRunningError,
+)
+from keyshard.handlers import run
+from rescale_world import Refusing
 
 MakeWorld = Callable[..., HandlerWorld]
 
@@ -113,6 +121,46 @@ def test_a_handler_that_hangs_is_named_and_everything_goes_on(
     wait_until(lambda: world.handled[hung] == [0, 1, 2])
     assert world.rescale(8).epoch == 1
     world.check()
+
+
+def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A message of an entry is handled. 2. A rescale holds the rest of it, and the broker is
+    away. 3. A stop: the rest can be handled only when that ends, and comes again."""
+    monkeypatch.setattr(run, "MOVES_S", 0.2)
+    moves, entered, leave = key_in(MOVED), threading.Event(), threading.Event()
+
+    def wait(message: Message) -> None:
+        entered.set()
+        leave.wait(30)
+
+    class Outage(HandlerWorld):
+        def _connect(self) -> MemoryBroker:
+            self.connections.append(Refusing(self.cluster))
+            return self.connections[-1]
+
+    world = Outage(wait, options={"drain_timeout_s": 60.0}, subscribe_timeout_ms=60_000)
+    [broker] = world.connections
+    assert isinstance(broker, Refusing)
+    messages = [Stored(f"{moves}:{number}:".encode(), key=moves) for number in range(2)]
+    world.cluster.publish(world.topic, *messages, batching=Batching.BY_KEY)
+    assert entered.wait(10)
+    broker.refuse = lambda _: None if broker._closed else BrokerUnavailableError("It is away.")
+    lanes = world.source._active().lanes
+    with ThreadPoolExecutor(1) as pool:
+        rescaling = pool.submit(world.rescale, 8)
+        wait_until(lambda: lanes.held)
+        leave.set()
+        wait_until(lambda: broker.refused)
+        world.source.stop()
+        world._thread.join(15)
+        assert not world._thread.is_alive()
+        assert world.handled == {moves: [0]}
+        with pytest.raises(KeyShardError):
+            rescaling.result(30)
+    assert world.error is None
+    assert world.backlog() == 1
 
 
 def test_a_handler_in_a_hash_range_that_stays_holds_nothing_up(make_world: MakeWorld) -> None:

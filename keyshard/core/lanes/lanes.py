@@ -222,14 +222,18 @@ class Lanes:
         self._later = [one for one in self._later if one[2].work[0].entry is not None]
         heapq.heapify(self._later)
 
-    def unfinished(self, until_s: float) -> bool:
+    def unfinished(self, until_s: float, *, held: bool) -> bool:
         """While draining: whether an entry that has begun may still become whole until a time.
 
         Not when all that is missing of it waits behind messages of an entry that has not begun.
+
+        Args:
+            until_s: The time.
+            held: Whether keys that are held may go on until then.
         """
         if self.running or (self._later and self._later[0][0] <= until_s):
             return True
-        heads = (queue.work[0].entry for queue in self._startable())
+        heads = (queue.work[0].entry for queue in self._startable(held=held))
         return any(entry is not None and entry.begun for entry in heads)
 
     # -- moving ranges ----------------------------------------------------------------------------
@@ -378,11 +382,15 @@ class Lanes:
             queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
         return queue
 
-    def _startable(self) -> Iterator[KeyQueue]:
-        """Keys that wait for a lane, and those that do while their slots are held."""
+    def _startable(self, *, held: bool) -> Iterator[KeyQueue]:
+        """Keys that wait for a lane, and if asked for those that do while their slots are held."""
         for owner in self._ranges:
-            yield from (queue for _, _, queue in owner.ready)
-        yield from (q for q in self._aside if q.slot is not None and self._held[q.slot])
+            yield from (q for _, _, q in owner.ready if held or not self._is_held(q))
+        if held:
+            yield from filter(self._is_held, self._aside)
+
+    def _is_held(self, queue: KeyQueue) -> bool:
+        return queue.slot is not None and bool(self._held[queue.slot])
 
     def _make_ready(self, queue: KeyQueue) -> None:
         owner = self._ranges[queue.owner]
