@@ -14,7 +14,7 @@ from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letter.dead_letters import DeadLetters
 from keyshard.dead_letter.opening import open_dead_letters
-from keyshard.errors import BrokerUnavailableError
+from keyshard.errors import BrokerUnavailableError, KeyShardError
 
 KEEPS = "unit-parked"
 PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
@@ -27,6 +27,8 @@ class World:
         self.cluster = MemoryCluster(entries_per_ledger=entries_per_ledger)
         self.where = TopicPartition(self.cluster.create_topic("letters"))
         self.clients: list[FaultyBroker] = []
+        self.errors: list[KeyShardError] = []
+        """What ended a source."""
 
     def open(
         self,
@@ -38,8 +40,9 @@ class World:
         self.clients.append(FaultyBroker(self.cluster))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
         return open_dead_letters(
-            self.clients[-1], self.where.topic, source, parked, checkpointed=checkpointed
-        )
+            self.clients[-1], self.where.topic, source, parked,
+            checkpointed=checkpointed, fail=self.errors.append,
+        )  # fmt: skip
 
     def die(self) -> None:
         """SIGKILL the newest client."""

@@ -44,7 +44,7 @@ from keyshard.dead_letter.parked_keys import ParkedKeys
 from keyshard.dead_letter.reading import FIRST, letter_of, position_of, read
 from keyshard.dead_letter.replay import Replay
 from keyshard.dead_letter.writer import DeadLetterWriter
-from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError
+from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, KeyShardError
 
 SENT_AT_ONCE = 32
 """Markers that wait for their confirmation at the same time while letters are given up."""
@@ -66,6 +66,7 @@ class DeadLetters:
         parked: What the topic says.
         checkpointed: Whether :meth:`saved` will be called.
         stored: Everything before it is folded in the checkpoint that is stored.
+        fail: Told of an unexpected error of a thread, which ends the source.
     """
 
     def __init__(
@@ -78,14 +79,16 @@ class DeadLetters:
         *,
         checkpointed: bool = False,
         stored: EntryId | None = None,
+        fail: Callable[[KeyShardError], None],
     ) -> None:
         self.topic_partition = topic_partition
         self.keys = ParkedKeys(parked)
         self._config = config
         self._keeper = keeper
         self.finished = FinishedWith(
-            self.keys, keeper, config.subscription, checkpointed=checkpointed, stored=stored
-        )
+            self.keys, keeper, config.subscription,
+            checkpointed=checkpointed, stored=stored, fail=fail,
+        )  # fmt: skip
         self._writer = DeadLetterWriter(
             broker, topic_partition, config, keeper, self.finished.receive
         )

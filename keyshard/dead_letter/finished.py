@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from keyshard.broker.port import Consumer
@@ -15,7 +15,7 @@ from keyshard.dead_letter.keeper import LetterKeeper
 from keyshard.dead_letter.parked_keys import ParkedKeys
 from keyshard.dead_letter.reading import is_finished, position_of
 from keyshard.dead_letter.returns import LetterReturns
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, KeyShardError
 
 ACKNOWLEDGE_AT_ONCE_MAX = 1_000
 """Entries acknowledged in one call while the topic is read at the start."""
@@ -32,6 +32,7 @@ class FinishedWith:
         subscription: Of the source.
         checkpointed: Whether :meth:`saved` will be called.
         stored: Everything before it is folded in the checkpoint that is stored.
+        fail: Told of an unexpected error of the thread that receives, which ends the source.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class FinishedWith:
         *,
         checkpointed: bool,
         stored: EntryId | None,
+        fail: Callable[[KeyShardError], None],
     ) -> None:
         self._keys = keys
         self._keeper = keeper
@@ -50,6 +52,7 @@ class FinishedWith:
         self._waiting: list[EntryId] = []
         self._saving: list[EntryId] = []
         self._stored = stored
+        self._fail = fail
         self._storing: EntryId | None = None
         self._returns: LetterReturns | None = None
         if keeper.consumer is not None:
@@ -58,7 +61,7 @@ class FinishedWith:
     def receive(self, consumer: Consumer) -> None:
         """From now on, also acknowledge what comes again though it is finished with."""
         if self._returns is None:
-            self._returns = LetterReturns(consumer, self._came_again)
+            self._returns = LetterReturns(consumer, self._came_again, self._fail)
 
     def markers(self, entries: Sequence[EntryId]) -> None:
         """Markers are finished with once a checkpoint, where there is one, begins behind them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keyshard.broker.port import Broker
@@ -14,7 +14,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letter.dead_letters import DeadLetters
 from keyshard.dead_letter.keeper import LetterKeeper
 from keyshard.dead_letter.reading import fold
-from keyshard.errors import RangeConflictError
+from keyshard.errors import KeyShardError, RangeConflictError
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def open_dead_letters(
     parked: Mapping[str, Any] | None = None,
     *,
     checkpointed: bool = False,
+    fail: Callable[[KeyShardError], None],
 ) -> DeadLetters:
     """Hold the parked letters of a source, and know which keys are parked.
 
@@ -38,6 +39,7 @@ def open_dead_letters(
         config: The source.
         parked: What :meth:`DeadLetters.checkpoint` gave; ``None``: the whole topic is read.
         checkpointed: Whether :meth:`DeadLetters.checkpoint` will be stored.
+        fail: Told of an unexpected error of a thread, which ends the source.
 
     Raises:
         ConfigError: The topic is partitioned.
@@ -52,7 +54,9 @@ def open_dead_letters(
     # A checkpoint that knows of a resting letter has lost it where there is no topic.
     rests = parked is not None and Parked.from_dict(parked).claimed is not None
     if not rests and retry_until(keeper.is_missing, timeout_s):
-        return DeadLetters(broker, where, config, keeper, Parked(), checkpointed=checkpointed)
+        return DeadLetters(
+            broker, where, config, keeper, Parked(), checkpointed=checkpointed, fail=fail
+        )
     try:
         consumer = retry_until(keeper.hold, config.subscribe_timeout_ms / 1000)
     except RangeConflictError as exc:
@@ -70,8 +74,9 @@ def open_dead_letters(
         raise
     stored = None if parked is None else Parked.from_dict(parked).begin
     letters = DeadLetters(
-        broker, where, config, keeper, state, checkpointed=checkpointed, stored=stored
-    )
+        broker, where, config, keeper, state,
+        checkpointed=checkpointed, stored=stored, fail=fail,
+    )  # fmt: skip
     letters.finished.markers(finished)
     if state.claimed is not None:
         letters.note()

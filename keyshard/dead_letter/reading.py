@@ -32,7 +32,7 @@ from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
 from keyshard.reading.scan import Scan
 
 FIRST = EntryId(0, 0)
-_STAYS, _PASSES, _NOT_OURS = "stays", "passes", "not ours"
+_STAYS, _PASSES, _NOT_OURS, _BROKEN = "stays", "passes", "not ours", "broken"
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,9 @@ def fold(
                 found.append(position)
                 taken = _take(state, message, config.subscription)
                 if taken is _NOT_OURS:
+                    continue
+                if taken is _BROKEN:
+                    stays.add(position)
                     continue
                 oldest = message.properties.get(OLDEST)
                 claimed = None if oldest is None else position_of_text(oldest)
@@ -179,7 +182,7 @@ def is_finished(state: Parked, message: Message, subscription: str, stored: Entr
     try:
         found = parse(message)
     except ValueError:
-        found = None
+        return not own
     if own and isinstance(found, Letter):
         where, message_id = found.topic_partition, found.message.message_id
         return (
@@ -196,15 +199,19 @@ def is_finished(state: Parked, message: Message, subscription: str, stored: Entr
 def _take(state: Parked, message: Message, subscription: str) -> str:
     """Fold a message of the topic; whether it is ours, and stays whatever is replayed."""
     position = position_of(message)
+    own = message.properties.get(f"{PREFIX}subscription") == subscription
+    nothing = _PASSES
     try:
         found = parse(message)
     except ValueError as exc:
-        _log.warning("message %s of %s is no letter: %s", message.message_id, message.topic, exc)
-        found = None
+        _log.warning(
+            "message %s of %s says that it is a letter, and is none: %s. Nobody acknowledges it",
+            message.message_id, message.topic, exc,
+        )  # fmt: skip
+        found, nothing = None, _BROKEN
     if found is None or found.subscription != subscription:
         state.passed(position)
-        noted = message.properties.get(f"{PREFIX}subscription") == subscription
-        return _PASSES if noted else _NOT_OURS
+        return nothing if own else _NOT_OURS
     if isinstance(found, Marker):
         state.replayed(position, found.key, found.topic_partition, found.message_id)
         return _PASSES

@@ -30,11 +30,18 @@ class LetterReturns:
     Args:
         consumer: Holds the subscription.
         take: Gets each message; acknowledges it, or leaves it.
+        fail: Told of an error that nobody expects, which ends the source.
     """
 
-    def __init__(self, consumer: Consumer, take: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        take: Callable[[Message], None],
+        fail: Callable[[KeyShardError], None],
+    ) -> None:
         self._consumer = consumer
         self._take = take
+        self._fail = fail
         self._closed = False
         self._ready = threading.Event()
         self._thread = threading.Thread(
@@ -59,9 +66,10 @@ class LetterReturns:
                     "unacknowledged until the next start: %s",
                     self._consumer.topic_partition, exc,
                 )  # fmt: skip
-        except Exception:  # noqa: BLE001 - nothing is lost; the log says so
+        except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
             if not self._closed:
                 _log.exception("receiving dead letters ended unexpectedly")
+                self._fail(KeyShardError(f"Receiving dead letters ended unexpectedly: {exc!r}."))
 
     def _round(self) -> None:
         blocks = self._consumer.receive(RECEIVE_WAIT_MS)

@@ -237,6 +237,7 @@ class HandlerRun:
             self._config,
             known,
             checkpointed=self._store is not None,
+            fail=self._coordinator.fail,
         )
         self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
         self._parked = self._desk.parking = ParkedLanes(

@@ -168,14 +168,14 @@ def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId
 def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
     topic = f"{TOPIC}-letters"
     broker = PulsarBroker(Connection(cluster.direct_url, operation_timeout_ms=10_000))
-    letters = open_dead_letters(broker, topic, config("orders"))
+    letters = open_dead_letters(broker, topic, config("orders"), fail=print)
     for number in range(6):
         (message,) = messages_of(WHERE, block(7, number, "ab"[number % 2]))
         letters.send(Letter(message, "unit", LetterKind.PARKED, 3, "broken"))
     broker.close()
 
     def look(broker: Broker) -> None:
-        again = open_dead_letters(broker, topic, config("orders"))
+        again = open_dead_letters(broker, topic, config("orders"), fail=print)
         assert again.keys.parking.states() == {"a": State.PARKED, "b": State.PARKED}
         assert again.keys.unpark("a")
         first = again.first("a")

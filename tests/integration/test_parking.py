@@ -96,7 +96,7 @@ class World:
         return [one for one in map(parse, self.stored()) if isinstance(one, Letter)]
 
     def open(self, **changes: Any) -> DeadLetters:
-        return open_dead_letters(self.client, self.where.topic, self.source(**changes))
+        return open_dead_letters(self.client, self.where.topic, self.source(**changes), fail=print)
 
     def close(self) -> None:
         self.admin.close()

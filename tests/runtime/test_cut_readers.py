@@ -253,7 +253,7 @@ class Letters:
 
     def open(self, broker: MemoryBroker, parked: Mapping[str, Any] | None = None) -> DeadLetters:
         self.clients = [broker]
-        return open_dead_letters(broker, self.name, config("orders"), parked)
+        return open_dead_letters(broker, self.name, config("orders"), parked, fail=print)
 
 
 @pytest.mark.parametrize("from_checkpoint", [False, True])

@@ -202,7 +202,7 @@ def test_rejected_letters_stay_and_park_nothing(world: World) -> None:
     assert world.kept == 2
 
 
-def test_what_is_not_ours_is_let_go(world: World) -> None:
+def test_what_is_not_ours_is_let_go_and_what_cannot_be_read_stays(world: World) -> None:
     letters = world.open()
     letters.send(letter(0))
     properties = letter(1).properties() | {"keyshard.messageId": "?"}
@@ -215,7 +215,7 @@ def test_what_is_not_ours_is_let_go(world: World) -> None:
     )
     world.die()
     again = world.open()
-    assert world.kept == 1
+    assert world.kept == 2
     assert replay(again) == [0]
 
 

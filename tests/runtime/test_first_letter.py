@@ -42,7 +42,7 @@ class World:
     ) -> DeadLetters:
         self.clients.append(NoProducerAtFirst(self.cluster, unreachable))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
-        return open_dead_letters(self.clients[-1], WHERE.topic, source, parked)
+        return open_dead_letters(self.clients[-1], WHERE.topic, source, parked, fail=print)
 
     def die(self) -> None:
         """SIGKILL the newest client."""

@@ -15,6 +15,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.dead_letter.letters import LetterKind
 from keyshard.core.dead_letter.parking import State
 from keyshard.core.position.entry import EntryId
+from keyshard.dead_letter import finished
 from letter_world import KEEPS, World, large, letter, replay
 from parking_place import Place
 
@@ -193,3 +194,50 @@ def test_a_new_checkpoint_is_stored_for_letters_that_are_done_without_any_traffi
         place.publish(*"ab")
         wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
     assert place.handled["b"] == list(range(6))
+
+
+def test_an_unexpected_error_of_the_thread_ends_the_source_by_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = world.open()
+    letters.send(letter(0))
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(finished, "is_finished", broken)
+    world.cluster.crash()
+    wait_until(lambda: world.errors)
+    assert "Receiving dead letters ended unexpectedly: RuntimeError('a bug')" in str(
+        world.errors[0]
+    )
+    assert world.kept == 1
+
+
+def test_a_forged_run_of_parts_is_no_letter_and_stays(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Named with numbers that nobody can count: while it runs, and at a start."""
+    letters = world.open()
+    forged = {
+        **letter(0).own_properties(), "keyshard.parts": "0:0-999999999999", "keyshard.head": "2",
+    }  # fmt: skip
+    for number in range(2):
+        letters.send(letter(number, "other"))
+        world.cluster.publish(world.where, Stored(b"", key="k", properties=forged))
+    for parts in "?", f"0:0-{10**40}":
+        wrong = forged | {"keyshard.parts": parts}
+        world.cluster.publish(world.where, Stored(b"", key="k", properties=wrong))
+    of_others = forged | {"keyshard.subscription": "others"}
+    world.cluster.publish(world.where, Stored(b"", key="k", properties=of_others))
+    assert replay(letters, "other") == [0, 1]
+    wait_until(lambda: world.kept == 4)
+    world.die()
+    world.cluster.crash()
+    again = world.open()
+    assert again.keys.parking.states() == {}
+    assert "keyshard.parts names 1000000000000 entries" in caplog.text
+    again.checkpoint()
+    again.saved()
+    wait_until(lambda: world.kept == 4)
+    assert not world.errors

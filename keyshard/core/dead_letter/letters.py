@@ -36,6 +36,8 @@ PART = "part"
 """Kind of a message that holds a part of an original which is too large for one letter."""
 PARTS = f"{PREFIX}parts"
 """Property of a letter: positions of its parts; its own value is empty then."""
+PARTS_MAX = 65_536
+"""Most parts of a letter: 256 MiB of the smallest that are written."""
 HEAD = f"{PREFIX}head"
 """Property of a letter in parts: how many of their bytes are the original's properties."""
 OLDEST = f"{PREFIX}oldest"
@@ -169,11 +171,22 @@ class Sweep:
 
 
 def parts_of(found: Message) -> EntrySet:
-    """Where the parts of a letter lie; empty when it is whole. Raises ``ValueError``."""
+    """Where the parts of a letter lie; empty when it is whole.
+
+    Raises:
+        ValueError: That cannot be read, or nobody could count them; :func:`parse` raises it too.
+    """
+    text = found.properties.get(PARTS, "")
     try:
-        return EntrySet.parse(found.properties.get(PARTS, ""))
+        parts = EntrySet.parse(text)
     except CheckpointError as exc:
-        raise ValueError(str(exc)) from exc
+        raise ValueError(f"property {PARTS} is {text[:60]!r}, which names no entries") from exc
+    count = sum(last - first + 1 for _, first, last in parts.runs())
+    if count > PARTS_MAX:
+        raise ValueError(
+            f"property {PARTS} names {count} entries, and no letter has more than {PARTS_MAX}"
+        )
+    return parts
 
 
 def unpacked(letter: Letter, found: Message, packed: bytes) -> Letter:
@@ -212,6 +225,8 @@ def parse(found: Message) -> Letter | Marker | RunsAgain | Sweep | None:
     try:
         if kind in (REPLAYED, RUNS_AGAIN):
             return _marker(found.key, own)
+        if PARTS in found.properties:
+            parts_of(found)
         return Letter(
             _original(found, own),
             own["subscription"],
