@@ -231,6 +231,7 @@ def test_a_forged_run_of_parts_is_no_letter_and_stays(
     of_others = forged | {"keyshard.subscription": "others"}
     world.cluster.publish(world.where, Stored(b"", key="k", properties=of_others))
     assert replay(letters, "other") == [0, 1]
+    world.cluster.crash()  # everything is received once more, when all of it is known
     wait_until(lambda: world.kept == 4)
     world.die()
     world.cluster.crash()
