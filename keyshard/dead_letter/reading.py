@@ -205,8 +205,8 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
         found = parse(message)
     except ValueError as exc:
         _log.warning(
-            "message %s of %s says that it is a letter, and is none: %s. Nobody acknowledges it",
-            message.message_id, message.topic, exc,
+            "message %s of %s is no letter%s: %s",
+            message.message_id, message.topic, " and stays unacknowledged" if own else "", exc,
         )  # fmt: skip
         found, nothing = None, _BROKEN
     if found is None or found.subscription != subscription:
