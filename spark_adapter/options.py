@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from keyshard import Connection, KeyShardSource
 from keyshard.config.connection_names import fields_of, names_of
+from keyshard.config.field_types import of_type
+from keyshard.config.source import SHORTHANDS
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -192,25 +194,9 @@ CONNECTION_OPTIONS = (
 _UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
-_INTEGERS = {
-    "parallelism",
-    "batch_rows_max",
-    "batch_bytes_max",
-    "batch_rows_min",
-    "window_rows_max",
-    "window_bytes_max",
-    "subscribe_timeout_ms",
-    "discovery_interval_ms",
-    "operation_timeout_ms",
-    "available_now_timeout_ms",
-    "settle_after_ms",
-    "checkpoint_bytes_max",
-}  # fmt: skip
-
-_SHORTHANDS = {"service_url", "admin_url", "operation_timeout_ms"}
+_INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
 _REQUIRED = {"subscription"}
 """Fields that a query has to name, also those with a default in Python."""
-_BOOLEANS = {"fail_on_data_loss"}
 
 
 def parse_options(options: Mapping[str, str]) -> KeyShardSource:
@@ -262,11 +248,11 @@ def _connected(fields: dict[str, Any], client: Mapping[str, str]) -> dict[str, A
     if not client:
         return fields
     said = fields_of(client)
-    for name in said.keys() & _SHORTHANDS:
+    for name in said.keys() & SHORTHANDS:
         if fields.get(name, said[name]) != said[name]:
             raise ConfigError(f"{name} is given together with another one in {CLIENT}*. Give one.")
-    kept = {name: value for name, value in fields.items() if name not in _SHORTHANDS}
-    shorthands = {name: value for name, value in fields.items() if name in _SHORTHANDS}
+    kept = {name: value for name, value in fields.items() if name not in SHORTHANDS}
+    shorthands = {name: value for name, value in fields.items() if name in SHORTHANDS}
     return {**kept, "connection": Connection(**shorthands, **{
         name: value for name, value in said.items() if name not in shorthands
     })}  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
+from keyshard.config.field_types import of_type
 from keyshard.errors import ConfigError
 from keyshard.redaction import Secret, shown
 
@@ -54,8 +55,7 @@ _CANNOT = {
 _NOTHING = {"tlsTrustStoreType", "tlsKeyStoreType", "webserviceTlsProvider"}
 """What means nothing by itself, and stands in every ``client.conf``."""
 _BY_NAME = {name.lower(): name for name in [*NAMES, *_ALIASES, *_CANNOT, *_NOTHING]}
-_BOOLEANS = {"tls_hostname_verification"}
-_NUMBERS = {"operation_timeout_ms", "connection_timeout_ms"}
+_BOOLEANS, _NUMBERS = of_type(Connection, bool), of_type(Connection, int)
 _PLUGINS = {
     "authenticationtoken": "token",
     "authenticationtls": "tls",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from keyshard.config.connection import SERVICE_URL, Connection
+from keyshard.config.field_types import in_both
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
 from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.hash_range import RING_SIZE
@@ -120,7 +121,7 @@ class SourceConfig:
             return
         if not isinstance(made, Connection):
             raise ConfigError(f"connection is {shown(made)}; give a keyshard.Connection.")
-        for name in _SHORTHANDS:
+        for name in SHORTHANDS:
             own, said = getattr(self, name), getattr(made, name)
             if own not in (said, type(self).__dataclass_fields__[name].default):
                 raise ConfigError(
@@ -189,9 +190,10 @@ def _topic_names(topics: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
 
 
-_SHORTHANDS = ("service_url", "admin_url", "operation_timeout_ms")
+SHORTHANDS = in_both(Connection, SourceConfig)
+"""Fields of a source that its connection has, too."""
 _SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
-_OPTIONAL = {"batch_rows_max", "batch_bytes_max", "batch_rows_min"}
+_OPTIONAL = {one.name for one in fields(SourceConfig) if one.default is None}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),
     ("batch_rows_max", 1, 10**9),
