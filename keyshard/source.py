@@ -190,14 +190,14 @@ class KeyShardSource(SourceConfig):
         topic: str | None = None,
         older_than_s: float | None = None,
     ) -> int:
-        """Let parked keys out: their letters are replayed in order, then newer messages pass.
+        """Let parked keys out: their dead letters are replayed in order, then newer messages pass.
 
-        Returns at once; a letter that fails again parks its key again.
+        Returns at once; a dead letter that fails again parks its key again.
 
         Args:
             key: The routing key: the ordering key, else the partition key.
             all: Instead: every key that is parked.
-            topic: Instead: keys with letters of this topic.
+            topic: Instead: keys with dead letters of this topic.
             older_than_s: Instead, or together with ``topic``: keys parked for longer, seconds.
 
         Returns:
@@ -229,11 +229,11 @@ class KeyShardSource(SourceConfig):
             all: Every one.
             topic: Those of messages of this topic.
             older_than_s: Those that have been there for longer, seconds.
-            rejected: Rejected letters, and those that went without their key, instead of those of
+            rejected: Rejected ones, and those that went without their key, instead of those of
                 parked keys. What was given up before and is still stored counts again.
 
         Returns:
-            How many letters.
+            How many dead letters.
 
         Raises:
             ConfigError: It does not say which.

@@ -26,7 +26,7 @@ _DIGITS_MAX = 9
 KeyArgument = Annotated[str | None, typer.Argument(help="Key that is parked.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every key.")]
 TopicOption = Annotated[
-    str | None, typer.Option("--topic", help="Keys with letters of messages of this topic.")
+    str | None, typer.Option("--topic", help="Keys with dead letters of messages of this topic.")
 ]
 OlderOption = Annotated[
     str | None, typer.Option("--older-than", help="Keys parked for longer: 90s, 15m, 6h or 2d.")
@@ -53,7 +53,7 @@ def unpark(  # noqa: PLR0917 - one argument per option
     if as_json:
         typer.echo(json.dumps(told))
     elif key is None:
-        typer.echo(f"{plural(told['keys'], 'key')} on the way out, letters in order.")
+        typer.echo(f"{plural(told['keys'], 'key')} on the way out, dead letters in order.")
     elif told["parked"]:
         typer.echo(f"Key {key!r} is on its way out: its dead letters are replayed in order.")
     else:
@@ -66,7 +66,7 @@ def discard(  # noqa: PLR0917 - one argument per option
     topic: TopicOption = None,
     older_than: OlderOption = None,
     rejected: Annotated[
-        bool, typer.Option("--rejected", help="Rejected letters, not those of parked keys.")
+        bool, typer.Option("--rejected", help="Rejected dead letters, not those of parked keys.")
     ] = False,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
@@ -83,7 +83,9 @@ def discard(  # noqa: PLR0917 - one argument per option
     source = running_source(subscription, service_url_of(service_url, client_conf), pid)
     told = source.ask("discard", timeout_s=ASK_TIMEOUT_S, **fields)
     typer.echo(
-        json.dumps(told) if as_json else f"{plural(told['letters'], 'letter')} given up for good."
+        json.dumps(told)
+        if as_json
+        else f"{plural(told['letters'], 'dead letter')} given up for good."
     )
 
 

@@ -308,10 +308,10 @@ class DeadLetters:
             DataLossTrimmedError: Unless ``fail_on_data_loss`` is false.
         """
         error = DataLossTrimmedError(
-            f"{len(missing)} letters of key {key!r} are no longer stored in {self.topic_partition},"
-            f" first {missing[0].ledger}:{missing[0].entry}: retention, TTL or somebody else "
-            "removed them before they were replayed. Restore the topic, or set fail_on_data_loss "
-            "to false if the loss is accepted.",
+            f"{len(missing)} dead letters of key {key!r} are no longer stored in "
+            f"{self.topic_partition}, first {position_text(missing[0])}: retention, TTL "
+            "or somebody else removed them before they were replayed. Restore the topic, or set "
+            "fail_on_data_loss to false if the loss is accepted.",
             topic_partition=self.topic_partition.name,
             missing=str(EntrySet.of(missing)),
         )

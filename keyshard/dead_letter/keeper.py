@@ -95,8 +95,8 @@ class LetterKeeper:
     def _subscribe(self) -> Consumer:
         if self._broker.partitions(self._where.topic) != (self._where,):
             raise ConfigError(
-                f"The dead-letter topic {self._where} is partitioned, and letters need one order. "
-                "Name a topic without partitions as dead_letter_topic."
+                f"The dead-letter topic {self._where} is partitioned, and dead letters need one "
+                "order. Name a topic without partitions as dead_letter_topic."
             )
         return self._broker.subscribe(
             self._where,

@@ -116,7 +116,7 @@ def lost_letters(
     """
     begins = "it is empty" if first is None else f"it begins at {position_text(first)}"
     error = DataLossTrimmedError(
-        f"Letters of parked keys are no longer stored in {where}: the oldest lay at "
+        f"Dead letters of parked keys are no longer stored in {where}: the oldest lay at "
         f"{position_text(claimed)}, and {begins}. Retention, TTL or somebody else removed them "
         "before they were replayed, and newer messages of their keys would overtake them. Restore "
         "the topic, or set fail_on_data_loss to false if the loss is accepted.",
@@ -205,7 +205,7 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
         found = parse(message)
     except ValueError as exc:
         _log.warning(
-            "message %s of %s is no letter%s: %s",
+            "message %s of %s is no dead letter%s: %s",
             message.message_id, message.topic, " and stays unacknowledged" if own else "", exc,
         )  # fmt: skip
         found, nothing = None, _BROKEN

@@ -35,8 +35,8 @@ def check_dead_letter_topic(config: SourceConfig, named: str | None) -> None:
     topic = named or config.default_dead_letter_topics[0]
     if topic in config.topics or (pattern is not None and pattern.matches(topic)):
         raise ConfigError(
-            f"dead_letter_topic is {topic}, which this source consumes: its letters would become "
-            "letters again. Name another topic."
+            f"dead_letter_topic is {topic}, which this source consumes: its dead letters would "
+            "become dead letters again. Name another topic."
         )
 
 
@@ -66,8 +66,9 @@ def find_dead_letter_topic(
             return named, known
         if known is not None and known.get("oldest") is not None:
             raise ConfigError(
-                f"dead_letter_topic is {named}, and letters of parked keys rest in {saved}, as the "
-                "checkpoint says. Name that one, or let its keys out first (keyshard unpark --all)."
+                f"dead_letter_topic is {named}, and dead letters of parked keys rest in {saved}, "
+                "as the checkpoint says. Name that one, or let its keys out first (keyshard unpark "
+                "--all)."
             )
         return named, None
     if saved is not None:
@@ -78,9 +79,10 @@ def find_dead_letter_topic(
     holding = [name for name in names if _holds(broker, admin, config, TopicPartition(name))]
     if len(holding) > 1:
         raise ConfigError(
-            f"Parked letters of {config.subscription!r} rest in {' and '.join(holding)}, and a "
-            "source has one dead-letter topic. Run it with dead_letter_topic set to each of them "
-            "in turn, let its keys out (keyshard unpark --all), and then without."
+            f"Dead letters of parked keys of {config.subscription!r} rest in "
+            f"{' and '.join(holding)}, and a source has one dead-letter topic. Run it with "
+            "dead_letter_topic set to each of them in turn, let its keys out (keyshard unpark "
+            "--all), and then without."
         )
     return (holding or names)[0], known
 

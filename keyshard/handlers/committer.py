@@ -2,7 +2,7 @@
 
 A commit has three steps::
 
-    1. commit    completed entries -> checkpoint, with what a restart needs beside them
+    1. plan      completed entries -> checkpoint, with what a restart needs beside them
     2. save      the checkpoint is durable, where the user wants one
     3. release   forget the entries, acknowledge them
 """

@@ -114,7 +114,7 @@ class ParkedLanes:
             self._run.lanes.completed(work)
             self._go_on(key)
         else:
-            behind = self._behind.get(key, "letters of a run before")
+            behind = self._behind.get(key, "dead letters of a run before")
             self._write(work, LetterKind.PARKED, 0, f"its key is parked behind {behind}")
         return True
 
@@ -215,7 +215,7 @@ class ParkedLanes:
         with self._run.changed:
             work.parking = False
             self._run.lanes.again(
-                work, time.monotonic(), "newer letters of its key are done", counted=False
+                work, time.monotonic(), "newer dead letters of its key are done", counted=False
             )
             self._run.wake()
 

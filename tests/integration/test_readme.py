@@ -207,7 +207,7 @@ def look(page: Page, lines: list[str]) -> None:
         told,
         ["subscription", "running: 'billing' on", "lane    empty", "10 ranges to 16",
          "10 ranges to 16", "Key 'k17' is not parked.", "0 keys on the way out",
-         "0 letters given up"],
+         "0 dead letters given up"],
         strict=True,
     ):  # fmt: skip
         assert expected in text

@@ -225,7 +225,7 @@ def test_letters_that_are_gone_are_data_loss(world: World) -> None:
         letters.send(letter(number))
     world.cluster.trim(world.where, EntryId(2, 0))
     assert letters.keys.unpark("k")
-    with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'") as caught:
+    with pytest.raises(DataLossTrimmedError, match="1 dead letters of key 'k'") as caught:
         letters.first("k")
     assert caught.value.facts["missing"] == "1:0"
 
@@ -362,7 +362,7 @@ def test_a_letter_whose_parts_expired_is_data_loss(world: World) -> None:
     letters.send(large(1, 6_000_000))
     world.cluster.trim(world.where, EntryId(2, 0))
     assert letters.keys.unpark("k")
-    with pytest.raises(DataLossTrimmedError, match="1 letters of key 'k'"):
+    with pytest.raises(DataLossTrimmedError, match="1 dead letters of key 'k'"):
         letters.first("k")
 
 
