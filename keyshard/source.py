@@ -323,8 +323,8 @@ class SourceStream:
         if rows_max is not None:
             check_integer("rows_max", rows_max, 1, 10**9)
         deadline = time.monotonic() + timeout_s
-        while self._coordinator.wait_for_rows(max(0.0, deadline - time.monotonic())):
-            checkpoint = self._coordinator.cut(rows_max)
+        while self._coordinator.batches.wait_for_rows(max(0.0, deadline - time.monotonic())):
+            checkpoint = self._coordinator.batches.cut(rows_max)
             if checkpoint is not None:
                 return SourceBatch(self._coordinator, checkpoint)
             # There are rows, but fewer than batch_rows_min, or the checkpoint has no room for them.
@@ -335,7 +335,7 @@ class SourceStream:
 
     def commit(self, batch: SourceBatch) -> None:
         """The batch's checkpoint is durable: acknowledge it, and all batches before it."""
-        self._coordinator.release(batch.end)
+        self._coordinator.batches.release(batch.end)
 
     def status(self) -> dict[str, Any]:
         """Counts since the start, as plain JSON values."""
@@ -375,11 +375,11 @@ class SourceBatch:
     @property
     def partitions(self) -> list[int]:
         """Indices of the hash ranges that have rows in this batch."""
-        return self._coordinator.plan(self.end)
+        return self._coordinator.batches.plan(self.end)
 
     def read(self, partition: int) -> Iterator[pa.RecordBatch]:
         """Rows of one hash range, the same at every call until :meth:`SourceStream.commit`."""
-        return self._coordinator.read(self.end.batch_id, partition)
+        return self._coordinator.worker.read(self.end.batch_id, partition)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for partition in self.partitions:

@@ -129,7 +129,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         runtime = self._runtime or self._start(Checkpoint.from_dict(end), planned=True)
         runtime.check_committed_before(end)
         checkpoint = runtime.checkpoint(end)
-        indices, batch_id = runtime.coordinator.plan(checkpoint), checkpoint.batch_id
+        indices, batch_id = runtime.coordinator.batches.plan(checkpoint), checkpoint.batch_id
         return [
             KeyShardPartition(runtime.server.ticket(batch_id, index, self._columns))
             for index in indices
@@ -160,7 +160,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             planned=planned,
             available_now=self._available_now,
         )
-        server = BatchServer(coordinator, self._source.worker_host)
+        server = BatchServer(coordinator.worker, self._source.worker_host)
         self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
         end_with_host(coordinator.stop)
         return self._runtime
@@ -228,7 +228,7 @@ class _Runtime:
     def _release(self, start: dict[str, Any]) -> None:
         """Release what ends at ``start``, once: Spark asks every 10 ms with the same one."""
         if start != self._released:
-            self.coordinator.release(self.checkpoint(start))
+            self.coordinator.batches.release(self.checkpoint(start))
             self._released = start
 
     def _next_end(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
@@ -238,8 +238,8 @@ class _Runtime:
         """
         if self._cut is not None and self._cut_from == start:
             return self._cut
-        runtime = self.coordinator
-        cut = runtime.cut_available if self._available_now else runtime.cut
+        batches = self.coordinator.batches
+        cut = batches.cut_available if self._available_now else batches.cut
         self._end = cut(rows_max)
         self._cut_from = start
         self._cut = None if self._end is None else self._end.to_dict()

@@ -236,15 +236,17 @@ def received(coordinator: Coordinator, rows: int) -> None:
 def rows_of(coordinator: Coordinator, end: Checkpoint) -> dict[int, list[dict[str, Any]]]:
     """All rows of a batch, by layout partition."""
     return {
-        index: [row for part in coordinator.read(end.batch_id, index) for row in part.to_pylist()]
-        for index in coordinator.plan(end)
+        index: [
+            row for part in coordinator.worker.read(end.batch_id, index) for row in part.to_pylist()
+        ]
+        for index in coordinator.batches.plan(end)
     }
 
 
 def commit(coordinator: Coordinator) -> Checkpoint:
     """Cut, read and release one batch."""
-    end = coordinator.cut()
+    end = coordinator.batches.cut()
     assert end is not None
     rows_of(coordinator, end)
-    coordinator.release(end)
+    coordinator.batches.release(end)
     return end

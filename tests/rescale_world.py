@@ -128,7 +128,7 @@ class RescaleWorld:
 
     @property
     def consumers(self) -> dict[TopicPartition, list[RangeConsumer]]:
-        return self.coordinator._range_consumers.by_partition
+        return self.coordinator.worker.range_consumers.by_partition
 
     def ring(self, partition: int = 0) -> list[tuple[int, HashRange]]:
         """Owners and hash ranges of one topic partition, as the consumers have them."""
@@ -177,14 +177,14 @@ class RescaleWorld:
         while quiet < 20:
             complete = self.rows >= sum(self.per_key.values())
             quiet = quiet + 1 if self._stopping.is_set() and complete else 0
-            if not self.coordinator.wait_for_rows(0.01):
+            if not self.coordinator.batches.wait_for_rows(0.01):
                 continue
-            end = self.coordinator.cut()
+            end = self.coordinator.batches.cut()
             if end is None:
                 continue
             batch = SourceBatch(self.coordinator, end)
             rows = sum(part.num_rows for part in self.recorder.rows(batch))
             self.recorder.checkpointed(batch)
-            self.coordinator.release(end)
+            self.coordinator.batches.release(end)
             self.ranges_of_batches.append(end.ranges)
             self.rows += rows

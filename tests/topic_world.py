@@ -66,10 +66,10 @@ class World:
 
     def take(self, coordinator: Coordinator) -> Checkpoint:
         """Cut, read and commit one batch."""
-        end = coordinator.cut()
+        end = coordinator.batches.cut()
         assert end is not None
         self.read(coordinator, end)
-        coordinator.release(end)
+        coordinator.batches.release(end)
         return end
 
     def read(self, coordinator: Coordinator, end: Checkpoint) -> None:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Admin, Broker
@@ -32,11 +31,11 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.target import Gap, Target
-from keyshard.core.window.window import Window
 from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
 from keyshard.reading.scan import Scan
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.receiver import RangeConsumer, Receiver
+from keyshard.worker.shared_window import SharedWindow
 from keyshard.worker.subscribe import close_range_consumers
 
 ROWS_BEHIND_MAX = 2_000
@@ -90,9 +89,7 @@ class AvailableNow:
         config: The source.
         broker: Connection for Readers.
         admin: Admin REST interface, where there is one.
-        lock: The coordinator's; guards the window, and is notified when something was received.
-        window: What is received, planned and delivered.
-        check: Raises what ended the source.
+        shared: What is received, planned and delivered.
     """
 
     def __init__(
@@ -103,18 +100,16 @@ class AvailableNow:
         config: SourceConfig,
         broker: Broker,
         admin: Admin | None,
-        lock: threading.Condition,
-        window: Window,
-        check: Callable[[], None],
+        shared: SharedWindow,
     ) -> None:
         self._targets = {where: Target(entry_id) for where, entry_id in last.items()}
         self._config = config
         self._broker = broker
         self._admin = admin
-        self._lock = lock
-        self._window = window
+        self._shared = shared
+        self._lock = shared.lock
+        self._window = shared.window
         self._range_consumers = range_consumers
-        self._check = check
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         self._logged_s = -math.inf
         self.finished = False
@@ -160,7 +155,7 @@ class AvailableNow:
         while not self.finished:
             with self._lock:
                 self._lock.wait(GATHER_S[0] / 4)
-                self._check()
+                self._shared.check()
                 counters = self._window.counters
                 now_arrived = counters.rows_received + counters.duplicates_dropped
                 rows, full = self._window.received_rows, self._window.pauses.fill() >= 1
@@ -201,7 +196,7 @@ class AvailableNow:
         began = time.monotonic()
         while not (acknowledger.flush(ACKNOWLEDGE_WAIT_S) and self._is_acknowledged(acknowledger)):
             with self._lock:
-                self._check()
+                self._shared.check()
             self._check_deadline(began, time.monotonic(), "acknowledgements are not taken yet")
         for receiver in receivers:
             receiver.stop()
@@ -226,7 +221,7 @@ class AvailableNow:
 
     def _probe_partition(self, where: TopicPartition, target: Target, quiet_s: float) -> str:
         with self._lock:
-            state = self._window.state(where)
+            state = self._window.known[where].state
         try:
             broker_state = self._broker_state(where)
         except BrokerError as exc:
@@ -270,7 +265,7 @@ class AvailableNow:
                 _log.warning("the cursor of %s is unknown: %s", where, exc)
                 return False
             with self._lock:
-                delivered = self._window.state(where).delivered
+                delivered = self._window.known[where].state.delivered
             if broker_state is not None and (lacking := broker_state.lacks(delivered)):
                 complete = False
                 acknowledger.submit(where, list(lacking))

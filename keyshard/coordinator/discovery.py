@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """Who runs the consumers; implemented by the coordinator."""
+    """Who runs the consumers; implemented by :mod:`~keyshard.coordinator.partitions`."""
 
     def grow(self, found: Collection[TopicPartition]) -> None:
         """Own every range of new topic partitions, from their beginning."""

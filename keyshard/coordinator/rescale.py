@@ -25,7 +25,6 @@ is the ``parallelism`` that is configured.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,11 +44,9 @@ from keyshard.core.ring.assignment import (
 )
 from keyshard.core.ring.balance import Balance, balance
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
-from keyshard.core.ring.slot_load import SlotLoad
-from keyshard.core.window.budget import Budget
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
-from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import OwnedRange, RangeConsumer
+from keyshard.worker.worker import Worker
 
 
 class Step(Enum):
@@ -118,25 +115,6 @@ class Drainable(Protocol):
         """Begin everything again."""
 
 
-class RangeOwner(Protocol):
-    """Whose ranges move; implemented by the coordinator."""
-
-    changing: threading.Lock
-    """Held while consumers come and go."""
-
-    def adopt(self, assignment: Assignment, budget: Budget) -> Sequence[int]:
-        """Let the window follow; returns the owner of each slot."""
-
-    def load(self) -> SlotLoad:
-        """The load since somebody may rescale."""
-
-    def check(self) -> None:
-        """Raise what ended the source, if anything did."""
-
-    def fail(self, error: KeyShardError) -> None:
-        """Remember the error that ends the source."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pause:
     """How long nothing was received for one hash range of the new assignment."""
@@ -184,8 +162,7 @@ class Rescaler:
     """Moves ranges between owners; one change at a time, and none while discovery opens consumers.
 
     Args:
-        host: Whose ranges they are.
-        range_consumers: Its consumers.
+        worker: Hosts the ranges.
         config: The source.
         admin: Admin REST interface, where there is one.
         work: What works on keys.
@@ -193,11 +170,11 @@ class Rescaler:
     """
 
     def __init__(
-        self, host: RangeOwner, range_consumers: RangeConsumers, config: SourceConfig,
-        admin: Admin | None, *, work: Drainable, drain_timeout_s: float,
+        self, worker: Worker, config: SourceConfig, admin: Admin | None, *, work: Drainable,
+        drain_timeout_s: float,
     ) -> None:  # fmt: skip
-        self._host = host
-        self._range_consumers = range_consumers
+        self._worker = worker
+        self._range_consumers = worker.range_consumers
         self._config = config
         self._admin = admin
         self._work = work
@@ -220,7 +197,7 @@ class Rescaler:
         Raises:
             DrainTimeoutError, RescaleError: As for :meth:`rescale`.
         """
-        load = self._host.load()
+        load = self._worker.load()
 
         def balanced(now: Assignment) -> tuple[Assignment, None, Balance]:
             found = balance(now, load)
@@ -232,9 +209,9 @@ class Rescaler:
         self,
         decide: Callable[[Assignment], tuple[Assignment, int | None, Balance | None]],
     ) -> RescaleReport:
-        with self._host.changing:
+        with self._worker.changing:
             began_s = time.monotonic()
-            self._host.check()
+            self._worker.shared.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
             pauses = self._move(new) if new != now else ()
@@ -277,7 +254,7 @@ class Rescaler:
 
         def adopt() -> None:
             consumers.assignment = new
-            work.reassign(self._host.adopt(new, budget))
+            work.reassign(self._worker.adopt(new, budget))
             consumers.serve(opened)
 
         actions = {
@@ -299,7 +276,7 @@ class Rescaler:
     def _drain(self, began_s: float) -> None:
         deadline_s = began_s + self._drain_timeout_s
         while True:
-            self._host.check()
+            self._worker.shared.check()
             left_s = deadline_s - time.monotonic()
             blocking = self._work.wait_idle(max(0.0, min(DRAIN_LOOK_S, left_s)))
             if blocking is None:
@@ -339,7 +316,7 @@ class Rescaler:
                 f"them again: {exc.message} Parts of the ring have no consumer, so the source "
                 "ends. Nothing is lost; start it again."
             )
-            self._host.fail(error)
+            self._worker.shared.fail(error)
             raise error from exc
         if Step.DRAIN in errors or not isinstance(why, KeyShardError):
             raise why

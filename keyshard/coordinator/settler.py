@@ -51,7 +51,7 @@ class HolesView(NamedTuple):
 
 
 class SettlerHost(Protocol):
-    """What the settler works for; implemented by the coordinator."""
+    """What the settler works for; implemented by :mod:`~keyshard.coordinator.evidence`."""
 
     def holes_views(self) -> Mapping[TopicPartition, HolesView]:
         """Each topic partition with holes or several ledgers."""

@@ -192,13 +192,15 @@ class BatchRun:
             full = rows >= self._rows_max or size >= BATCH_BYTES_MAX
             if full or (rows and now >= deadline > 0):
                 return self._cut()
-            taken = self._coordinator.take(min(WAIT_S, deadline - now) if deadline else WAIT_S)
+            taken = self._coordinator.handed_out.take(
+                min(WAIT_S, deadline - now) if deadline else WAIT_S
+            )
             self._rows.extend((topic_partition, block) for topic_partition, _, block in taken)
             rows += sum(block.rows for _, _, block in taken)
             size += sum(block.payload_bytes for _, _, block in taken)
             if rows and not deadline:
                 deadline = now + self._wait_max_s
-            if taken or not self._coordinator.full:
+            if taken or not self._coordinator.handed_out.full:
                 full_since_s = now
             elif now - full_since_s > self._full_timeout_s:
                 raise WindowFullError(

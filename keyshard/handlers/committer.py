@@ -64,7 +64,7 @@ class Committer:
         Raises:
             KeyShardError: The source ended; nothing was taken.
         """
-        return self._coordinator.plan_completed(completed)
+        return self._coordinator.handed_out.plan_completed(completed)
 
     def store(self) -> None:
         """Make what was planned durable and acknowledge it; what a failed call left, too.
@@ -72,7 +72,7 @@ class Committer:
         Raises:
             KeyShardError: The checkpoint could not be stored. Nothing of it is acknowledged.
         """
-        if not (self._coordinator.completed or self.behind):
+        if not (self._coordinator.handed_out.completed or self.behind):
             return
         if self._store is not None:
             rescaled = self._coordinator.rescaled
@@ -82,4 +82,4 @@ class Committer:
             self._rescaled = rescaled
             if self._parked is not None:
                 self._parked.saved()
-        self._coordinator.release_completed()
+        self._coordinator.handed_out.release_completed()

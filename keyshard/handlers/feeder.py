@@ -76,7 +76,7 @@ class Feeder:
             time.sleep(FED_WAIT_S)
 
     def _feed(self, wait_s: float, rows: int) -> None:
-        taken = self._coordinator.take(wait_s, rows)
+        taken = self._coordinator.handed_out.take(wait_s, rows)
         if not taken:
             return
         made = messages_of_each([(where, block) for where, _, block in taken])

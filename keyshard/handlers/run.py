@@ -237,7 +237,7 @@ class HandlerRun:
             self._config,
             known,
             checkpointed=self._store is not None,
-            fail=self._coordinator.fail,
+            fail=coordinator.worker.shared.fail,
         )
         self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
         self._parked = self._desk.parking = ParkedLanes(

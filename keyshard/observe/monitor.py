@@ -88,7 +88,7 @@ class Monitor:
 
     def _partitions(self) -> Collection[TopicPartition]:
         coordinator = self._subject.coordinator
-        owned_ranges = coordinator.owned_ranges() if coordinator.started else []
+        owned_ranges = coordinator.worker.owned_ranges() if coordinator.started else []
         return {owned_range.topic_partition for owned_range, _, _ in owned_ranges}
 
     def _status(self, _request: Mapping[str, Any]) -> Any:

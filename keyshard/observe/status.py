@@ -182,7 +182,7 @@ class StatusView:
         }
 
     def _owned(self) -> Owned:
-        return Owned.of(self._subject.coordinator.owned_ranges())
+        return Owned.of(self._subject.coordinator.worker.owned_ranges())
 
     def _range(
         self,

@@ -33,7 +33,7 @@ _BY_CODE = {
 
 
 class Batches(Protocol):
-    """What is served; the coordinator."""
+    """What is served; the worker."""
 
     def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Rows of one layout partition of a planned batch."""

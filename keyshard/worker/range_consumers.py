@@ -38,23 +38,22 @@ class RangeConsumers:
         broker: Connection to subscribe through.
         admin: Admin REST interface, where there is one; names the other side of a conflict.
         config: The source.
-        sink: Where received entries go.
         assignment: Who owns which ranges.
     """
 
     def __init__(
-        self, broker: Broker, admin: Admin | None, config: SourceConfig, sink: Sink,
-        assignment: Assignment,
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, assignment: Assignment
     ) -> None:  # fmt: skip
         self._broker = broker
         self._admin = admin
         self._config = config
-        self._sink = sink
         self._lock = threading.Lock()
         self._stopped = False
         self._only_held: set[TopicPartition] = set()
         self._owned_ranges: set[OwnedRange] = set()
         self._suspended: frozenset[OwnedRange] = frozenset()
+        self.sink: Sink
+        """Where received entries go; to be set before anything is served."""
         self.assignment = assignment
         """Hash ranges of each owner, as they are subscribed."""
         self.queue_max = config.receiver_queue_size
@@ -122,7 +121,7 @@ class RangeConsumers:
                 self._owned_ranges.add(range_consumer.owned_range)
             threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))
             new = [
-                Receiver(f"keyshard-receive-{i}", (), self._sink)
+                Receiver(f"keyshard-receive-{i}", (), self.sink)
                 for i in range(len(self.receivers), threads)
             ]
             self.receivers += new

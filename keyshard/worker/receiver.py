@@ -68,7 +68,7 @@ class RangeConsumer:
 
 
 class Sink(Protocol):
-    """Where received entries go; implemented by the coordinator."""
+    """Where received entries go; implemented by the intake."""
 
     def is_paused(self, owned_range: OwnedRange) -> bool:
         """Whether the consumer of an owned range pauses."""

@@ -157,7 +157,11 @@ class Stream:
             if end is not None and not committed:
                 self._batch(end)
             while not self._stopping.is_set():
-                end = self._coordinator.cut() if self._coordinator.wait_for_rows(_WAIT_S) else None
+                end = (
+                    self._coordinator.batches.cut()
+                    if self._coordinator.batches.wait_for_rows(_WAIT_S)
+                    else None
+                )
                 if end is None:
                     self._stopping.wait(0.01)
                 else:
@@ -177,7 +181,7 @@ class Stream:
         self._store(end, committed=True)
         self._at(Step.DURABLE)
         self._recorder.checkpointed(batch)
-        self._coordinator.release(end)
+        self._coordinator.batches.release(end)
         self._status.batches += 1
         self._at(Step.RELEASED)
 

@@ -158,7 +158,7 @@ def test_the_floor_moves_over_ledgers(
 
         def settled() -> bool:
             harness.publish(topic, messages(1))
-            wait_until(lambda: coordinator.wait_for_rows(1.0))
+            wait_until(lambda: coordinator.batches.wait_for_rows(1.0))
             state = commit(coordinator).partitions[where]
             return state.floor is not None and state.delivered.run_count == 1
 
@@ -197,7 +197,7 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
     harness.publish(topic, messages(50))
     with Running(broker, topic) as coordinator:
         received(coordinator, 50)
-        planned = coordinator.cut()
+        planned = coordinator.batches.cut()
         assert planned is not None
     gone = planned.partitions[where].batch
     acknowledge_elsewhere(harness, where, list(gone))
@@ -214,11 +214,11 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
         Running(broker, topic, planned, planned=True) as coordinator,
         pytest.raises(DataLossTrimmedError, match="50 entries of a planned batch"),
     ):
-        coordinator.plan(planned)
+        coordinator.batches.plan(planned)
     with Running(broker, topic, planned, planned=True, fail_on_data_loss=False) as coordinator:
-        assert coordinator.plan(planned) == []
+        assert coordinator.batches.plan(planned) == []
         assert coordinator.status()["entriesLost"] == 50
-        coordinator.release(planned)
+        coordinator.batches.release(planned)
         received(coordinator, 4)
         commit(coordinator)
         wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
@@ -241,7 +241,7 @@ def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
 
     with Running(broker, topic) as coordinator:
         received(coordinator, 7)
-        planned = coordinator.cut()
+        planned = coordinator.batches.cut()
         assert planned is not None
         first = rows_of(coordinator, planned)
         assert values(first) == [*left, b"after"]
@@ -249,13 +249,13 @@ def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
     assert indices == {1, 2, 5, 6, 7, 8}
     with Running(broker, topic, planned, planned=True) as coordinator:
         assert rows_of(coordinator, planned) == first
-        coordinator.release(planned)
+        coordinator.batches.release(planned)
         wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
-        assert coordinator.cut() is None
+        assert coordinator.batches.cut() is None
     with Running(broker, topic, planned) as coordinator:
         harness.publish(topic, [Message(b"end", key=key)])
         received(coordinator, 1)
-        end = coordinator.cut()
+        end = coordinator.batches.cut()
         assert end is not None
         assert values(rows_of(coordinator, end)) == [b"end"]
 
@@ -318,7 +318,7 @@ def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bo
 
         def stopped() -> bool:
             try:
-                coordinator.cut()
+                coordinator.batches.cut()
             except TopicRecreatedError:
                 return True
             return False
@@ -344,7 +344,7 @@ def test_a_broker_that_is_wiped_while_a_source_runs_stops_it() -> None:
         harness.publish(topic, messages(100))
         with Running(broker, topic, admin=False) as coordinator:
             received(coordinator, 100)
-            end = coordinator.cut()
+            end = coordinator.batches.cut()
             assert end is not None
             rows_of(coordinator, end)
             harness.close()
@@ -355,7 +355,7 @@ def test_a_broker_that_is_wiped_while_a_source_runs_stops_it() -> None:
             harness.publish(topic, messages(100))
             (first, *_) = stored_entries(harness, where, 100)
             assert first in end.partitions[where].delivered, "the same ids are handed out again"
-            coordinator.release(end)
+            coordinator.batches.release(end)
 
             def stopped() -> bool:
                 try:

@@ -120,7 +120,7 @@ def test_a_restart_goes_on_with_the_rescaled_ranges(
                 {"checkpoint": checkpoint}, before=before,
                 service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
             )  # fmt: skip
-            assert run.source.__dict__["_made"]._range_consumers.assignment == assign(ranges)
+            assert run.source.__dict__["_made"].worker.range_consumers.assignment == assign(ranges)
             assert ring(dev_broker, topic) == RING_SIZE
             if ranges == 4:
                 per_key.update(produce(load, dev_broker.service_url, topic_name).per_key)

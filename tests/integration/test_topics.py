@@ -304,7 +304,7 @@ def test_a_planned_batch_of_a_deleted_topic_is_data_loss_and_creates_nothing(
     coordinator.start(batch.end, planned=True)
     try:
         with pytest.raises(DataLossTrimmedError):
-            coordinator.plan(batch.end)
+            coordinator.batches.plan(batch.end)
         assert stored(api, topic_name) == set()
     finally:
         coordinator.stop()
@@ -327,10 +327,12 @@ def test_a_topic_no_longer_configured_ends_its_planned_batch_only(
     coordinator = source(dev_broker, topics=[new]).coordinator()
     coordinator.start(batch.end, planned=True)
     try:
-        layout = coordinator.plan(batch.end)
-        again = [part for index in layout for part in coordinator.read(batch.end.batch_id, index)]
+        layout = coordinator.batches.plan(batch.end)
+        again = [
+            part for index in layout for part in coordinator.worker.read(batch.end.batch_id, index)
+        ]
         assert sum(part.num_rows for part in again) == rows == 2 * LOAD.messages
-        coordinator.release(batch.end)
+        coordinator.batches.release(batch.end)
         wait_until(lambda: backlog(dev_broker, old, 2) == backlog(dev_broker, new, 2) == 0, 20)
         wait_until(lambda: consumers(dev_broker, old) == 0, DEADLINE_S)
         assert consumers(dev_broker, new) == 8

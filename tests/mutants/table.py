@@ -32,7 +32,6 @@ def killer(file: str, *names: str) -> str:
     return "::".join([f"tests/{file}.py", *names])
 
 
-COORDINATOR = "keyshard/coordinator/coordinator.py"
 PARTITION_WINDOW = "keyshard/core/window/partition_window.py"
 RESCALE = "keyshard/coordinator/rescale.py"
 STREAM_READER = "spark_adapter/stream_reader.py"
@@ -50,12 +49,12 @@ MUTANTS = (
         promise="No loss: a message is acknowledged only after the checkpoint with it is durable.",
         edits=(
             Edit(
-                COORDINATOR,
-                "                self._watch.cut(full=self._window.pauses.any_full)\n",
-                "                self._watch.cut(full=self._window.pauses.any_full)\n"
+                "keyshard/coordinator/batches.py",
+                "                full = self._window.pauses.any_full\n",
+                "                full = self._window.pauses.any_full\n"
                 "                batch = self._window.batches[checkpoint.batch_id]\n"
                 "                for where, blocks in batch.entries.items():\n"
-                "                    self._acknowledger.submit(where, [b.id for b in blocks])\n",
+                "                    self._worker.acknowledge({where: [b.id for b in blocks]})\n",
             ),
         ),
         killers=(ASYNC_PROGRESS,),
@@ -137,9 +136,9 @@ MUTANTS = (
         promise="Order: what cannot be kept in order is counted and named.",
         edits=(
             Edit(
-                COORDINATOR,
+                "keyshard/worker/intake.py",
                 "        if misrouted:\n"
-                "            self._watch.misrouted(owned_range, misrouted)\n",
+                "            self._oddities.misrouted(owned_range, misrouted)\n",
                 "",
             ),
         ),

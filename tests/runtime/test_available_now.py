@@ -72,11 +72,11 @@ def bounded(
 def run(coordinator: Coordinator, rows_max: int | None = None) -> list[str]:
     """All rows of a bounded run, as a host takes them."""
     got: list[str] = []
-    while (end := coordinator.cut_available(rows_max)) is not None:
+    while (end := coordinator.batches.cut_available(rows_max)) is not None:
         got += [
             row["value"].decode() for part in rows_of(coordinator, end).values() for row in part
         ]
-        coordinator.release(end)
+        coordinator.batches.release(end)
     return got
 
 
@@ -95,7 +95,7 @@ def test_a_run_ends_with_what_was_there_when_it_began(with_admin: bool) -> None:
     with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
         bench.publish(50)
         assert sorted(run(coordinator, 30)) == sorted(before)
-        assert coordinator.cut_available() is None
+        assert coordinator.batches.cut_available() is None
         assert bench.backlog == 50
 
 
@@ -218,13 +218,13 @@ def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -
     with bounded(bench, admin=admin) as coordinator:
         got: list[str] = []
         while len(got) < len(before):
-            end = coordinator.cut_available()
+            end = coordinator.batches.cut_available()
             assert end is not None
             rows = rows_of(coordinator, end)
             got += [row["value"].decode() for part in rows.values() for row in part]
-            with coordinator._lock:  # as if the broker had lost them in a crash
-                coordinator._window.release(end)
-        assert coordinator.cut_available() is None
+            with coordinator.worker.shared.lock:  # as if the broker had lost them in a crash
+                coordinator.worker.shared.window.release(end)
+        assert coordinator.batches.cut_available() is None
     assert sorted(got) == sorted(before)
     assert bench.backlog == 0
 
@@ -235,11 +235,11 @@ def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
     source = bench.source(available_now_timeout_ms=1_000)
     admin = MemoryAdmin(bench.cluster)
     with bounded(bench, source, admin=admin) as coordinator:
-        end = coordinator.cut_available()
+        end = coordinator.batches.cut_available()
         assert end is not None
         # The host never says that the batch is committed.
         with pytest.raises(AvailableNowTimeoutError, match="a planned batch is not committed"):
-            coordinator.cut_available()
+            coordinator.batches.cut_available()
 
 
 class DeafBroker(MemoryBroker):
@@ -280,7 +280,7 @@ def test_what_cannot_be_asked_is_not_the_end_of_a_run(
     monkeypatch.setattr(DeafAdmin, "away", True)
     try:
         with pytest.raises(AvailableNowTimeoutError, match="away"):
-            coordinator.cut_available()
+            coordinator.batches.cut_available()
     finally:
         coordinator.stop()
 
@@ -299,6 +299,6 @@ def test_an_entry_that_nobody_delivers_is_named(monkeypatch: pytest.MonkeyPatch)
         bounded(bench, source, admin=MemoryAdmin(bench.cluster)) as coordinator,
         pytest.raises(AvailableNowTimeoutError) as caught,
     ):
-        coordinator.cut_available()
+        coordinator.batches.cut_available()
     assert str(caught.value).startswith("[KEYSHARD_AVAILABLE_NOW_TIMEOUT]")
     assert f"of {bench.where[0]}" in str(caught.value.facts["missing"])

@@ -43,7 +43,7 @@ class World:
     def lose(self) -> None:
         """The source loses its connections, and somebody looks at them."""
         self.broker.drop()
-        owned_ranges = self.coordinator._range_consumers.by_partition[self.where]
+        owned_ranges = self.coordinator.worker.range_consumers.by_partition[self.where]
         wait_until(lambda: all(one.replace_at_s for one in owned_ranges))
 
     def wipe(self) -> None:
@@ -52,7 +52,7 @@ class World:
         self.cluster.create_topic("orders")
 
     def reconnect(self, range_index: int) -> None:
-        owned_ranges = self.coordinator._range_consumers.by_partition[self.where]
+        owned_ranges = self.coordinator.worker.range_consumers.by_partition[self.where]
         self.broker.reconnect([owned_ranges[range_index].consumer])  # type: ignore[list-item]
 
     @property
@@ -79,13 +79,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def test_what_was_received_before_a_wipe_acknowledges_nothing_after_it(world: World) -> None:
     """1. Eight entries are in a batch. 2. The cluster is wiped. 3. Others have their ids, and
     nothing of them comes before the batch is durable."""
-    end = world.coordinator.cut()
+    end = world.coordinator.batches.cut()
     assert end is not None
     rows_of(world.coordinator, end)
     world.wipe()
     world.reconnect(1)
     world.publish(AFTER_MS, *[LOW] * 8)
-    world.coordinator.release(end)
+    world.coordinator.batches.release(end)
     status = world.coordinator.status
     wait_until(lambda: world.error or not status()["entriesToAcknowledge"])
     assert world.backlog == 8
@@ -111,11 +111,11 @@ def test_new_entries_under_delivered_ids_are_not_taken_for_redeliveries(world: W
 
 
 def test_what_is_the_same_goes_on_after_an_absence(world: World) -> None:
-    end = world.coordinator.cut()
+    end = world.coordinator.batches.cut()
     assert end is not None
     rows_of(world.coordinator, end)
     world.lose()
-    world.coordinator.release(end)
+    world.coordinator.batches.release(end)
     world.publish(AFTER_MS, LOW, HIGH)
     world.broker.reconnect()
     received(world.coordinator, 10)
@@ -151,10 +151,10 @@ def test_entries_below_all_that_is_known_keep_nothing_waiting(world: World) -> N
     known = world.coordinator.newest.partitions[world.where]
     first = known.delivered.first
     assert first is not None
-    window = world.coordinator._window.known[world.where]
+    window = world.coordinator.worker.shared.window.known[world.where]
     later = EntryId(first.ledger + 1, 0)
     window.state = replace(known, delivered=EntrySet.of([later]), batch=EntrySet())
-    world.coordinator._window.known[world.where].doubt()
+    world.coordinator.worker.shared.window.known[world.where].doubt()
     world.publish(BEFORE_MS, LOW)
     received(world.coordinator, 9)
     assert world.error is None

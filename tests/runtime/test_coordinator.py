@@ -105,7 +105,7 @@ def assert_in_order(rows: dict[int, list[dict[str, Any]]], last: dict[str, int])
 
 
 def cut(coordinator: Coordinator, rows_max: int | None = None) -> Checkpoint:
-    end = coordinator.cut(rows_max)
+    end = coordinator.batches.cut(rows_max)
     assert end is not None
     return end
 
@@ -120,11 +120,11 @@ def test_every_message_comes_once_in_key_order_and_is_acknowledged(
         for _ in range(5):
             bench.publish(48, batching=batching)
             received(coordinator, bench.count)
-            while (end := coordinator.cut(20)) is not None:
+            while (end := coordinator.batches.cut(20)) is not None:
                 rows = rows_of(coordinator, end)
                 assert_in_order(rows, last)
                 got += values(rows)
-                coordinator.release(end)
+                coordinator.batches.release(end)
         wait_until(lambda: bench.backlog == 0)
         status = coordinator.status()
     assert sorted(got) == bench.all_values()
@@ -140,7 +140,7 @@ def test_nothing_is_acknowledged_before_its_release(bench: Bench) -> None:
         rows_of(coordinator, end)
         taken = coordinator.status()["plannedBatches"], bench.backlog
         assert taken == (1, 24)
-        coordinator.release(end)
+        coordinator.batches.release(end)
         rows = sum(len(state.batch) for state in end.partitions.values())
         wait_until(lambda: bench.backlog == 24 - rows)
     assert bench.backlog == 24 - rows, "stopping acknowledges nothing else"
@@ -152,7 +152,7 @@ def test_every_range_has_rows_whatever_the_number_of_partitions(bench: Bench) ->
         bench.cluster.publish(bench.topic, Message(b"x:0", key=key))
     with running(bench.cluster, source) as coordinator:
         received(coordinator, 10 * ROWS_PER_PARTITION_MIN)
-        assert coordinator.plan(cut(coordinator)) == list(range(10))
+        assert coordinator.batches.plan(cut(coordinator)) == list(range(10))
 
 
 def test_a_small_batch_puts_several_ranges_into_one_partition_and_says_so(bench: Bench) -> None:
@@ -162,11 +162,11 @@ def test_a_small_batch_puts_several_ranges_into_one_partition_and_says_so(bench:
     with running(bench.cluster, source) as coordinator:
         received(coordinator, 10)
         end = cut(coordinator)
-        assert coordinator.plan(end) == [0]
+        assert coordinator.batches.plan(end) == [0]
         assert end.merged == 1
         rows = rows_of(coordinator, end)
     with running(bench.cluster, config(bench.topic, parallelism=3), end, planned=True) as again:
-        assert again.plan(end) == [0]
+        assert again.batches.plan(end) == [0]
         assert rows_of(again, end) == rows
 
 
@@ -176,7 +176,7 @@ def test_reading_again_gives_the_same_rows(bench: Bench) -> None:
         received(coordinator, 30)
         end = cut(coordinator)
         assert rows_of(coordinator, end) == rows_of(coordinator, end)
-        assert coordinator.plan(end) == coordinator.plan(end)
+        assert coordinator.batches.plan(end) == coordinator.batches.plan(end)
 
 
 def test_a_read_selects_columns(bench: Bench) -> None:
@@ -184,8 +184,8 @@ def test_a_read_selects_columns(bench: Bench) -> None:
     with running(bench.cluster, bench.source) as coordinator:
         received(coordinator, 1)
         end = cut(coordinator)
-        (index,) = coordinator.plan(end)
-        (part,) = coordinator.read(end.batch_id, index, ["__slot", "__key"])
+        (index,) = coordinator.batches.plan(end)
+        (part,) = coordinator.worker.read(end.batch_id, index, ["__slot", "__key"])
         assert part.to_pylist() == [{"__slot": key_slot("key-0"), "__key": "key-0"}]
 
 
@@ -194,14 +194,14 @@ def test_a_released_batch_cannot_be_read_or_planned(bench: Bench) -> None:
     with running(bench.cluster, bench.source) as coordinator:
         received(coordinator, 1)
         end = cut(coordinator)
-        (index,) = coordinator.plan(end)
-        coordinator.release(end)
-        coordinator.release(end)
+        (index,) = coordinator.batches.plan(end)
+        coordinator.batches.release(end)
+        coordinator.batches.release(end)
         with pytest.raises(BatchReleasedError) as caught:
-            coordinator.read(end.batch_id, index)
+            coordinator.worker.read(end.batch_id, index)
         assert caught.value.facts == {"batch_id": end.batch_id}
         with pytest.raises(BatchReleasedError):
-            coordinator.plan(end)
+            coordinator.batches.plan(end)
 
 
 def test_an_unknown_batch_or_partition_is_refused(bench: Bench) -> None:
@@ -209,10 +209,10 @@ def test_an_unknown_batch_or_partition_is_refused(bench: Bench) -> None:
     with running(bench.cluster, bench.source) as coordinator:
         received(coordinator, 1)
         end = cut(coordinator)
-        (index,) = coordinator.plan(end)
+        (index,) = coordinator.batches.plan(end)
         for batch_id, part in (("nope", index), (end.batch_id, index + 1)):
             with pytest.raises(BatchUnknownError, match="planned no batch"):
-                coordinator.read(batch_id, part)
+                coordinator.worker.read(batch_id, part)
 
 
 @pytest.mark.parametrize("parallelism", [1, 3, 16])
@@ -224,7 +224,7 @@ def test_a_planned_batch_runs_again_the_same_under_another_parallelism(
         received(first, 60)
         committed = cut(first, 15)
         before = values(rows_of(first, committed))
-        first.release(committed)
+        first.batches.release(committed)
         wait_until(lambda: not first.status()["entriesToAcknowledge"])
         planned = cut(first, 15)
         rows = rows_of(first, planned)
@@ -236,19 +236,19 @@ def test_a_planned_batch_runs_again_the_same_under_another_parallelism(
         wait_until(lambda: second.status()["duplicatesDropped"] >= len(values(rows)))
         wait_until(lambda: not second.status()["entriesToAcknowledge"])
         assert bench.backlog == backlog, "redeliveries of a planned batch are not acknowledged"
-        second._window.validate()
+        second.worker.shared.window.validate()
         assert rows_of(second, planned) == rows
-        second._window.validate()
+        second.worker.shared.window.validate()
         received(second, 60 - len(before) - len(values(rows)))
-        second.release(planned)
+        second.batches.release(planned)
         assert_in_order(rows, last)
         rest: list[str] = []
-        while (end := second.cut(15)) is not None:
+        while (end := second.batches.cut(15)) is not None:
             assert end.ranges == parallelism
             found = rows_of(second, end)
             assert_in_order(found, last)
             rest += values(found)
-            second.release(end)
+            second.batches.release(end)
         wait_until(lambda: bench.backlog == 0)
     assert sorted(before + values(rows) + rest) == bench.all_values()
 
@@ -263,7 +263,7 @@ def test_committed_entries_that_come_again_are_dropped_and_acknowledged(bench: B
     with running(bench.cluster, bench.source, end) as second:
         assert second.newest.partitions == end.partitions, "it continues what was delivered"
         wait_until(lambda: bench.backlog == 0)
-        assert second.cut() is None
+        assert second.batches.cut() is None
         assert second.status()["duplicatesDropped"] == 40
         assert second.status()["rowsReceived"] == 0
         bench.publish(3)
@@ -289,11 +289,11 @@ def test_a_reconnect_delivers_nothing_twice(bench: Bench) -> None:
         wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
         assert bench.backlog == 40, "what is held must not be acknowledged"
         got = values(rows_of(coordinator, first))
-        coordinator.release(first)
+        coordinator.batches.release(first)
         second = cut(coordinator)
         got += values(rows_of(coordinator, second))
-        coordinator.release(second)
-        assert coordinator.cut() is None
+        coordinator.batches.release(second)
+        assert coordinator.batches.cut() is None
         wait_until(lambda: bench.backlog == 0)
     finally:
         coordinator.stop()
@@ -306,10 +306,10 @@ def test_acknowledgements_go_through_a_consumer_that_is_connected(bench: Bench) 
         received(coordinator, 40)
         end = cut(coordinator)
         for where in bench.where:
-            range_consumer = coordinator._range_consumers.by_partition[where][0]
+            range_consumer = coordinator.worker.range_consumers.by_partition[where][0]
             assert isinstance(range_consumer.consumer, MemoryConsumer)
             range_consumer.consumer.drop()
-        coordinator.release(end)
+        coordinator.batches.release(end)
         wait_until(lambda: bench.backlog == 0)
 
 
@@ -363,7 +363,7 @@ def test_entries_that_stay_partial_are_delivered_in_part_and_run_again_so(bench:
 
     with running(bench.cluster, bench.source, end, planned=True) as second:
         assert rows_of(second, end) == rows
-        second.release(end)
+        second.batches.release(end)
         wait_until(lambda: bench.backlog == 0)
 
 
@@ -390,21 +390,23 @@ def test_a_full_window_pauses_receiving_and_release_resumes_it(bench: Bench) -> 
     with running(bench.cluster, source) as coordinator:
         most = 0
         while len(got) < 120:
-            wait_until(lambda: coordinator.wait_for_rows(5))
+            wait_until(lambda: coordinator.batches.wait_for_rows(5))
             most = max(most, coordinator.status()["windowRows"])
             end = cut(coordinator)
             assert len(values(rows_of(coordinator, end))) <= 20 + 4
             got += values(rows_of(coordinator, end))
-            coordinator.release(end)
+            coordinator.batches.release(end)
     assert sorted(got) == bench.all_values()
     assert most <= 40 + 4 * 2
 
 
 def test_waiting_ends_with_the_first_row_or_the_time(bench: Bench) -> None:
     with running(bench.cluster, bench.source) as coordinator:
-        assert not coordinator.wait_for_rows(0.0)
+        assert not coordinator.batches.wait_for_rows(0.0)
         waited: list[bool] = []
-        thread = threading.Thread(target=lambda: waited.append(coordinator.wait_for_rows(10)))
+        thread = threading.Thread(
+            target=lambda: waited.append(coordinator.batches.wait_for_rows(10))
+        )
         thread.start()
         bench.publish(1)
         thread.join(10)
@@ -437,12 +439,14 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(bench: Bench) ->
     coordinator = Coordinator(bench.source, lambda: Breaking(bench.cluster))
     coordinator.start()
     try:
-        for call in (lambda: coordinator.wait_for_rows(10), coordinator.cut):
+        for call in (lambda: coordinator.batches.wait_for_rows(10), coordinator.batches.cut):
             with pytest.raises(BrokerError) as caught:
                 call()
             assert caught.value is error
         wait_until(
-            lambda: not any(r._thread.is_alive() for r in coordinator._range_consumers.receivers)
+            lambda: (
+                not any(r._thread.is_alive() for r in coordinator.worker.range_consumers.receivers)
+            )
         )
     finally:
         coordinator.stop()
@@ -458,9 +462,9 @@ def test_ids_that_are_handed_out_again_stop_the_source_unacknowledged(bench: Ben
     }
     with running(bench.cluster, bench.source, Checkpoint("", "unit", 4, settled)) as coordinator:
         with pytest.raises(TopicRecreatedError):
-            coordinator.wait_for_rows(10)
+            coordinator.batches.wait_for_rows(10)
         with pytest.raises(TopicRecreatedError):
-            coordinator.cut()
+            coordinator.batches.cut()
     assert bench.backlog == 4
 
 
@@ -608,7 +612,7 @@ def test_a_planned_batch_with_trimmed_entries_is_data_loss(bench: Bench) -> None
         running(bench.cluster, bench.source, planned, planned=True) as second,
         pytest.raises(DataLossTrimmedError),
     ):
-        second.plan(planned)
+        second.batches.plan(planned)
 
 
 def test_a_stopped_source_says_so_and_stops_once(bench: Bench) -> None:
@@ -616,9 +620,9 @@ def test_a_stopped_source_says_so_and_stops_once(bench: Bench) -> None:
         coordinator.stop()
         coordinator.stop()
         calls: list[Callable[[], object]] = [
-            coordinator.cut,
-            lambda: coordinator.wait_for_rows(0),
-            lambda: coordinator.plan(Checkpoint("", "unit", 4)),
+            coordinator.batches.cut,
+            lambda: coordinator.batches.wait_for_rows(0),
+            lambda: coordinator.batches.plan(Checkpoint("", "unit", 4)),
         ]
         for call in calls:
             with pytest.raises(RuntimeStoppedError):
@@ -631,7 +635,7 @@ def test_stopping_wakes_a_host_that_waits_for_rows(bench: Bench) -> None:
 
         def wait() -> None:
             with pytest.raises(RuntimeStoppedError):
-                coordinator.wait_for_rows(60)
+                coordinator.batches.wait_for_rows(60)
             ended.set()
 
         thread = threading.Thread(target=wait, daemon=True)
@@ -706,7 +710,7 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "discoveryError": "",
         }
         assert 0 < status["windowFill"] < 1
-        coordinator.release(end)
+        coordinator.batches.release(end)
         wait_until(lambda: coordinator.status()["entriesAcknowledged"])
 
 
@@ -715,14 +719,14 @@ def test_a_cut_waits_for_the_fewest_rows_until_the_delay_is_over(bench: Bench) -
     source = config(bench.topic, batch_rows_min=5, batch_delay_max_ms=60_000)
     with running(bench.cluster, source) as coordinator:
         received(coordinator, 3)
-        assert coordinator.cut() is None
+        assert coordinator.batches.cut() is None
         bench.publish(2)
         received(coordinator, 5)
-        assert coordinator.cut() is not None
+        assert coordinator.batches.cut() is not None
     late = config(bench.topic, batch_rows_min=100, batch_delay_max_ms=1)
     with running(bench.cluster, late) as coordinator:
         received(coordinator, 5)
-        wait_until(lambda: coordinator.cut() is not None)
+        wait_until(lambda: coordinator.batches.cut() is not None)
 
 
 def test_an_idle_cut_looks_at_no_pause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,8 +741,8 @@ def test_an_idle_cut_looks_at_no_pause(bench: Bench, monkeypatch: pytest.MonkeyP
         bench.publish(10)
         received(coordinator, 10)
         monkeypatch.setattr(Pauses, "fitted", noted)
-        assert coordinator.cut() is not None
-        assert [coordinator.cut() for _ in range(100)] == [None] * 100
+        assert coordinator.batches.cut() is not None
+        assert [coordinator.batches.cut() for _ in range(100)] == [None] * 100
         assert looked == [], "none waited for room"
 
 
@@ -746,7 +750,7 @@ def test_a_full_window_does_not_wait_for_the_fewest_rows(bench: Bench) -> None:
     bench.publish(40)
     source = config(bench.topic, batch_rows_min=100, window_rows_max=8)
     with running(bench.cluster, source) as coordinator:
-        wait_until(lambda: coordinator.cut() is not None)
+        wait_until(lambda: coordinator.batches.cut() is not None)
 
 
 def mixed_batch(bench: Bench) -> None:
@@ -760,7 +764,7 @@ def test_a_misrouted_message_ends_the_source_when_it_should(bench: Bench) -> Non
         running(bench.cluster, config(bench.topic, on_misrouted="fail")) as coordinator,
         pytest.raises(MisroutedError, match=r"BatchingType\.KeyBased"),
     ):
-        wait_until(lambda: coordinator.cut() is not None)
+        wait_until(lambda: coordinator.batches.cut() is not None)
     assert bench.backlog == 1
 
 
@@ -769,7 +773,7 @@ def test_a_misrouted_message_is_counted_and_warned_of(
 ) -> None:
     mixed_batch(bench)
     with running(bench.cluster, bench.source) as coordinator:
-        wait_until(lambda: coordinator.cut() is not None)
+        wait_until(lambda: coordinator.batches.cut() is not None)
         assert coordinator.status()["misrouted"] == 3
     assert "batches by default" in caplog.text
 
@@ -777,10 +781,10 @@ def test_a_misrouted_message_is_counted_and_warned_of(
 def test_receiving_pauses_while_handlers_have_enough(bench: Bench) -> None:
     bench.publish(40)
     with running(bench.cluster, bench.source) as coordinator:
-        coordinator.ahead_rows_max = 40
+        coordinator.worker.intake.ahead_rows_max = 40
         owned_range = OwnedRange(bench.where[0], 0, split_ring(4)[0])
         received(coordinator, 40)
-        assert coordinator.is_paused(owned_range)
-        assert len(coordinator.take(0, 10)) == 10
-        assert not coordinator.is_paused(owned_range)
-        assert len(coordinator.take(0)) == 30
+        assert coordinator.worker.intake.is_paused(owned_range)
+        assert len(coordinator.handed_out.take(0, 10)) == 10
+        assert not coordinator.worker.intake.is_paused(owned_range)
+        assert len(coordinator.handed_out.take(0)) == 30

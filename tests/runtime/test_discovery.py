@@ -79,8 +79,12 @@ def test_partitions_that_grow_are_read_from_their_beginning(world: World) -> Non
         world.take(coordinator)
         assert world.got == world.sent
         assert coordinator.status()["topicPartitions"] == 8
-        assert len(coordinator._range_consumers.receivers) == 3
-        assert [r.range_consumers for r in coordinator._range_consumers.receivers] == [11, 11, 10]
+        assert len(coordinator.worker.range_consumers.receivers) == 3
+        assert [r.range_consumers for r in coordinator.worker.range_consumers.receivers] == [
+            11,
+            11,
+            10,
+        ]
         wait_until(lambda: world.backlog("t") == 0)
 
 
@@ -88,11 +92,11 @@ def test_threads_grow_with_the_lanes_up_to_their_limit(world: World) -> None:
     source = world.matching(".*", parallelism=1, receive_threads=2)
     with world.running(source) as coordinator:
         for count in range(4):
-            receivers = coordinator._range_consumers.receivers
+            receivers = coordinator.worker.range_consumers.receivers
             assert len(receivers) == min(count, 2)
             world.cluster.create_topic(f"t-{count}")
             coordinator.discovery.round()
-        assert [r.range_consumers for r in coordinator._range_consumers.receivers] == [2, 2]
+        assert [r.range_consumers for r in coordinator.worker.range_consumers.receivers] == [2, 2]
 
 
 @pytest.mark.parametrize("partitions", [0, 3])
@@ -103,7 +107,7 @@ def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partit
         world.publish("gone", 4)
         world.publish("stays", 4)
         received(coordinator, world.sent.total())
-        planned = coordinator.cut(4)
+        planned = coordinator.batches.cut(4)
         assert planned is not None
         world.cluster.delete_topic(PREFIX + "gone")
         assert len(world.names()) == 1 + max(1, partitions), "our reconnects brought it back"
@@ -113,11 +117,11 @@ def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partit
         assert coordinator.status()["partitionsGone"] == max(1, partitions)
         world.read(coordinator, planned)
         assert world.got.total() == 4, "what was planned is delivered from memory"
-        coordinator.release(planned)
+        coordinator.batches.release(planned)
         wait_until(lambda: not coordinator.status()["entriesToAcknowledge"])
-        coordinator._window.validate()
+        coordinator.worker.shared.window.validate()
         end = world.take(coordinator)
-        assert coordinator.cut() is None, "what was only received of it is forgotten"
+        assert coordinator.batches.cut() is None, "what was only received of it is forgotten"
         assert {where.topic for where in end.partitions} == {PREFIX + "stays"}
         world.publish("stays", 3)
         received(coordinator, world.sent.total())
@@ -157,7 +161,7 @@ class CutsMeanwhile(MemoryAdmin):
         self.ends: list[Checkpoint] = []
 
     def cut(self) -> None:
-        end = None if self.coordinator is None else self.coordinator.cut(1)
+        end = None if self.coordinator is None else self.coordinator.batches.cut(1)
         if end is not None:
             self.ends.append(end)
 
@@ -206,12 +210,12 @@ def test_what_was_committed_of_the_new_topic_before_it_was_noticed_comes_once(
         assert admin.ends, "nothing was cut meanwhile"
         for end in admin.ends:
             world.read(coordinator, end)
-        coordinator.release(admin.ends[-1])
+        coordinator.batches.release(admin.ends[-1])
         world.publish("t", 1)
         received(coordinator, world.sent.total())
         wait_until(lambda: world.take(coordinator) and world.got >= world.sent)
         wait_until(lambda: world.backlog("t") == world.backlog("other") == 0)
-        assert coordinator.cut() is None
+        assert coordinator.batches.cut() is None
         assert world.got == world.sent
 
 

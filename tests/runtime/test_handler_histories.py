@@ -18,7 +18,7 @@ from handler_world import HandlerWorld, RecordedRun
 from helpers import wait_until
 from keyshard import RetryPolicy
 from keyshard.broker.memory import MemoryBroker
-from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.handed_out import HandedOut
 from keyshard.core.dead_letter.letters import Letter
 from keyshard.core.lanes.lanes import KeyQueue, Lanes, Work
 from keyshard.core.message import Message
@@ -176,11 +176,11 @@ def tried_again_behind_the_next(lanes: Lanes, work: Work, *args: Any, **options:
     work.queue.work.rotate(-1)
 
 
-def acknowledged_when_taken(coordinator: Coordinator, *args: Any) -> Any:
-    taken = TAKE(coordinator, *args)
+def acknowledged_when_taken(handed_out: HandedOut, *args: Any) -> Any:
+    taken = TAKE(handed_out, *args)
     for where, _, block in taken:
         with suppress(BrokerError):  # While its range moves.
-            consumer = coordinator._range_consumers.consumer_of(where)
+            consumer = handed_out._worker.range_consumers.consumer_of(where)
             assert consumer is not None
             consumer.acknowledge([block.id])
     return taken
@@ -194,12 +194,12 @@ def nothing_is_held(lanes: Lanes, slots: Sequence[Any]) -> None:
     """Handlers go on while their range changes hands."""
 
 
-AGAIN, TAKE = Lanes.again, Coordinator.take
+AGAIN, TAKE = Lanes.again, HandedOut.take
 BREAKS: dict[str, tuple[Any, str, Any, set[str]]] = {
     "lanes": (Lanes, "_queue_of", a_queue_for_each_message, {"one handler per key"}),
     "retries": (Lanes, "again", tried_again_behind_the_next, {"order per key"}),
     "acknowledgements": (
-        Coordinator, "take", acknowledged_when_taken, {"acknowledged after the checkpoint"},
+        HandedOut, "take", acknowledged_when_taken, {"acknowledged after the checkpoint"},
     ),
     "parking": (
         DeadLetters, "send", parked_without_a_letter,

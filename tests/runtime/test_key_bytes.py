@@ -49,7 +49,7 @@ def test_they_are_not_misrouted_and_a_batch_read_again_is_the_same() -> None:
     first.start()
     wait_until(lambda: first.status()["rowsReceived"] == len(messages))
     assert first.status()["misrouted"] == 0
-    end = first.cut()
+    end = first.batches.cut()
     assert end is not None
     assert end.ranges == 8
     rows = rows_by_partition(first, end)
@@ -69,7 +69,7 @@ def test_they_are_not_misrouted_and_a_batch_read_again_is_the_same() -> None:
 
 def rows_by_partition(coordinator: Coordinator, end: object) -> dict[int, list[dict[str, object]]]:
     batch = SourceBatch(coordinator, end)  # type: ignore[arg-type]
-    indices = coordinator.plan(batch.end)
+    indices = coordinator.batches.plan(batch.end)
     return {index: pa.Table.from_batches(batch.read(index)).to_pylist() for index in indices}
 
 

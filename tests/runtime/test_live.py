@@ -12,7 +12,7 @@ import pytest
 from helpers import config
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, MemoryConsumer, Message
 from keyshard.broker.port import Broker
-from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.batches import Batches
 from keyshard.core.position.entry import EntryBlock
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
 from keyshard.testing.verify import live_run
@@ -102,18 +102,18 @@ def test_what_passes_at_the_broker_is_recorded(bench: Bench) -> None:
 def test_acknowledging_at_the_cut_is_found_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = Coordinator.cut
+    cut = Batches.cut
 
-    def hasty(self: Coordinator, rows_max: int | None = None) -> Any:
+    def hasty(self: Batches, rows_max: int | None = None) -> Any:
         end = cut(self, rows_max)
         if end is not None:
             for topic_partition, entries in self._window.batches[end.batch_id].entries.items():
-                consumer = self._range_consumers.consumer_of(topic_partition)
+                consumer = self._worker.range_consumers.consumer_of(topic_partition)
                 assert consumer is not None
                 consumer.acknowledge([block.id for block in entries])
         return end
 
-    monkeypatch.setattr(Coordinator, "cut", hasty)
+    monkeypatch.setattr(Batches, "cut", hasty)
     bench.run()
     assert "acknowledged after the checkpoint" in bench.broken()
 

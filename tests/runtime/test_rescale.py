@@ -332,7 +332,7 @@ def test_any_sequence_of_changes_keeps_the_ring_covered(make_world: MakeWorld, s
             world.cluster.grow_topic(world.topic, partitions)
             added = TopicPartition(world.topic, partitions - 1)
             wait_until(lambda where=added: where in world.consumers)
-        before, owners = owners, world.coordinator._range_consumers.assignment
+        before, owners = owners, world.coordinator.worker.range_consumers.assignment
         assert moved_slots(before, owners) == (report.moved_slots if before != owners else 0)
         rings = {tuple(world.ring(partition)) for partition in range(partitions)}
         assert rings == {

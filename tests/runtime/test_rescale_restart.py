@@ -75,9 +75,9 @@ def rescaled(checkpoint: Path) -> Any:
 def owners(run: RecordedRun) -> Assignment:
     """Who owns which ranges, in every topic partition."""
     coordinator = run.source.__dict__["_made"]
-    found: Assignment = coordinator._range_consumers.assignment
+    found: Assignment = coordinator.worker.range_consumers.assignment
     assert coordinator.status()["ranges"] == len(run.source.status()["ranges"]) == len(found)
-    for consumers in coordinator._range_consumers.by_partition.values():
+    for consumers in coordinator.worker.range_consumers.by_partition.values():
         held = sorted(
             (one.owned_range.range_index, one.owned_range.hash_range) for one in consumers
         )

@@ -23,7 +23,7 @@ def test_its_rows_lie_in_the_same_partitions_under_another_parallelism(
     cluster.publish(topic, *(Message(b"%d" % i, key=key) for i, key in enumerate(keys)))
     with running(cluster, config(topic, parallelism=RANGES)) as first:
         received(first, ROWS)
-        end = first.cut()
+        end = first.batches.cut()
         assert end is not None
         assert end.merged is None, "the batch is too small for a partition per range"
         rows = rows_of(first, end)

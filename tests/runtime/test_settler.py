@@ -84,7 +84,7 @@ def settled_by_batches(place: Place, coordinator: Coordinator) -> PartitionCheck
     def settled() -> bool:
         nonlocal state
         place.publish(FAST_KEY)
-        coordinator.wait_for_rows(5)
+        coordinator.batches.wait_for_rows(5)
         if coordinator.status()["windowRows"]:
             state = commit(coordinator).partitions[place.where]
         return coordinator.status()["ackHoles"] == 0
@@ -227,11 +227,11 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(plac
     sizes: list[int] = []
 
     def step() -> None:
-        end = coordinator.cut()
+        end = coordinator.batches.cut()
         if end is not None:
             sizes.append(len(end.to_json()))
             got.extend(end.partitions[place.where].batch)
-            coordinator.release(end)
+            coordinator.batches.release(end)
 
     with running_gated(place, source, gate) as coordinator:
 
@@ -247,7 +247,7 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(plac
         gate.open()
 
         def all_came() -> bool:
-            coordinator.wait_for_rows(0.1)
+            coordinator.batches.wait_for_rows(0.1)
             step()
             return len(got) == 2 * count
 
@@ -282,8 +282,8 @@ def test_what_somebody_else_acknowledged_while_it_runs_ends_the_source(place: Pl
 
         def ended() -> bool:
             place.publish(FAST_KEY)
-            coordinator.wait_for_rows(5)
-            return coordinator.cut() is None
+            coordinator.batches.wait_for_rows(5)
+            return coordinator.batches.cut() is None
 
         with pytest.raises(DataLossAckedElsewhereError, match=r"20 entries of .*, first 1:1,3"):
             wait_until(ended)
@@ -408,9 +408,9 @@ def test_what_was_acknowledged_before_the_first_start_is_settled_at_once(place: 
     source = place.source(settle_after_ms=86_400_000)
     with running(place.cluster, source, admin=place.admin) as coordinator:
         received(coordinator, 10_000)
-        first = coordinator.cut(100)
+        first = coordinator.batches.cut(100)
         assert first is not None
-        coordinator.release(first)
+        coordinator.batches.release(first)
         commit(coordinator)
         place.publish(FAST_KEY)
         received(coordinator, 10_001)
@@ -430,9 +430,9 @@ def test_a_restart_after_the_first_batch_takes_nothing_of_before_for_a_loss(plac
     source = place.source(settle_after_ms=86_400_000)
     with running(place.cluster, source, admin=place.admin) as coordinator:
         received(coordinator, 50)
-        end = coordinator.cut(10)
+        end = coordinator.batches.cut(10)
         assert end is not None
-        coordinator.release(end)
+        coordinator.batches.release(end)
         wait_until(lambda: place.backlog() == 40)
     with running(place.cluster, source, end, admin=place.admin) as coordinator:
         received(coordinator, 40)
@@ -482,7 +482,7 @@ def test_trimmed_entries_of_a_planned_batch_are_left_out_where_loss_is_accepted(
     place.publish(*[FAST_KEY] * 10)
     with running(place.cluster, place.source()) as coordinator:
         received(coordinator, 10)
-        end = coordinator.cut()
+        end = coordinator.batches.cut()
         assert end is not None
     place.cluster.trim(place.where, EntryId(1, 4))
     source = place.source(fail_on_data_loss=False)
@@ -490,6 +490,6 @@ def test_trimmed_entries_of_a_planned_batch_are_left_out_where_loss_is_accepted(
         rows = rows_of(coordinator, end)
         assert [len(part) for part in rows.values()] == [6]
         assert coordinator.status()["entriesLost"] == 4
-        coordinator.release(end)
+        coordinator.batches.release(end)
         wait_until(lambda: place.backlog() == 0)
         assert coordinator.status()["windowRows"] == 0

@@ -23,7 +23,7 @@ def planned_over(world: World, *topics: str) -> Checkpoint:
     """A planned batch of everything in some topics, whose run then ended."""
     with world.running(world.source(list(topics))) as first:
         received(first, world.sent.total())
-        end = first.cut()
+        end = first.batches.cut()
         assert end is not None
     return end
 
@@ -37,7 +37,7 @@ def test_a_topic_no_longer_configured_ends_its_planned_batch_only(world: World) 
         world.publish("old", 3)
         world.read(second, end)
         assert world.got.total() == 16
-        second.release(end)
+        second.batches.release(end)
         wait_until(lambda: world.backlog("new") == 0)
         wait_until(lambda: world.backlog("old") == 6)
         second.discovery.round()
@@ -61,7 +61,7 @@ def test_a_topic_no_longer_configured_and_taken_by_others_does_not_block(world: 
     source = world.source("new", subscribe_timeout_ms=20)
     with world.running(world.source("old")), world.running(source, end, planned=True) as second:
         world.read(second, end)
-        second.release(end)
+        second.batches.release(end)
         wait_until(lambda: not second.status()["entriesToAcknowledge"])
         second.check()
         assert world.backlog("new") == 0
@@ -93,7 +93,7 @@ def test_a_planned_batch_of_a_deleted_topic_is_data_loss(world: World) -> None:
     for admin in (True, False):
         with world.running(world.source("gone"), end, planned=True, admin=admin) as second:
             with pytest.raises(DataLossTrimmedError, match="4 entries of a planned batch"):
-                second.plan(end)
+                second.batches.plan(end)
             assert world.names() == set(), "no Reader created it again"
 
 

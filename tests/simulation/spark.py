@@ -22,6 +22,7 @@ from keyshard import KeyShardSource
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.window import layout
+from keyshard.worker.worker import Worker
 from spark_adapter import stream_reader
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
@@ -254,7 +255,7 @@ class Query:
 class _Ticket:
     """Stands where a Flight ticket stood."""
 
-    coordinator: Coordinator
+    worker: Worker
     batch_id: str
     index: int
     columns: tuple[str, ...]
@@ -263,15 +264,15 @@ class _Ticket:
 class _Server:
     """Stands where the Flight server stood."""
 
-    def __init__(self, coordinator: Coordinator, _host: str) -> None:
-        self._coordinator = coordinator
+    def __init__(self, worker: Worker, _host: str) -> None:
+        self._worker = worker
 
     def ticket(self, batch_id: str, index: int, columns: Sequence[str]) -> _Ticket:
-        return _Ticket(self._coordinator, batch_id, index, tuple(columns))
+        return _Ticket(self._worker, batch_id, index, tuple(columns))
 
 
 def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
-    return ticket.coordinator.read(ticket.batch_id, ticket.index, ticket.columns)
+    return ticket.worker.read(ticket.batch_id, ticket.index, ticket.columns)
 
 
 @contextmanager

@@ -394,16 +394,16 @@ class World:
 
     def _check(self, coordinator: Coordinator) -> None:
         """The window's invariants, and its bound."""
-        coordinator._window.validate()
+        coordinator.worker.shared.window.validate()
         options = self.shape.options
         # Each thread may receive once more from a topic partition that is just becoming full.
-        receives = options["receive_threads"] * len(coordinator._window.partitions)
+        receives = options["receive_threads"] * len(coordinator.worker.shared.window.partitions)
         at_once = receives * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
         # A batch that is read again comes on top: it was in the window of another process.
         rows_max = options["window_rows_max"] * 3 // 2 + at_once
-        if coordinator._window.counters.misrouted:
+        if coordinator.worker.shared.window.counters.misrouted:
             raise BrokenPromiseError("messages count as misrouted that came where they belong")
-        rows = coordinator._window.rows
+        rows = coordinator.worker.shared.window.rows
         if rows > rows_max:
             raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
 

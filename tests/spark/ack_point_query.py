@@ -38,7 +38,7 @@ class WatchedReader(KeyShardStreamReader):
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> Any:
         runtime = super()._start(checkpoint, planned=planned)
         notes = Path(os.environ["KEYSHARD_TEST_NOTES"])
-        acknowledger = runtime.coordinator._acknowledger
+        acknowledger = runtime.coordinator.worker.acknowledger
         submit = acknowledger.submit
 
         def noted(topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:

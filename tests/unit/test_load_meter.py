@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers import block
-from keyshard.coordinator.load_meter import LoadMeter
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.worker.load_meter import LoadMeter
 
 
 def test_every_entry_counts_at_first() -> None:

@@ -53,7 +53,7 @@ class Host:
         return [
             row["value"].decode()
             for index in indices
-            for part in coordinator.read(batch_id, index)
+            for part in coordinator.worker.read(batch_id, index)
             for row in part.to_pylist()
         ]
 

@@ -158,7 +158,10 @@ class Window:
             {tp for tp in order if ready[tp].left_out},
         )
         cuts = {
-            tp: ready[tp].take(most, self._room(tp, len(limits))) for tp, most in limits.items()
+            tp: ready[tp].take(
+                most, self._newest.room(tp, len(limits), budget.checkpoint_bytes_max)
+            )
+            for tp, most in limits.items()
         }
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
         for tp in limits:
@@ -207,7 +210,9 @@ class Window:
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
         for topic_partition, ids in completed.items():
-            room = self._room(topic_partition, len(completed))
+            room = self._newest.room(
+                topic_partition, len(completed), self.budget.checkpoint_bytes_max
+            )
             blocks = self.known[topic_partition].give_back(ids, room)
             self._looked(topic_partition)
             if blocks:
@@ -298,10 +303,6 @@ class Window:
         """All topic partitions that are consumed."""
         return tuple(self.active)
 
-    def state(self, topic_partition: TopicPartition) -> PartitionCheckpoint:
-        """Floor and delivered set of a topic partition as of the newest cut."""
-        return self.known[topic_partition].state
-
     @property
     def holes(self) -> int:
         """Gaps between the runs of delivered entries, over all topic partitions."""
@@ -311,11 +312,6 @@ class Window:
     def rows(self) -> int:
         """Rows held: received, taken and planned."""
         return sum(window.rows for window in self.known.values())
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """About the size of the newest checkpoint."""
-        return self._newest.bytes
 
     def oldest_published_ms(self) -> int | None:
         """Publish time of the oldest row held that has one, milliseconds since the epoch."""
@@ -376,10 +372,6 @@ class Window:
         self._newest.record(topic_partition, state)
         if state is not None and state.batch:
             self._changing[topic_partition] = None
-
-    def _room(self, topic_partition: TopicPartition, others: int) -> int:
-        """Size that a topic partition may have in the next checkpoint."""
-        return self._newest.room(topic_partition, others, self.budget.checkpoint_bytes_max)
 
     def _looked(self, topic_partition: TopicPartition) -> None:
         """Follow a topic partition from which entries were taken."""

@@ -154,8 +154,8 @@ class _Run:
         while time.monotonic() < deadline:
             if self.sent is None and producing.done():
                 self._all_sent(producing.result())
-            if self._coordinator.wait_for_rows(_WAIT_S):
-                end = self._coordinator.cut()
+            if self._coordinator.batches.wait_for_rows(_WAIT_S):
+                end = self._coordinator.batches.cut()
                 if end is not None:
                     self._batch(end)
                     quiet_since = time.monotonic()
@@ -185,7 +185,7 @@ class _Run:
         if self.batches == _NOT_ACKNOWLEDGED:
             self._restart(end)
         else:
-            self._coordinator.release(end)
+            self._coordinator.batches.release(end)
         self.rows += rows
         self.batches += 1
 

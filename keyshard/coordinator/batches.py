@@ -1,0 +1,137 @@
+"""Batches of a source whose host has a checkpoint of its own.
+
+Steps of a batch, whatever the host::
+
+    1. cut       entries received so far -> end checkpoint; the batch is planned
+    2. plan      layout of the batch; after a restart its entries are read again first
+    3. read      rows of one layout partition, as often as the host likes
+    4. release   the host's checkpoint is durable: forget the rows, acknowledge the entries
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+
+from keyshard.broker.port import Broker
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.available_now import AvailableNow
+from keyshard.coordinator.partitions import Partitions
+from keyshard.coordinator.watch import Watch
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.window.admission import waits_for_more
+from keyshard.errors import BatchUnknownError
+from keyshard.reading.replay import replay
+from keyshard.worker.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+class Batches:
+    """Plans batches and releases them; step 3 is the worker's.
+
+    Args:
+        worker: Has the window.
+        broker: Connection to read a batch again through.
+        config: The source.
+        partitions: Knows which topic partitions are gone.
+        watch: Told of every cut.
+        bounded: The targets of a bounded run; ``None``: it goes on for ever.
+    """
+
+    def __init__(
+        self, worker: Worker, broker: Broker, config: SourceConfig, *, partitions: Partitions,
+        watch: Watch, bounded: AvailableNow | None,
+    ) -> None:  # fmt: skip
+        self._worker = worker
+        self._shared = worker.shared
+        self._window = worker.shared.window
+        self._broker = broker
+        self._config = config
+        self._partitions = partitions
+        self._watch = watch
+        self._bounded = bounded
+
+    def cut(self, rows_max: int | None = None) -> Checkpoint | None:
+        """Plan a batch of the entries received so far; ``None`` without rows. Memory only.
+
+        Args:
+            rows_max: Most rows; default ``batch_rows_max``.
+
+        Raises:
+            KeyShardError: The error that ended receiving or acknowledging, if there was one.
+        """
+        config = self._config
+        with self._shared.lock:
+            self._shared.check()
+            rows = self._window.received_rows
+            if not rows:
+                # Hosts ask every few milliseconds: an idle cut must cost next to nothing.
+                return None
+            waited_s = self._watch.since_cut_s()
+            if not self._window.pauses.any_full and waits_for_more(
+                rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
+            ):
+                return None
+            checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
+            if checkpoint is not None:
+                full = self._window.pauses.any_full
+                self._watch.cut(full_since_s=self._shared.full_since_s if full else None)
+            return checkpoint
+
+    def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
+        """As :meth:`cut` in a bounded run, but waits for rows.
+
+        ``None`` means that everything up to the targets is delivered and acknowledged; the ranges
+        are given back then.
+
+        Raises:
+            AvailableNowTimeoutError: There was neither a row nor the end in time.
+        """
+        bounded = self._bounded
+        assert bounded is not None
+        if bounded.wait_for_rows(rows_max):
+            return self.cut(rows_max)
+        bounded.finish(self._worker.acknowledger, self._worker.range_consumers.receivers)
+        return None
+
+    def wait_for_rows(self, timeout_s: float) -> bool:
+        """Wait until something can be cut; whether it can."""
+        with self._shared.lock:
+            return self._shared.wait_for_rows(timeout_s)
+
+    def plan(self, checkpoint: Checkpoint) -> list[int]:
+        """Layout partitions of the batch that ends at ``checkpoint``, ascending. Idempotent.
+
+        A batch that was planned before a restart is read again first.
+
+        Raises:
+            BatchReleasedError: It was released.
+            DataLossTrimmedError: The broker no longer stores all of it.
+        """
+        batch_id = checkpoint.batch_id
+        with self._shared.lock:
+            self._shared.check()
+            with suppress(BatchUnknownError):
+                return list(self._window.batches[batch_id].layout)
+        began = time.monotonic()
+        config = self._config
+        entries = replay(
+            self._broker,
+            checkpoint,
+            config.replay_timeout_ms / 1000,
+            self._partitions.gone,
+            fail_on_data_loss=config.fail_on_data_loss,
+        )
+        with self._shared.lock:
+            self._window.plan(checkpoint, entries)
+            partitions = list(self._window.batches[batch_id].layout)
+        _log.info("batch %s read again in %.1f s", batch_id, time.monotonic() - began)
+        return partitions
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Everything up to ``checkpoint`` is durable at the host: acknowledge it. Idempotent."""
+        with self._shared.lock:
+            released = self._window.release(checkpoint)
+        self._worker.acknowledge(released)

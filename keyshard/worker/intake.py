@@ -1,0 +1,131 @@
+"""What the receive threads call: received entries go into the window."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from keyshard.broker.port import Broker
+from keyshard.config.source import SourceConfig
+from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.window.partition_window import Receipt
+from keyshard.errors import KeyShardError
+from keyshard.worker.acknowledger import Acknowledger
+from keyshard.worker.continuity import Continuity
+from keyshard.worker.load_meter import LoadMeter
+from keyshard.worker.oddities import Oddities
+from keyshard.worker.range_consumers import RangeConsumers
+from keyshard.worker.receiver import OwnedRange, RangeConsumer, routing_of
+from keyshard.worker.shared_window import SharedWindow
+from keyshard.worker.subscribe import reopen_range_consumer
+
+COMPARE_AGAIN_S = 0.5
+"""Pause of a range of which nothing shows yet that it is what it was, seconds."""
+
+Admit = Callable[[RangeConsumer, Sequence[EntryBlock]], Sequence[EntryBlock]]
+"""Chooses those of some entries that belong to the run."""
+
+
+class Intake:
+    """The :class:`~keyshard.worker.receiver.Sink` of one worker.
+
+    Args:
+        shared: Where entries go.
+        range_consumers: Who owns what.
+        continuity: Tells whether a topic partition is what it was.
+        acknowledger: Acknowledges what is committed already.
+        broker: Connection to subscribe through.
+        config: The source.
+        stopping: Set when the source is to end.
+        admit: Chooses what is taken; ``None``: everything.
+        ahead_rows_max: Rows received and not yet taken at which receiving pauses; ``None``: never.
+    """
+
+    def __init__(
+        self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
+        acknowledger: Acknowledger, broker: Broker, config: SourceConfig,
+        stopping: threading.Event, admit: Admit | None, ahead_rows_max: int | None,
+    ) -> None:  # fmt: skip
+        self._shared = shared
+        self._range_consumers = range_consumers
+        self._continuity = continuity
+        self._acknowledger = acknowledger
+        self._broker = broker
+        self._config = config
+        self._stopping = stopping
+        self._admit = admit
+        self.ahead_rows_max = ahead_rows_max
+        self._oddities = Oddities(fail_on_misrouted=config.on_misrouted == "fail")
+        self.load_meter: LoadMeter | None = None
+        """Measures the load, where somebody may rescale."""
+
+    def is_paused(self, owned_range: OwnedRange) -> bool:
+        window, ahead_max = self._shared.window, self.ahead_rows_max
+        return (
+            (ahead_max is not None and window.received_rows >= ahead_max)
+            or self._range_consumers.suspends(owned_range)
+            or window.pauses.include(owned_range.topic_partition, owned_range.range_index)
+        )
+
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
+        entries = self._admitted(range_consumer, entries)
+        if not entries:
+            return
+        owned_range = range_consumer.owned_range
+        misrouted = keyless = unreadable = 0
+        for block in entries:
+            outside, without_key = routing_of(block, range_consumer)
+            misrouted += outside
+            keyless += without_key
+            if block.unreadable:
+                unreadable += block.unreadable
+                self._oddities.unreadable(owned_range, block)
+        if misrouted:
+            self._oddities.misrouted(owned_range, misrouted)
+        with self._shared.lock:
+            if not self._range_consumers.owns(owned_range):
+                return  # it is delivered again, to who owns it now
+            committed = self._receive(owned_range, entries)
+            counters = self._shared.window.counters
+            counters.misrouted += misrouted
+            counters.keyless += keyless
+            counters.unreadable += unreadable
+            self._shared.lock.notify_all()
+        if committed:
+            self._acknowledger.submit(owned_range.topic_partition, committed)
+
+    def _admitted(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
+    ) -> Sequence[EntryBlock]:
+        """Those of some entries that are to be taken now."""
+        if not self._continuity.may_receive(range_consumer.owned_range.topic_partition, entries):
+            # Everything comes again to the consumer that is subscribed then.
+            range_consumer.rest_until_s = time.monotonic() + COMPARE_AGAIN_S
+            return ()
+        return entries if self._admit is None else self._admit(range_consumer, entries)
+
+    def _receive(self, owned_range: OwnedRange, entries: Sequence[EntryBlock]) -> list[EntryId]:
+        """Put entries into the window; those that are committed already."""
+        window, where = self._shared.window, owned_range.topic_partition
+        accepted: list[EntryBlock] = []
+        committed: list[EntryId] = []
+        for block in entries:
+            receipt = window.receive(where, owned_range.range_index, block)
+            if receipt is Receipt.COMMITTED:
+                committed.append(block.id)
+            elif receipt is Receipt.ACCEPTED:
+                accepted.append(block)
+        if self.load_meter is not None:
+            self.load_meter.add(accepted)
+        was_full = window.pauses.any_full
+        window.pauses.received(where)
+        if window.pauses.any_full and not was_full:
+            self._shared.full_since_s = time.monotonic()
+        return committed
+
+    def reopen(self, range_consumer: RangeConsumer) -> None:
+        reopen_range_consumer(self._broker, self._config, range_consumer, self._stopping)
+
+    def fail(self, error: KeyShardError) -> None:
+        self._shared.fail(error)
