@@ -116,12 +116,12 @@ MUTANTS = (
         promise="Order: a message that is queued anew is overtaken by later ones of its key.",
         edits=(
             Edit(
-                "keyshard/broker/pulsar/broker.py",
-                "        return _to_blocks(messages, self._topic_partition, self._hash_range)\n",
+                "keyshard/broker/pulsar/consumer.py",
+                "        return to_blocks(messages, self._topic_partition, self._hash_range)\n",
                 "        for message in messages:\n"
                 "            if message.redelivery_count() > 0:\n"
                 "                self._raw.negative_acknowledge(message)\n"
-                "        return _to_blocks(messages, self._topic_partition, self._hash_range)\n",
+                "        return to_blocks(messages, self._topic_partition, self._hash_range)\n",
             ),
         ),
         killers=(

@@ -14,8 +14,9 @@ import pytest
 
 from helpers import P0, ids
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar.broker import PulsarBroker, PulsarConsumer
+from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.broker.pulsar.calls import Calls
+from keyshard.broker.pulsar.consumer import PulsarConsumer
 from keyshard.broker.pulsar.errors import translated
 from keyshard.broker.pulsar.producer import PulsarProducer
 from keyshard.config.connection import Connection
@@ -109,7 +110,7 @@ class RecordedClient:
 def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     client = RecordedClient()
     monkeypatch.setattr(pulsar, "Client", lambda *_, **__: client)
-    monkeypatch.setattr("keyshard.broker.pulsar.broker._Message", RawMessage)
+    monkeypatch.setattr("keyshard.broker.pulsar.entries._Message", RawMessage)
     return client
 
 

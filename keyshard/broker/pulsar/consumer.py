@@ -1,0 +1,164 @@
+"""Consumers and Readers of pulsar-client.
+
+An id built by hand acknowledges its whole entry, from any consumer of the subscription on that
+topic partition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import _pulsar
+import pulsar
+
+from keyshard.broker.pulsar.calls import Calls
+from keyshard.broker.pulsar.entries import to_blocks
+from keyshard.broker.pulsar.errors import translated
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.window.client_queue import POLLED_MAX
+
+RECEIVE_WAIT_MS = 10
+"""One round of the client's batch receive when its queue is not full, milliseconds."""
+RECEIVE_BYTES_MAX = 4 * 1024 * 1024
+"""Payload bytes one round takes at most."""
+READ_MESSAGES_MAX = 1_000
+"""Messages one :meth:`PulsarReader.read` returns at most."""
+
+
+class PulsarConsumer:
+    """One plain single-topic consumer: it clears its queue on a reconnect."""
+
+    def __init__(
+        self,
+        consumer: pulsar.Consumer,
+        topic_partition: TopicPartition,
+        hash_range: HashRange,
+        queue: int,
+        calls: Calls,
+    ) -> None:
+        self._consumer = consumer
+        self._calls = calls
+        self._raw = consumer._consumer
+        self._topic_partition = topic_partition
+        self._hash_range = hash_range
+        self._queue = queue
+        self._first: deque[Any] = deque()
+        self._closed = False
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self._topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self._hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        deadline = time.monotonic() + timeout_ms / 1000
+        with translated("receive from", self._topic_partition):
+            # Alone: a reconnect may lie between it and what is in the client's queue now.
+            messages = self._take_first()
+            if not messages:
+                polled = self._queue <= POLLED_MAX
+                messages = self._poll() if polled else self._batch()
+            while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
+                messages = self._batch()
+        return to_blocks(messages, self._topic_partition, self._hash_range)
+
+    def _batch(self) -> list[Any]:
+        """One round of the client's batch receive."""
+        with self._calls.inside():
+            messages: list[Any] = self._raw.batch_receive()
+        return messages
+
+    def _poll(self) -> list[Any]:
+        """What is in the client's queue, without waiting."""
+        messages: list[Any] = []
+        with self._calls.inside(), suppress(pulsar.Timeout):
+            while len(messages) < self._queue:
+                messages.append(self._raw.receive(0))
+        return messages
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        def arrived(result: pulsar.Result, message: Any) -> None:
+            # On the client's thread. A result other than Ok says that the consumer is closed.
+            if result == pulsar.Result.Ok:
+                self._first.append(message)
+            if not self._closed:
+                callback()
+
+        with translated("receive from", self._topic_partition):
+            self._raw.receive_async(self._calls.lent(arrived))
+
+    def _take_first(self) -> list[Any]:
+        """What :meth:`when_ready` took from the client's queue; it is older than the rest of it."""
+        return [self._first.popleft() for _ in range(len(self._first))]
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        partition = self._topic_partition.partition
+        acknowledge, message_id = self._raw.acknowledge, _pulsar.MessageId
+        with translated("acknowledge in", self._topic_partition), self._calls.inside():
+            for ledger, entry in entries:
+                acknowledge(message_id(partition, ledger, entry, -1))
+
+    def last_entry(self) -> EntryId | None:
+        with translated("ask for the last entry of", self._topic_partition):
+            last = self._calls.answer_of(self._raw.get_last_message_id_async)
+        return EntryId(last.ledger_id(), last.entry_id()) if last.entry_id() >= 0 else None
+
+    def is_connected(self) -> bool:
+        return not self._closed and bool(self._consumer.is_connected())
+
+    def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
+        if self._closed:
+            return
+        self._closed = True
+        with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+            self._consumer.close()
+
+
+class PulsarReader:
+    """A plain Reader; the client offers no batch receive for it."""
+
+    def __init__(
+        self, reader: pulsar.Reader, topic_partition: TopicPartition, calls: Calls
+    ) -> None:
+        self._reader = reader
+        self._calls = calls
+        self._raw = reader._reader
+        self._topic_partition = topic_partition
+        self._closed = False
+        self._stayed_connected = True
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        messages: list[Any] = []
+        wait_ms = timeout_ms
+        with translated("read from", self._topic_partition), self._calls.inside():
+            try:
+                while len(messages) < READ_MESSAGES_MAX:
+                    messages.append(self._raw.read_next(wait_ms))
+                    wait_ms = 1
+            except pulsar.Timeout:
+                pass
+        return to_blocks(messages, self._topic_partition)
+
+    def at_end(self) -> bool:
+        with translated("look for the end of", self._topic_partition):
+            return not self._calls.answer_of(self._raw.has_message_available_async)
+
+    def stayed_connected(self) -> bool:
+        # The client tells no more than whether it has one now; it takes 90 ms to get another.
+        self._stayed_connected = self._stayed_connected and bool(self._raw.is_connected())
+        return self._stayed_connected
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+            self._reader.close()

@@ -1,0 +1,234 @@
+"""Messages of pulsar-client become entries.
+
+Ids of this client are unhashable and compare inconsistently, so they become plain integers on
+arrival.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import _pulsar
+
+from keyshard.arrow.content import pack
+from keyshard.arrow.metadata import TIME_MS_MAX, readable_times
+from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import slots_of
+from keyshard.errors import ChunkedMessageError
+
+ENTRIES_AT_ONCE = 40
+"""Entries after which other threads are let in: who waits for the interpreter, such as a handler
+that has slept, would else do so for the switch interval of 5 ms. Several receive threads that let
+each other in more often only cost time."""
+
+NOT_TEXT = "__notText"
+"""Property in place of all those of a message that has one that is no text: the client tells only
+the first of them."""
+
+_Message = _pulsar.Message
+_BATCH_SIZE_TAG = 6 << 3
+"""Tag byte of field 6, ``batch_size``, a varint."""
+_FIRST_CHUNK_TAG = 7 << 3 | 2
+"""Tag byte of field 7, ``first_chunk_message_id``, a message."""
+
+
+class _IdFacts(NamedTuple):
+    batch_size: int
+    chunked: bool
+
+
+def _id_facts(data: bytes) -> _IdFacts:
+    """Read what a message id tells only in its serialized form (``MessageIdData`` of PulsarApi).
+
+    The fields before them are varints (ledger 1, entry 2, partition 3, batch_index 4) and packed or
+    single varints of the ack set (5).
+    """
+    if data[-2] == _BATCH_SIZE_TAG and data[-1] < 0x80 and _FIRST_CHUNK_TAG not in data:
+        # The value is one byte, because the byte before it is no part of a longer one.
+        return _IdFacts(max(1, data[-1]), chunked=False)
+    batch_size, position, end = 1, 0, len(data)
+    while position < end:
+        field, wire = data[position] >> 3, data[position] & 7
+        position += 1
+        if field == _FIRST_CHUNK_TAG >> 3:
+            return _IdFacts(batch_size, chunked=True)
+        value = shift = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+            shift += 7
+        if wire == 2:
+            position += value
+        elif field == _BATCH_SIZE_TAG >> 3:
+            batch_size = max(1, value)
+    return _IdFacts(batch_size, chunked=False)
+
+
+def to_blocks(
+    messages: Sequence[Any], where: TopicPartition, came_to: HashRange | None = None
+) -> list[EntryBlock]:
+    """Group messages, in delivery order, into blocks of neighbouring messages of one entry.
+
+    Args:
+        messages: What a consumer or Reader handed out.
+        where: Its topic partition.
+        came_to: The consumer's range; ``None`` for a Reader.
+
+    Messages are the extension's own objects: the Python wrapper around each costs as much as all
+    its getters together.
+    """
+    if not messages:
+        return []
+    values = list(map(_Message.data, messages))
+    partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable = (
+        _metadata(messages)
+    )
+    content = pack(
+        values,
+        [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
+        ordering_keys,
+        event_ms,
+        properties,
+    )
+    sizes = list(map(len, values))
+    blocks: list[EntryBlock] = []
+    position, end = 0, len(messages)
+    while position < end:
+        first = messages[position]
+        first_id = first.message_id()
+        facts = _id_facts(first_id.serialize())
+        entry_id = EntryId(first_id.ledger_id(), first_id.entry_id())
+        if facts.chunked:
+            raise _chunked(where, entry_id)
+        index = first_id.batch_index()
+        indices: Sequence[int] = range(1)
+        if index >= 0:
+            indices = _indices(messages, position, entry_id, index, facts.batch_size)
+        stop = position + len(indices)
+        slot, mixed_slots, keys_of_bytes = slots_of(
+            routing_keys[position:stop], None if ordering_keys[position] else came_to
+        )
+        blocks.append(
+            EntryBlock(
+                entry_id,
+                facts.batch_size,
+                index >= 0,
+                indices,
+                slot,
+                mixed_slots,
+                publish_ms[position],
+                sum(sizes[position:stop]),
+                (Part(content, position, stop - position),),
+                first.redelivery_count() > 0,
+                keys_of_bytes,
+                sum(unreadable[position:stop]) if unreadable else 0,
+            )
+        )
+        position = stop
+        if not len(blocks) % ENTRIES_AT_ONCE:
+            time.sleep(0)
+    return blocks
+
+
+class _Metadata(NamedTuple):
+    """What some messages say about themselves, one value for each."""
+
+    partition_keys: list[str]
+    """Empty for none, as ordering keys are."""
+    ordering_keys: list[str]
+    routing_keys: list[str | bytes | None]
+    """What the broker hashes: of an ordering key that is no text its bytes."""
+    event_ms: list[int]
+    publish_ms: list[int]
+    properties: list[dict[str, str]]
+    unreadable: list[bool]
+    """Whether something had to be made readable; empty where nothing had."""
+
+
+def _metadata(messages: Sequence[Any]) -> _Metadata:
+    """Metadata of messages, made readable where it is not."""
+    unreadable: list[bool] = []
+    try:
+        partition_keys = list(map(_Message.partition_key, messages))
+        ordering_keys = list(map(_Message.ordering_key, messages))
+        properties = list(map(_Message.properties, messages))
+        routing_keys: list[str | bytes | None] = [
+            ordering or partition or None
+            for ordering, partition in zip(ordering_keys, partition_keys, strict=True)
+        ]
+    except UnicodeDecodeError:
+        found = [
+            [_readable(getter, message) for message in messages]
+            for getter in (_Message.partition_key, _Message.ordering_key, _Message.properties)
+        ]
+        partition_keys, ordering_keys, properties = ([value for value, _ in one] for one in found)
+        routing_keys = [
+            ordering_bytes or ordering or partition or None
+            for (ordering, ordering_bytes), partition in zip(found[1], partition_keys, strict=True)
+        ]
+        unreadable = [any(wrong for _, wrong in row) for row in zip(*found, strict=True)]
+    event_ms = list(map(_Message.event_timestamp, messages))
+    publish_ms = list(map(_Message.publish_timestamp, messages))
+    if max(event_ms) >= TIME_MS_MAX or max(publish_ms) >= TIME_MS_MAX:
+        event_ms, publish_ms, properties, wrong = readable_times(event_ms, publish_ms, properties)
+        unreadable = [a or b for a, b in zip(wrong, unreadable or wrong, strict=True)]
+    return _Metadata(
+        partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable
+    )
+
+
+def _readable(getter: Callable[[Any], Any], message: Any) -> tuple[Any, bytes]:
+    """What a getter says, and its bytes if they were no text.
+
+    Broken bytes are replaced, as the broker does before it hashes a partition key.
+    """
+    try:
+        return getter(message), b""
+    except UnicodeDecodeError as exc:
+        text = exc.object.decode(errors="replace")
+        return {NOT_TEXT: text} if getter is _Message.properties else text, exc.object
+
+
+def _indices(
+    messages: Sequence[Any], position: int, entry_id: EntryId, index: int, batch_size: int
+) -> Sequence[int]:
+    """Batch indices of the messages from ``position`` on that are of one entry, ascending.
+
+    The client hands out an entry in one piece. If the message where it should end has the right
+    index, all between are of this entry, and only two ids are looked at instead of all.
+    """
+    length = min(batch_size - index, len(messages) - position)
+    if length == 1:
+        return range(index, index + 1)
+    last = messages[position + length - 1].message_id()
+    if (
+        last.batch_index() == index + length - 1
+        and last.entry_id() == entry_id.entry
+        and last.ledger_id() == entry_id.ledger
+    ):
+        return range(index, index + length)
+    indices = [index]
+    for message in messages[position + 1 : position + batch_size]:
+        other = message.message_id()
+        same = other.entry_id() == entry_id.entry and other.ledger_id() == entry_id.ledger
+        if not same or other.batch_index() <= indices[-1]:
+            break
+        indices.append(other.batch_index())
+    return indices
+
+
+def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
+    return ChunkedMessageError(
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is chunked. keyshard commits whole "
+        "entries and a chunked message is several; nothing of it was acknowledged. Switch chunking "
+        "off at the producer or raise the broker's maxMessageSize.",
+        topic_partition=where.name,
+        ledger=entry_id.ledger,
+        entry=entry_id.entry,
+    )
