@@ -20,10 +20,10 @@ demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker kill
 	@$(BIN)/python -m examples.demo
 
 test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 13 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
+	@$(BIN)/python -m pytest -n $(PROCESSES)
 
 unit: $(INSTALLED) ## unit and property tests only (half a minute)
-	@$(BIN)/python -m pytest -n auto --dist loadgroup tests/unit tests/property -m "not broker and not spark"
+	@$(BIN)/python -m pytest -n auto tests/unit tests/property -m "not broker and not spark"
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=handlers or spark, VERBOSE=1
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)

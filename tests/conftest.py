@@ -9,8 +9,10 @@ import os
 import sys
 import uuid
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from control_folder import own_control_folder
 from keyshard.testing.devbroker import DevBroker
@@ -18,36 +20,43 @@ from keyshard.testing.devbroker import DevBroker
 FOLDERS = ("unit", "property", "spark", "mutants", "simulation", "chaos", "integration")
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
 the processes up to the end."""
-SHARED_BY_ALL = {"dev_broker"}
-"""Fixtures of the session that every process may have one of."""
+TOGETHER = {
+    "tests/spark/test_bad_input.py": "one Spark session",
+    "tests/spark/test_secure.py": "one Spark session",
+    "tests/spark/test_triggers.py": "one Spark session",
+    "tests/contract/test_crash.py": "one broker that breaks",
+    "tests/contract/test_hidden.py": "one broker that breaks",
+    "tests/contract/test_producer.py": "one broker that breaks",
+    "tests/contract/test_cut_reader.py": "one cut broker",
+    "tests/integration/test_cut_readers.py": "one cut broker of readers",
+    "tests/integration/test_data_loss.py": "one broker that loses data",
+    "tests/integration/test_readme.py": "one page",
+    "tests/integration/test_status.py": "one source",
+    "tests/mutants/test_mutants.py": "one copy of the code",
+}
+"""Files whose tests share something expensive, or an order: one process runs them."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests; those that share an expensive fixture share a process, too."""
+    """Order the tests by their folders."""
 
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(item.config.rootpath).parts[1]
         return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
     items.sort(key=rank)
-    for item in items:
-        if group := _shared_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _shared_fixture(item: pytest.Item) -> str | None:
-    """The fixture of the session, or else the file, that a test shares with others."""
-    definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    scopes = {
-        name: found[-1].scope
-        for name, found in definitions.items()
-        if found[-1].baseid and not name.startswith("_") and name not in SHARED_BY_ALL
-    }
-    for name, scope in scopes.items():
-        if scope == "session":
-            return name
-    return item.path.stem if "module" in scopes.values() else None
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives a process the next test, or all of those that go together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER.get(nodeid.partition("::")[0], nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    """What ``-n`` goes by, whatever ``--dist`` says."""
+    return Together(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
