@@ -56,6 +56,7 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     """What ``-n`` goes by, whatever ``--dist`` says."""
+    config.option.loadscopereorder = False  # the order is that of the folders
     return Together(config, log)
 
 
