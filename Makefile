@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 SEED_START ?= 0
 MINUTES ?= 20
-PROCESSES ?= 4
+PROCESSES ?= 0
 BENCH ?= ingest
 
 .PHONY: demo test unit simulate chaos lint format bench help
@@ -19,7 +19,7 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 13 minutes on 2 cores)
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 25 minutes; PROCESSES=4: 16 on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 
 unit: $(INSTALLED) ## unit and property tests only (half a minute)
