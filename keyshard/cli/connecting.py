@@ -7,12 +7,15 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from keyshard.config.connection import SERVICE_URL, Connection
 from keyshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from keyshard.observe.control import RunningSource
 
 T = TypeVar("T")
 ADMIN_URL = "http://127.0.0.1:8080"
@@ -129,11 +132,13 @@ def connection_of(client_conf: Path | None, given: dict[str, Any]) -> Connection
         raise ConfigError(text) from exc
 
 
-def service_url_of(service_url: str | None, client_conf: Path | None) -> str | None:
-    """The service URL that options say; ``None`` when none does."""
+def source_of(
+    subscription: str | None, service_url: str | None, client_conf: Path | None, pid: int | None
+) -> RunningSource:
+    """The running source that options mean; raises as ``running_source``."""
     from keyshard.config.connection_names import read_client_conf
+    from keyshard.observe.control import running_source
 
-    if service_url is not None or client_conf is None:
-        return service_url
-    found: str | None = read_client_conf(client_conf).get("service_url")
-    return found
+    if service_url is None and client_conf is not None:
+        service_url = read_client_conf(client_conf).get("service_url")
+    return running_source(subscription, service_url, pid)

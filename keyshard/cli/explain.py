@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keyshard.cli.connecting import ClientConfOption, service_url_of
+from keyshard.cli.connecting import ClientConfOption, source_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, SubscriptionOption
 
 if TYPE_CHECKING:
@@ -28,13 +28,12 @@ def explain(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Say the slot, range and owner of a key, and what waits, runs or is parked."""
-    from keyshard.observe.control import running_source
 
     if parallelism is not None:
         found = _offline(key, parallelism)
         typer.echo(json.dumps(found, indent=2) if as_json else _where(found))
         return
-    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+    source = source_of(subscription, service_url, client_conf, pid)
     told: Explanation = source.ask("explain", key=key)
     typer.echo(json.dumps(told, indent=2) if as_json else f"{_where(told)}\n{_what(told)}")
 

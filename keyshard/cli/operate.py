@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keyshard.cli.connecting import ClientConfOption, service_url_of
+from keyshard.cli.connecting import ClientConfOption, source_of
 from keyshard.cli.output import (
     ASK_TIMEOUT_S,
     JsonOption,
@@ -45,10 +45,9 @@ def unpark(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Let a running source replay the dead letters of parked keys, and then newer messages."""
-    from keyshard.observe.control import running_source
 
     fields = _selection(key, every, topic, older_than)
-    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+    source = source_of(subscription, service_url, client_conf, pid)
     told = source.ask("unpark", timeout_s=ASK_TIMEOUT_S, **fields)
     if as_json:
         typer.echo(json.dumps(told))
@@ -75,12 +74,11 @@ def discard(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Let a running source give dead letters up for good."""
-    from keyshard.observe.control import running_source
 
     fields = _selection(key, every, topic, older_than)
     if rejected:
         fields["rejected"] = True
-    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+    source = source_of(subscription, service_url, client_conf, pid)
     told = source.ask("discard", timeout_s=ASK_TIMEOUT_S, **fields)
     typer.echo(
         json.dumps(told)

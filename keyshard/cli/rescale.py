@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyshard.cli.connecting import ClientConfOption, service_url_of
+from keyshard.cli.connecting import ClientConfOption, source_of
 from keyshard.cli.output import (
     ASK_TIMEOUT_S,
     JsonOption,
@@ -81,7 +81,6 @@ def rescale(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Cut the ring of a running source anew, while it runs."""
-    from keyshard.observe.control import running_source
 
     if (ranges is None) != balance:
         raise ConfigError("Give the number of ranges, or --balance to keep it.")
@@ -94,7 +93,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
     if not dry_run:
         if given := [name for name, value in of_dry_run.items() if value is not None]:
             raise ConfigError(f"{given[0]} goes with --dry-run only.")
-        source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+        source = source_of(subscription, service_url, client_conf, pid)
         told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=ASK_TIMEOUT_S)
         typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
         return
@@ -105,7 +104,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
         )
     status: Status | None = None
     if start is None:
-        source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+        source = source_of(subscription, service_url, client_conf, pid)
         status = source.ask("status")
     _show(
         status, ranges, start=start, handler_ms=handler_ms, lanes=lanes, workers=workers,

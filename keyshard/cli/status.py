@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keyshard.cli import watching
-from keyshard.cli.connecting import ClientConfOption, service_url_of
+from keyshard.cli.connecting import ClientConfOption, source_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console, plural
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def status(  # noqa: PLR0917 - one argument per option
     as_json: JsonOption = False,
 ) -> None:
     """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
-    from keyshard.observe.control import running_source
 
-    source = running_source(subscription, service_url_of(service_url, client_conf), pid)
+    source = source_of(subscription, service_url, client_conf, pid)
     if watch:
         watching.watch(source, _view, as_json=as_json)
         return

@@ -125,9 +125,7 @@ class Coordinator:
             config.discovery_interval_ms / 1000,
         )  # fmt: skip
         self._settler = Settler(self._broker, self._admin, config, Evidence(self.worker, config))
-        self.worker.begin(
-            opened, self._stopping, bounded.admit if bounded else None, self.ahead_rows_max
-        )
+        self.worker.begin(opened, bounded.admit if bounded else None, self.ahead_rows_max)
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
         self.started = True

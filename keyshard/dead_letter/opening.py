@@ -51,8 +51,9 @@ def open_dead_letters(
     timeout_s = config.operation_timeout_ms / 1000
     where = TopicPartition(topic)
     keeper = LetterKeeper(broker, where, config)
+    stored = None if parked is None else Parked.from_dict(parked)
     # A checkpoint that knows of a resting letter has lost it where there is no topic.
-    rests = parked is not None and Parked.from_dict(parked).claimed is not None
+    rests = stored is not None and stored.claimed is not None
     if not rests and retry_until(keeper.is_missing, timeout_s):
         return DeadLetters(
             broker, where, config, keeper, Parked(), checkpointed=checkpointed, fail=fail
@@ -72,10 +73,9 @@ def open_dead_letters(
     except BaseException:
         keeper.close()
         raise
-    stored = None if parked is None else Parked.from_dict(parked).begin
     letters = DeadLetters(
         broker, where, config, keeper, state,
-        checkpointed=checkpointed, stored=stored, fail=fail,
+        checkpointed=checkpointed, stored=stored.begin if stored is not None else None, fail=fail,
     )  # fmt: skip
     letters.finished.markers(finished)
     if state.claimed is not None:

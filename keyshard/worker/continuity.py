@@ -11,7 +11,6 @@ is what it was, or that all known ids have passed.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -19,10 +18,10 @@ from enum import Enum, auto
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.fingerprint import Known
-from keyshard.core.window.window import Window
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from keyshard.reading.scan import Scan
 from keyshard.worker.range_consumers import RangeConsumers
+from keyshard.worker.shared_window import SharedWindow
 
 LOOKS_S = 3.0
 """Absence that is noticed for certain, and longest time between two looks, seconds."""
@@ -51,21 +50,16 @@ class Continuity:
     Args:
         broker: Connection to read through.
         range_consumers: Whose connections are looked at.
-        lock: Held while the window is used.
-        window: Knows what was received.
+        shared: Its window knows what was received.
     """
 
     def __init__(
-        self,
-        broker: Broker,
-        range_consumers: RangeConsumers,
-        lock: threading.Condition,
-        window: Window,
+        self, broker: Broker, range_consumers: RangeConsumers, shared: SharedWindow
     ) -> None:
         self._broker = broker
         self._range_consumers = range_consumers
-        self._lock = lock
-        self._window = window
+        self._lock = shared.lock
+        self._window = shared.window
         self._looked_s = time.monotonic()
 
     def look(self) -> None:

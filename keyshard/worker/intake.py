@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,7 +36,6 @@ class Intake:
         acknowledger: Acknowledges what is committed already.
         broker: Connection to subscribe through.
         config: The source.
-        stopping: Set when the source is to end.
         admit: Chooses what is taken; ``None``: everything.
         ahead_rows_max: Rows received and not yet taken at which receiving pauses; ``None``: never.
     """
@@ -45,7 +43,7 @@ class Intake:
     def __init__(
         self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
         acknowledger: Acknowledger, broker: Broker, config: SourceConfig,
-        stopping: threading.Event, admit: Admit | None, ahead_rows_max: int | None,
+        admit: Admit | None, ahead_rows_max: int | None,
     ) -> None:  # fmt: skip
         self._shared = shared
         self._range_consumers = range_consumers
@@ -53,7 +51,6 @@ class Intake:
         self._acknowledger = acknowledger
         self._broker = broker
         self._config = config
-        self._stopping = stopping
         self._admit = admit
         self.ahead_rows_max = ahead_rows_max
         self._oddities = Oddities(fail_on_misrouted=config.on_misrouted == "fail")
@@ -125,7 +122,7 @@ class Intake:
         return committed
 
     def reopen(self, range_consumer: RangeConsumer) -> None:
-        reopen_range_consumer(self._broker, self._config, range_consumer, self._stopping)
+        reopen_range_consumer(self._broker, self._config, range_consumer, self._shared.stopping)
 
     def fail(self, error: KeyShardError) -> None:
         self._shared.fail(error)

@@ -27,7 +27,8 @@ class SharedWindow:
         self.window = window
         self.full_since_s = time.monotonic()
         """When the window became full last, on the monotonic clock."""
-        self._stopping = stopping
+        self.stopping = stopping
+        """Set when the source is to end."""
         self._on_failure = on_failure
         self._error: KeyShardError | None = None
 
@@ -35,13 +36,13 @@ class SharedWindow:
         """Raise the error that ended the source, if there was one."""
         if self._error is not None:
             raise self._error
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise RuntimeStoppedError("The source is stopped.")
 
     def fail(self, error: KeyShardError) -> None:
         """Remember the error that ends the source."""
         with self.lock:
-            if self._error is None and not self._stopping.is_set():
+            if self._error is None and not self.stopping.is_set():
                 self._error = error
             self.lock.notify_all()
         self._on_failure()
@@ -53,7 +54,7 @@ class SharedWindow:
             KeyShardError: What ended the source.
         """
         self.lock.wait_for(
-            lambda: self.window.received_rows or self._error is not None or self._stopping.is_set(),
+            lambda: self.window.received_rows or self._error is not None or self.stopping.is_set(),
             timeout_s,
         )
         self.check()

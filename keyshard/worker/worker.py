@@ -74,7 +74,6 @@ class Worker:
     def begin(
         self,
         opened: Sequence[RangeConsumer],
-        stopping: threading.Event,
         admit: Admit | None,
         ahead_rows_max: int | None,
     ) -> None:
@@ -82,20 +81,18 @@ class Worker:
 
         Args:
             opened: What :meth:`open` gave.
-            stopping: Set when the source is to end.
             admit: Chooses what is taken; ``None``: everything.
             ahead_rows_max: Rows received and not yet taken at which receiving pauses.
         """
         shared, consumers, config = self.shared, self.range_consumers, self._config
-        continuity = Continuity(self._broker, consumers, shared.lock, shared.window)
+        continuity = Continuity(self._broker, consumers, shared)
         self.acknowledger = Acknowledger(
             consumers.consumer_of, continuity.acknowledgeable,
             config.acknowledge_timeout_ms / 1000, shared.fail,
         )  # fmt: skip
         self.intake = consumers.sink = Intake(
             shared, consumers, continuity=continuity, acknowledger=self.acknowledger,
-            broker=self._broker, config=config, stopping=stopping, admit=admit,
-            ahead_rows_max=ahead_rows_max,
+            broker=self._broker, config=config, admit=admit, ahead_rows_max=ahead_rows_max,
         )  # fmt: skip
         self._reconnector = Reconnector(self._broker, consumers, config, self.changing, continuity)
         consumers.serve(opened)

@@ -14,18 +14,18 @@ from typing import Protocol
 from keyshard.errors import BrokerError
 
 
-class Connection(Protocol):
+class Closable(Protocol):
     """What can be closed."""
 
     def close(self) -> None:
         """Close it. Idempotent."""
 
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)
 
 
-def close_at_exit(connection: Connection) -> None:
+def close_at_exit(connection: Closable) -> None:
     """Close a connection at the end of the program, if it is not closed by then."""
     _open.add(connection)
 
