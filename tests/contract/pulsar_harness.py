@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -141,13 +141,14 @@ class PulsarHarness:
         return self._others[-1]
 
     def close(self) -> None:
-        for other in self._others:
-            other.kill()
-        for broker in self._brokers:
-            broker.close()
-        self._own_admin.close()
-        self._client.close()
-        self._admin.close()
+        with ExitStack() as all_of_it:
+            # One that does not close must not leave the others open, for a later test to trip over.
+            for end in (self._admin.close, self._client.close, self._own_admin.close):
+                all_of_it.callback(end)
+            for broker in self._brokers:
+                all_of_it.callback(broker.close)
+            for other in self._others:
+                all_of_it.callback(other.kill)
 
     def publish_raw(self, topic: str, entries: Sequence[RawEntry]) -> None:
         """Publish entries with whatever metadata."""

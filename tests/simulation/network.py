@@ -68,6 +68,8 @@ class Network:
         """Whether the broker answers."""
         self.outages = 0
         """Times that the broker was away for longer than clients wait."""
+        self.late_until_s = 0.0
+        """Until when a client lets a consumer wait for a connection, for longer than requests."""
         self.slow: set[tuple[TopicPartition, HashRange]] = set()
         """Whose consumers are rarely received from."""
         self.clients: list[Client] = []
@@ -112,6 +114,8 @@ class Network:
         lost = self._cut(consumers)
         if lost:
             back = self._back_off_s() if back_s is None else back_s
+            if back > OPERATION_TIMEOUT_S:
+                self.late_until_s = max(self.late_until_s, self.scheduler.now_s + back)
             self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
         return bool(lost)
 

@@ -373,6 +373,10 @@ class World:
             # A first start asks only for a moment, so that a mistake in a URL is told soon.
             brief = isinstance(exc, BrokerUnavailableError) and not self.storage.offsets
             excused = excused or (brief and self.injector.broker_crashes > crashes)
+            # A bounded run asks for its targets first, and the client alone decides when a consumer
+            # that lost its connection has one again.
+            late = self.shape.bounded and self.scheduler.now_s < self.network.late_until_s
+            excused = excused or (isinstance(exc, BrokerUnavailableError) and late)
             excused = excused or self._rightful(exc)
             if not excused and self.network.outages == outages:
                 raise

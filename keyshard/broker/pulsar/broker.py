@@ -136,5 +136,7 @@ class PulsarBroker:
         if self._closed:
             return
         self._closed = True
-        with translated("disconnect from", self._service_url), suppress(pulsar.AlreadyClosed):
+        # A broker that was started again does not know a consumer of before: that one is closed.
+        gone = suppress(pulsar.AlreadyClosed, pulsar.BrokerMetadataError)
+        with translated("disconnect from", self._service_url), gone:
             close_client(self._client)
