@@ -340,10 +340,14 @@ class Consumer:
         if not self.closed:
             self._network.travel()
             self.closed = True
-        if self._owns and not for_another:
+        others = any(
+            one is not self and one.hash_range == self.hash_range and one._owns
+            for one in self._neighbours()
+        )
+        # Closed for another it goes on owning, unless its successor is there already.
+        if self._owns and (others or not for_another):
             self._owns = False
-            if not any(one.hash_range == self.hash_range and one._owns
-                       for one in self._neighbours()):  # fmt: skip
+            if not others:
                 self._network.record.lost(self)
         self._inner.close()
 
