@@ -96,7 +96,7 @@ class LaneDesk:
             self._parking.handled(work)
             return
         failure, delay_s = setback.failure, setback.decision.delay_s
-        if failure.verdict is FailureKind.UNFIT:
+        if failure.kind is FailureKind.UNFIT:
             self.lanes.again(work, math.inf, failure.reason)
             assert isinstance(failure.error, UnfitHandlerError)
             self.fail(failure.error)
@@ -110,8 +110,8 @@ class LaneDesk:
     def _is_weather(self, work: Work, setback: Setback | None, now_s: float) -> bool:
         """Tell the circuit of an attempt; whether it failed by weather, and is seen to."""
         circuit, lane = self.circuit, _lane(work)
-        verdict = None if setback is None else setback.failure.verdict
-        if setback is None or verdict is FailureKind.REJECTED:
+        kind = None if setback is None else setback.failure.kind
+        if setback is None or kind is FailureKind.REJECTED:
             if circuit.succeeded(lane, now_s):
                 _log.warning(
                     "a message was handled again after %.1f s: handlers go on",
@@ -119,7 +119,7 @@ class LaneDesk:
                 )
                 self.wake()
             return False
-        if verdict is not FailureKind.FAILED or not self._has_weather:
+        if kind is not FailureKind.FAILED or not self._has_weather:
             circuit.undecided(lane, now_s)
             return False
         if circuit.failed(lane, now_s, setback.failure.reason):

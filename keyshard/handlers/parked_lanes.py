@@ -129,7 +129,7 @@ class ParkedLanes:
 
     def give_up(self, work: Work, failure: Failure) -> bool:
         """A message will not be tried again; ``False`` when that must end the source."""
-        rejected, reason = failure.verdict is FailureKind.REJECTED, failure.reason
+        rejected, reason = failure.kind is FailureKind.REJECTED, failure.reason
         if self._stops and not rejected:
             return False
         attempts, key = work.queue.attempts + 1, work.queue.key

@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Reply(NamedTuple):
     """How a child tells that an attempt failed; ``None`` stands for success."""
 
-    verdict: FailureKind
+    kind: FailureKind
     reason: str
     after_s: float | None = None
     error: bytes | None = None
@@ -47,21 +47,21 @@ class Reply(NamedTuple):
             pickled = pickle.dumps(error)
         except BaseException:  # noqa: BLE001 - a class of the user's
             pickled = None
-        return cls(failure.verdict, failure.reason, failure.after_s, pickled)
+        return cls(failure.kind, failure.reason, failure.after_s, pickled)
 
     def to_error(self) -> BaseException:
         """The error itself, or where it cannot cross, one that means the same."""
         try:
             error: Any = None if self.error is None else pickle.loads(self.error)
-            if issubclass(type(error), BaseException) and Failure.of(error).verdict is self.verdict:
+            if issubclass(type(error), BaseException) and Failure.of(error).kind is self.kind:
                 return error  # type: ignore[no-any-return]
         except BaseException:  # noqa: BLE001, S110 - a class of the user's: the facts are enough
             pass
-        if self.verdict is FailureKind.UNFIT:
+        if self.kind is FailureKind.UNFIT:
             return UnfitHandlerError(self.reason)
-        if self.verdict is FailureKind.REJECTED:
+        if self.kind is FailureKind.REJECTED:
             return Reject(self.reason)
-        if self.verdict is FailureKind.LATER:
+        if self.kind is FailureKind.LATER:
             return RetryLater(self.after_s or 0.0, self.reason)
         return RuntimeError(self.reason)
 

@@ -66,7 +66,7 @@ class FailureKind(str, Enum):
 class Failure:
     """One failed attempt."""
 
-    verdict: FailureKind
+    kind: FailureKind
     reason: str
     error: BaseException
     """For retry policies, observers and tracebacks; every question to it may raise."""
@@ -76,12 +76,12 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The facts of what a handler raised; never raises."""
-        kind = type(error)  # isinstance would ask the error for its class
-        if issubclass(kind, UnfitHandlerError):
+        raised = type(error)  # isinstance would ask the error for its class
+        if issubclass(raised, UnfitHandlerError):
             return cls(FailureKind.UNFIT, text_of(error), error)
-        if issubclass(kind, Reject):
+        if issubclass(raised, Reject):
             return cls(FailureKind.REJECTED, _reason(error) or REJECTED, error)
-        if issubclass(kind, RetryLater):
+        if issubclass(raised, RetryLater):
             try:
                 after_s = seconds_of(error.after_s)  # type: ignore[attr-defined]
             except BaseException:  # noqa: BLE001 - a class of the user's

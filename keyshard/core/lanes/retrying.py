@@ -69,7 +69,7 @@ class RetryPolicy:
             elapsed_s: Time since the first attempt began, seconds.
             failure: What the handler raised.
         """
-        if failure.verdict is FailureKind.REJECTED:
+        if failure.kind is FailureKind.REJECTED:
             return Decision(None)
         try:
             return Decision(self._delay_s(attempts, elapsed_s, failure))
