@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from keyshard.config.handlers import HandlerOptions
     from keyshard.coordinator.coordinator import Coordinator
+    from keyshard.coordinator.progress import Progress
     from keyshard.coordinator.rescale import Rescaler, RescaleReport
     from keyshard.handlers.batches import Batch, BatchRun
     from keyshard.handlers.calling import Handle
@@ -337,7 +338,7 @@ class SourceStream:
         """The batch's checkpoint is durable: acknowledge it, and all batches before it."""
         self._coordinator.batches.release(batch.end)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Progress:
         """Counts since the start, as plain JSON values."""
         return self._coordinator.status()
 

@@ -117,7 +117,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """What ``StreamingQueryProgress`` shows as the source's latest offset."""
-        return self._runtime.coordinator.status() if self._runtime else None
+        return dict(self._runtime.coordinator.status()) if self._runtime else None
 
     @told_to_spark()
     def partitions(

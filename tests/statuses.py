@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keyshard.coordinator.progress import Progress
 from keyshard.core.lanes.circuit import Circuit
 from keyshard.core.lanes.timings import Timings
 
@@ -39,6 +40,35 @@ def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def progress() -> Progress:
+    """A window that has received nothing."""
+    return {
+        "ranges": 2,
+        "topicPartitions": 1,
+        "rowsReceived": 0,
+        "windowRows": 0,
+        "windowFill": 0.0,
+        "keepsUpTriggerMillis": None,
+        "oldestUnacknowledgedMillis": None,
+        "duplicatesDropped": 0,
+        "misrouted": 0,
+        "keyless": 0,
+        "unreadable": 0,
+        "ackHoles": 0,
+        "holesSettled": 0,
+        "entriesLost": 0,
+        "rangesPaused": 0,
+        "settlingError": "",
+        "plannedBatches": 0,
+        "entriesAcknowledged": 0,
+        "entriesToAcknowledge": 0,
+        "partitionsDiscovered": 0,
+        "partitionsGone": 0,
+        "discoveryError": "",
+        "backlogEntries": None,
+    }
+
+
 def status(**changes: Any) -> dict[str, Any]:
     """Two ranges over one topic partition."""
     return {
@@ -71,13 +101,6 @@ def status(**changes: Any) -> dict[str, Any]:
         },
         "circuit": Circuit().status(0.0),
         "handlerSeconds": Timings().status(),
-        "window": {
-            "windowRows": 0,
-            "windowFill": 0.0,
-            "duplicatesDropped": 0,
-            "misrouted": 0,
-            "keyless": 0,
-            "unreadable": 0,
-        },
+        "window": progress(),
         "brokerError": "",
     } | changes

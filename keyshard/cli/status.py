@@ -96,23 +96,27 @@ def _head(told: Status) -> str:
 
 
 def _counts(told: Status) -> str:
-    counters, window = told["counters"], told["window"] or {}
+    counters, window = told["counters"], told["window"]
+    dropped = window["duplicatesDropped"] if window else 0
     if told["executor"] == "batches":
+        acknowledged = window["entriesAcknowledged"] if window else 0
         return (
-            f"received {window.get('rowsReceived', 0):,} rows, acknowledged "
-            f"{window.get('entriesAcknowledged', 0):,} entries, redeliveries dropped "
-            f"{window.get('duplicatesDropped', 0):,}"
+            f"received {_received(told) or 0:,} rows, acknowledged {acknowledged:,} entries, "
+            f"redeliveries dropped {dropped:,}"
         )
     return (
         f"completed {counters['completed']:,}, failed attempts {counters['failedAttempts']:,}, "
         f"rejected {counters['rejected']:,}, parked {counters['parked']:,}, dead letters "
-        f"{counters['deadLettered']:,}, redeliveries dropped "
-        f"{window.get('duplicatesDropped', 0):,}"
+        f"{counters['deadLettered']:,}, redeliveries dropped {dropped:,}"
     )
 
 
+def _received(told: Status) -> int | None:
+    return told["window"]["rowsReceived"] if told["window"] else None
+
+
 def _paces(told: Status, rates: watching.Rates) -> str:
-    received = rates.of(lambda told: (told["window"] or {}).get("rowsReceived"))
+    received = rates.of(_received)
     if told["executor"] == "batches":
         return f"per second: received {_pace(received)}"
     completed = rates.of(lambda told: told["counters"]["completed"])

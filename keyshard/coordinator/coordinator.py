@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from keyshard.broker.port import Admin, Broker
 from keyshard.config.source import SourceConfig
@@ -18,6 +17,7 @@ from keyshard.coordinator.evidence import Evidence
 from keyshard.coordinator.handed_out import HandedOut
 from keyshard.coordinator.opening import cluster_of, open_window, start_position
 from keyshard.coordinator.partitions import Partitions
+from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.settler import Settler
 from keyshard.coordinator.topics import Catalog, look
@@ -217,7 +217,7 @@ class Coordinator:
             self.worker, self._config, self._admin, work=work, drain_timeout_s=drain_timeout_s
         )
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Progress:
         """What goes on, from memory: plain JSON values. All counts are since the start."""
         worker = self.worker
         with worker.shared.lock:

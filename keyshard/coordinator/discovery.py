@@ -21,9 +21,10 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from keyshard.broker.port import Admin
+from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.topics import Catalog
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerError, KeyShardError
@@ -133,7 +134,7 @@ class Discovery:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> DiscoveryProgress:
         """Counts since the start, as plain JSON values."""
         return {
             "partitionsDiscovered": self.discovered,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
+from keyshard.coordinator.progress import WindowProgress
 from keyshard.core.window.window import Window
 
 FULL_WAIT_S = 1.0
@@ -61,7 +61,7 @@ class Watch:
                 filled_s, now - self._last_cut_s, filled_s,
             )  # fmt: skip
 
-    def status(self, window: Window) -> dict[str, Any]:
+    def status(self, window: Window) -> WindowProgress:
         """What a window holds and has counted since the start, as plain JSON values."""
         counters = window.counters
         return {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from keyshard.coordinator.progress import Progress
 from keyshard.core.lanes.circuit import CircuitStatus
 from keyshard.core.lanes.facts import LaneStatus
 from keyshard.core.lanes.tally import Counters
@@ -84,7 +85,7 @@ class Status(TypedDict):
     counters: Counters
     handlerSeconds: HandlerSeconds
     circuit: CircuitStatus
-    window: dict[str, Any] | None
+    window: Progress | None
     """Counts of the coordinator; ``None`` while it starts."""
     brokerError: str
 

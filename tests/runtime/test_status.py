@@ -9,7 +9,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -25,6 +25,7 @@ from keyshard.broker.port import Broker
 from keyshard.cli import main
 from keyshard.config.connection import Connection
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.progress import Progress
 from keyshard.core import health
 from keyshard.core.ring.hash_range import range_index, split_ring
 from keyshard.core.ring.key_slot import key_slot
@@ -240,6 +241,10 @@ def test_every_field_is_documented(job: Job) -> None:
     job.start()
     status = job.status()
     told = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
+    assert set(status["window"]) == set(get_type_hints(Progress))
+    progress = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    for name in status["window"]:
+        assert f"`{name}`" in progress.partition("## Progress")[2], name
     range_, partition = status["ranges"][0], status["partitions"][0]
     for name in [*status, *status["counters"], *status["handlerSeconds"], *range_, *partition]:
         assert f"`{name}`" in told, name
