@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 
 from keyshard.config.connection import SERVICE_URL, Connection
 from keyshard.config.field_types import in_both
@@ -86,18 +86,20 @@ class SourceConfig:
     available_now_quiet_ms: int = field(default=5_000, kw_only=True)
     """Silence after which, without admin_url, what a bounded run misses counts as acknowledged
     before it began, milliseconds."""
+    shorthands_of: InitVar[Connection | None] = field(default=None, kw_only=True)
+    """Not to be given: whose shorthands these are, which ``dataclasses.replace`` hands on."""
 
     def __repr__(self) -> str:
         values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
         return f"{type(self).__name__}({', '.join(values)})"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shorthands_of: Connection | None) -> None:
         object.__setattr__(self, "topics", _topic_names(self.topics))
+        self._connect(shorthands_of)
         self._check_pattern()
         check_text("subscription", self.subscription, _SUBSCRIPTION)
         if self.subscription.strip() != self.subscription:
             raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
-        self._connect()
         check_choice("starting_position", self.starting_position, "earliest", "latest")
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
@@ -113,9 +115,15 @@ class SourceConfig:
                 f"{self.batch_rows_max}."
             )
 
-    def _connect(self) -> None:
-        """The shorthands make a connection, or a connection says them."""
+    def _connect(self, before: Connection | None) -> None:
+        """The shorthands make a connection, or a connection says them.
+
+        Args:
+            before: The connection that said them in the source that this one is made of. Such a
+                shorthand was not written by anybody, so it contradicts no other connection.
+        """
         made = self.connection
+        object.__setattr__(self, "shorthands_of", made)
         if made is None:
             self.how_to_connect()
             return
@@ -123,7 +131,10 @@ class SourceConfig:
             raise ConfigError(f"connection is {shown(made)}; give a keyshard.Connection.")
         for name in SHORTHANDS:
             own, said = getattr(self, name), getattr(made, name)
-            if own not in (said, type(self).__dataclass_fields__[name].default):
+            unsaid = [type(self).__dataclass_fields__[name].default]
+            if isinstance(before, Connection):
+                unsaid.append(getattr(before, name))
+            if own not in (said, *unsaid):
                 raise ConfigError(
                     f"{name} is given together with a connection that says another one. Give it in "
                     "the connection."

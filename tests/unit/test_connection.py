@@ -6,7 +6,7 @@ import base64
 import json
 import logging
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,51 @@ def test_shorthands_and_a_connection_are_the_same() -> None:
     assert (given.service_url, given.admin_url) == (TLS, "http://h:1")
     with pytest.raises(ConfigError, match="service_url is given together with a connection"):
         KeyShardSource("t", service_url="pulsar://other:1", connection=Connection(TLS))
+
+
+def test_a_source_is_made_again_with_another_connection() -> None:
+    first = Connection(TLS, "https://h:1", operation_timeout_ms=5_000)
+    other = Connection("pulsar://other:1")
+    source = KeyShardSource("t", connection=first)
+    assert replace(source, parallelism=3).how_to_connect() == first
+    moved = replace(source, connection=other)
+    assert moved == KeyShardSource("t", connection=other)
+    assert (moved.service_url, moved.admin_url) == ("pulsar://other:1", None)
+    assert moved.operation_timeout_ms == other.operation_timeout_ms
+    back = replace(pickle.loads(pickle.dumps(moved)), connection=first, parallelism=3)
+    assert back == KeyShardSource("t", connection=first, parallelism=3)
+    assert replace(source, connection=other, service_url="pulsar://other:1") == moved
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"service_url": "pulsar://third:1"},
+        {"connection": Connection("pulsar://other:1"), "service_url": "pulsar://third:1"},
+    ],
+)
+def test_a_source_is_not_made_again_with_a_contradiction(changes: dict[str, Any]) -> None:
+    source = KeyShardSource("t", connection=Connection(TLS))
+    with pytest.raises(ConfigError, match="service_url is given together with a connection"):
+        replace(source, **changes)
+
+
+def test_a_source_without_its_connection_keeps_the_urls() -> None:
+    source = KeyShardSource("t", connection=Connection(TLS, "https://h:1"))
+    assert replace(source, connection=None) == KeyShardSource(
+        "t", service_url=TLS, admin_url="https://h:1"
+    )
+
+
+def test_a_pattern_of_topics_asks_the_admin_interface_of_the_connection() -> None:
+    with_admin, without = Connection(TLS, "https://h:1"), Connection(TLS)
+    source = KeyShardSource(topics_pattern="a/b/c.*", connection=with_admin)
+    for make in (
+        lambda: KeyShardSource(topics_pattern="a/b/c.*", connection=without),
+        lambda: replace(source, connection=without),
+    ):
+        with pytest.raises(ConfigError, match="topics_pattern needs the admin REST interface"):
+            make()
 
 
 CLIENT_CONF = """
