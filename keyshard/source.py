@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -102,11 +103,8 @@ class KeyShardSource(SourceConfig):
         if not isinstance(observers, Sequence):
             raise ConfigError(f"observers is {shown(observers)}; give a list of observers.")
         run = HandlerRun(self.coordinator(), self, _handling(options), handle, observers)
-        self._begin(run)
-        try:
+        with self.running_as(run):
             run.run()
-        finally:
-            self._end()
 
     def batches(
         self,
@@ -143,11 +141,8 @@ class KeyShardSource(SourceConfig):
         )
 
     def _batches(self, run: BatchRun) -> Iterator[Batch]:
-        self._begin(run)
-        try:
+        with self.running_as(run):
             yield from run.batches()
-        finally:
-            self._end()
 
     def rescale(self, ranges: int | None = None, *, balance: bool = False) -> RescaleReport:
         """Move ranges while :meth:`run` or :meth:`batches` goes on, in another thread.
@@ -248,7 +243,7 @@ class KeyShardSource(SourceConfig):
     def _parking(self) -> Any:
         run = self._active()
         if not hasattr(run, "unpark"):
-            raise NotRunningError("batches() parks no keys; only run() does.")
+            raise NotRunningError("batches() parks no keys, nor does a Ray job; only run() does.")
         return run
 
     def status(self) -> Status:
@@ -263,13 +258,20 @@ class KeyShardSource(SourceConfig):
         status: Status = self._active().status()
         return status
 
-    def _begin(self, run: Any) -> None:
+    @contextmanager
+    def running_as(self, run: Any) -> Iterator[None]:
+        """Inside, :meth:`stop`, :meth:`status` and the like ask ``run``; for adapters.
+
+        Raises:
+            ConfigError: The source runs already.
+        """
         if self.__dict__.get("_running") is not None:
             raise ConfigError("This source runs already. Make another KeyShardSource to run twice.")
         object.__setattr__(self, "_running", run)
-
-    def _end(self) -> None:
-        object.__setattr__(self, "_running", None)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "_running", None)
 
     def _active(self) -> Any:
         run = self.__dict__.get("_running")

@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from control_folder import own_control_folder
 from keyshard.testing.devbroker import DevBroker
 
-FOLDERS = ("unit", "property", "spark", "mutants", "simulation", "chaos", "integration")
+FOLDERS = ("unit", "property", "spark", "ray", "mutants", "simulation", "chaos", "integration")
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
 the processes up to the end."""
 TOGETHER = {

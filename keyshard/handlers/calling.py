@@ -59,10 +59,12 @@ class Calling:
         self._handle = handle
         self._loop: EventLoop | None = None
 
-    def __call__(self, message: Message) -> None:
-        result = self._handle(message)
+    def __call__(self, given: Any) -> Any:
+        """What the function gives for a message, or for whatever else it takes."""
+        result = self._handle(given)
         while result is not None and (more := _to_await(self._handle, result)) is not None:
             result = self._in_loop(more)
+        return result
 
     def close(self) -> None:
         """Cancel what still runs in the event loop, if there is one."""

@@ -57,8 +57,8 @@ FOUND_BY_SIMULATION = (
         promise="Twice: the checkpoint of a source that ended never replaces a newer one.",
         edits=(
             Edit(
-                "keyshard/handlers/batches.py",
-                "self._lock.acquire(timeout=self._full_timeout_s)",
+                "keyshard/handlers/entry_run.py",
+                "self._lock.acquire(timeout=self._end_timeout_s)",
                 "self._lock.acquire(blocking=False)",
             ),
         ),
