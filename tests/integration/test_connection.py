@@ -274,6 +274,7 @@ class Issuer(BaseHTTPRequestHandler):
     """Gives tokens for one secret."""
 
     token = ""
+    given = 0
 
     def do_GET(self) -> None:
         self._answer(200, {"token_endpoint": f"http://{self.headers['Host']}/token"})
@@ -283,6 +284,7 @@ class Issuer(BaseHTTPRequestHandler):
         if asked["client_secret"] != [SECRET]:
             self._answer(401, {"error": "invalid_client"})
         else:
+            Issuer.given += 1
             self._answer(200, {"access_token": self.token, "expires_in": 3600})
 
     def _answer(self, status: int, told: dict[str, object]) -> None:
@@ -301,12 +303,15 @@ def test_client_credentials_of_an_issuer(broker: DevBroker, topic: str) -> None:
         url = f"http://127.0.0.1:{server.server_address[1]}"
         good = OAuth2(issuer_url=url, client_id="billing", client_secret=SECRET)
         assert rows_of(replace(as_role(broker), authentication=good), topic) == 100
+        assert Issuer.given == 1  # for the client and the admin interface
         bad = replace(good, client_secret="another")
         connection = replace(as_role(broker), authentication=bad)
         refused(broker, connection, f"{topic}-x", AuthenticationError, "invalid_client")
         server.shutdown()
+    # Another client than before, whose token may still be there and good.
+    new = replace(good, scope="another")
     with pytest.raises(BrokerUnavailableError, match="issuer_url"):
-        source_at(replace(as_role(broker), authentication=good), topic).open()
+        source_at(replace(as_role(broker), authentication=new), topic).open()
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from contextlib import closing
 import httpx
 import pytest
 
-from keyshard import Basic, Connection, Token
+from keyshard import Basic, Connection, OAuth2, Token
 from keyshard.broker.pulsar import admin_http
 from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.errors import AdminError, AuthenticationError, AuthorizationError, TlsError
 
 SECRET = "s3cr3t-of-nobody"
@@ -47,6 +48,34 @@ def test_who_is_sent_on_to_another_broker_says_who_it_is_there_too(
 
     answers(answer)
     assert ask().json() == ["c"]
+
+
+def test_the_client_and_the_admin_interface_share_the_tokens_of_an_issuer(
+    answers: Callable[[Answer], None],
+) -> None:
+    tokens: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/token":
+            tokens.append(f"token-{len(tokens)}")
+            return httpx.Response(200, json={"access_token": tokens[-1], "expires_in": 3600})
+        if request.url.host == "issuer":
+            return httpx.Response(200, json={"token_endpoint": "https://issuer/token"})
+        return httpx.Response(200, json=request.headers["Authorization"])
+
+    def connection(client_id: str) -> Connection:
+        return Connection(admin_url="https://a:8443", authentication=OAuth2(
+            issuer_url="https://issuer", client_id=client_id, client_secret=SECRET
+        ))  # fmt: skip
+
+    answers(answer)
+    client = Credentials(connection("billing"))
+    for _ in range(2):
+        assert client.show().data == "token-0"
+        with closing(AdminHttp(connection("billing"))) as admin:
+            assert admin.request("GET", "/").json() == "Bearer token-0"
+    assert Credentials(connection("another")).show().data == "token-1"
+    assert tokens == ["token-0", "token-1"]
 
 
 def test_nobody_is_sent_on_without_tls_or_in_circles(answers: Callable[[Answer], None]) -> None:

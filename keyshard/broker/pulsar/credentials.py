@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keyshard.broker.pulsar.oauth2 import AccessTokens
+from keyshard.broker.pulsar.oauth2 import access_tokens
 from keyshard.config.connection import Basic, Connection, OAuth2, Token, check_secret
 from keyshard.errors import AuthenticationError, ConfigError
 from keyshard.redaction import Secret
@@ -39,8 +39,8 @@ class Credentials:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         own = connection.authentication
-        self.access_tokens = (
-            AccessTokens(own, connection.tls_trust_certs_file_path)
+        self._access_tokens = (
+            access_tokens(own, connection.tls_trust_certs_file_path)
             if isinstance(own, OAuth2)
             else None
         )
@@ -52,8 +52,8 @@ class Credentials:
             AuthenticationError: It cannot be had: a file is gone, or no issuer gives a token.
         """
         own = self._connection.authentication
-        if self.access_tokens is not None:
-            return Shown("token", self.access_tokens.current())
+        if self._access_tokens is not None:
+            return Shown("token", self._access_tokens.current())
         if isinstance(own, Token):
             return Shown("token", _token(own))
         if isinstance(own, Basic):

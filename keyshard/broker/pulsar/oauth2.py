@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import httpx
 
@@ -24,16 +25,31 @@ LIFE_S = 300.0
 """Life of a token where the issuer does not say it, seconds."""
 _DISCOVERY = "/.well-known/openid-configuration"
 
+_in_use: WeakValueDictionary[tuple[OAuth2, Any], AccessTokens] = WeakValueDictionary()
+_looking = threading.Lock()
 
-class AccessTokens:
-    """Asks the issuer for a token when there is none, or its end is near.
+
+def access_tokens(own: OAuth2, ca: Any) -> AccessTokens:
+    """The tokens of a client, which all who are the same client share while they are there.
 
     Args:
         own: Who asks whom.
         ca: PEM file of the authorities to trust; ``None``: those of the package certifi.
     """
+    with _looking:
+        shared = _in_use.get((own, ca))
+        if shared is None:
+            shared = _in_use[own, ca] = AccessTokens(own, ca)
+        return shared
 
-    def __init__(self, own: OAuth2, ca: Any = None) -> None:
+
+class AccessTokens:
+    """Asks the issuer for a token when there is none, or its end is near.
+
+    Args: as for :func:`access_tokens`.
+    """
+
+    def __init__(self, own: OAuth2, ca: Any) -> None:
         self._own = own
         self._ca = ca
         self._lock = threading.Lock()
