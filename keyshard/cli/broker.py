@@ -20,6 +20,8 @@ _POLL_S = 0.2
 _VERSION = "4.0.8"  # As keyshard.testing.devbroker says, which would load httpx for --help.
 _PORT = 6650
 _ADMIN_PORT = 8080
+_CLIENT_CONF = "client.conf"
+"""Says in the data directory how a broker with TLS or tokens is reached."""
 
 broker_app = typer.Typer(
     help="Start and stop a real Pulsar broker on this machine, reachable from this machine only.",
@@ -36,20 +38,30 @@ DataOption = Annotated[
 
 
 @broker_app.command()
-def start(
+def start(  # noqa: PLR0917 - one argument per option
     version: Annotated[str, typer.Option(help="Pulsar version; fetched once.")] = _VERSION,
     port: Annotated[int, typer.Option(help="Port for clients.")] = _PORT,
     admin_port: Annotated[int, typer.Option(help="Port of the admin interface.")] = _ADMIN_PORT,
     data: DataOption = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="TLS on both ports, by an authority of its own.")
+    ] = False,
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens", help="Ask everybody for a token; the client.conf has that of role admin."
+        ),
+    ] = False,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay until Ctrl-C, then stop the broker.")
     ] = False,
 ) -> None:
-    """Start a broker and return when it is ready."""
+    """Start a broker and return when it is ready; with --tls or --tokens, name a client.conf."""
     from rich.console import Console
 
     from keyshard.errors import DevBrokerError
     from keyshard.testing.devbroker import DevBroker, install, registry
+    from keyshard.testing.devbroker.security import write_client_conf
 
     folder = registry.data_dir(data)
     running = registry.find(folder)
@@ -58,12 +70,18 @@ def start(
             raise DevBrokerError(f"A broker runs on {folder} already. Stop it first.")
         typer.echo(f"Already running. {_describe(running)}")
         return
-    broker = DevBroker(version, port, admin_port, folder, detached=not foreground)
+    broker = DevBroker(
+        version, port, admin_port, folder, detached=not foreground, tls=tls, tokens=tokens
+    )
     install(version)
+    if tls or tokens:
+        write_client_conf(folder / _CLIENT_CONF, broker.connection)
     with Console(stderr=True).status("Starting the broker"):
         broker.start()
     assert broker.pid is not None
-    record = registry.remember(broker.pid, version, port, admin_port, folder)
+    record = registry.remember(
+        broker.pid, version, port, admin_port, folder, tls=tls, tokens=tokens
+    )
     typer.echo(f"Started. {_describe(record)}")
     if foreground:
         try:
@@ -148,12 +166,16 @@ def _none(data: Path | None) -> str:
 
 
 def _describe(record: BrokerRecord) -> str:
-    return (
-        f"Pulsar {record.version}, pid {record.pid}\n"
-        f"  clients  pulsar://127.0.0.1:{record.port}\n"
-        f"  admin    http://127.0.0.1:{record.admin_port}\n"
-        f"  data     {record.data_dir}"
-    )
+    binary, web = ("pulsar+ssl", "https") if record.tls else ("pulsar", "http")
+    lines = [
+        f"Pulsar {record.version}, pid {record.pid}",
+        f"  clients  {binary}://127.0.0.1:{record.port}",
+        f"  admin    {web}://127.0.0.1:{record.admin_port}",
+        f"  data     {record.data_dir}",
+    ]
+    if record.tls or record.tokens:
+        lines.append(f"  reach it --client-conf {Path(record.data_dir) / _CLIENT_CONF}")
+    return "\n".join(lines)
 
 
 def _wait_until_interrupted(alive: Callable[[], bool]) -> None:

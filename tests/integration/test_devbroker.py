@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -130,18 +130,26 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert not late.is_running()
 
 
-def test_the_command_line_starts_and_stops_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "KEYSHARD_CACHE": str(_shared_cache(tmp_path))}
-    plan = DevBroker()
-    ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
-    data = ["--data", str(tmp_path / "data")]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
-    def keyshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+@pytest.fixture
+def keyshard(tmp_path: Path) -> Command:
+    environment = {**os.environ, "KEYSHARD_CACHE": str(_shared_cache(tmp_path))}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "keyshard", *arguments]
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
 
+    return run
+
+
+def test_the_command_line_starts_and_stops_one(tmp_path: Path, keyshard: Command) -> None:
+    plan = DevBroker()
+    ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
+    data = ["--data", str(tmp_path / "data")]
     try:
         started = keyshard("broker", "start", *ports, *data)
         assert started.returncode == 0, started.stderr
@@ -163,6 +171,30 @@ def test_the_command_line_starts_and_stops_one(tmp_path: Path) -> None:
         stopped = keyshard("broker", "stop", *data)
     assert "Stopped the broker" in stopped.stdout
     assert keyshard("broker", "status", *data).returncode == 1
+
+
+def test_the_command_line_starts_one_with_tls_and_tokens(tmp_path: Path, keyshard: Command) -> None:
+    plan = DevBroker(tls=True)
+    ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
+    data = ["--data", str(tmp_path / "data")]
+    conf = tmp_path / "data" / "client.conf"
+    try:
+        started = keyshard("broker", "start", "--tls", "--tokens", *ports, *data)
+        assert started.returncode == 0, started.stderr
+        for told in (plan.service_url, plan.admin_url, str(conf)):
+            assert told in started.stdout
+        running = keyshard("broker", "status", *data).stdout
+        assert running.partition("Pulsar")[2] == started.stdout.partition("Pulsar")[2]
+        assert conf.stat().st_mode & 0o777 == 0o600
+        load = ["produce", "t", "--partitions", "3", "--messages", "500", "--keys", "20"]
+        produced = keyshard(*load, "--client-conf", str(conf))
+        assert "Published 500 messages" in produced.stdout, produced.stderr
+        ca = str(tmp_path / "data" / "security" / "ca.pem")
+        urls = ["--service-url", plan.service_url, "--admin-url", plan.admin_url]
+        stranger = keyshard(*load, *urls, "--tls-trust-certs", ca)
+        assert stranger.stderr.startswith("[KEYSHARD_AUTHENTICATION] ")
+    finally:
+        keyshard("broker", "stop", *data)
 
 
 def _shared_cache(tmp_path: Path) -> Path:

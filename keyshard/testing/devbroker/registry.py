@@ -29,6 +29,8 @@ class BrokerRecord:
     port: int
     admin_port: int
     data_dir: str
+    tls: bool = False
+    tokens: bool = False
 
 
 def data_dir(named: Path | None) -> Path:
@@ -36,7 +38,10 @@ def data_dir(named: Path | None) -> Path:
     return (named if named is not None else cache_dir() / "broker").expanduser().resolve()
 
 
-def remember(pid: int, version: str, port: int, admin_port: int, folder: Path) -> BrokerRecord:
+def remember(
+    pid: int, version: str, port: int, admin_port: int, folder: Path, *,
+    tls: bool = False, tokens: bool = False,
+) -> BrokerRecord:  # fmt: skip
     """Write down that a broker runs.
 
     Raises:
@@ -45,7 +50,7 @@ def remember(pid: int, version: str, port: int, admin_port: int, folder: Path) -
     started = start_ticks(pid)
     if started is None:
         raise DevBrokerError(f"The broker ended at once. Its log is {folder / 'broker.log'}.")
-    record = BrokerRecord(pid, started, version, port, admin_port, str(folder))
+    record = BrokerRecord(pid, started, version, port, admin_port, str(folder), tls, tokens)
     path = _path(folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

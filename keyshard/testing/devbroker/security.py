@@ -14,13 +14,16 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from keyshard.config.connection import Connection, Token
 from keyshard.errors import DevBrokerError
+from keyshard.redaction import Secret
 from keyshard.testing.devbroker.ports import LOOPBACK
 
 ADMIN = "admin"
 """Role that may do everything."""
 
-_DAYS = 30
+_DAYS = 3_650
+"""Life of a certificate: it is as old as its data directory, which may be kept."""
 _PRIVATE = 0o600
 
 
@@ -149,6 +152,30 @@ def token_settings(signer: TokenSigner, *, tls: bool) -> dict[str, str]:
         ),
         "brokerClientAuthenticationParameters": f"token:{signer.token(ADMIN)}",
     }
+
+
+def write_client_conf(path: Path, connection: Connection) -> None:
+    """Write down, as a ``client.conf`` of Pulsar, how a broker is reached; only its user reads it.
+
+    Raises:
+        DevBrokerError: It cannot be written.
+    """
+    said = {
+        "brokerServiceUrl": connection.service_url,
+        "webServiceUrl": connection.admin_url or "",
+    }
+    if connection.tls:
+        said["tlsTrustCertsFilePath"] = str(connection.tls_trust_certs_file_path)
+        said["tlsEnableHostnameVerification"] = "true"
+    token = connection.authentication
+    if isinstance(token, Token) and isinstance(token.value, Secret):
+        said["authPlugin"] = "org.apache.pulsar.client.impl.auth.AuthenticationToken"
+        said["authParams"] = f"token:{token.value.reveal()}"
+    text = "".join(f"{name}={value}\n" for name, value in said.items())
+    try:
+        _write(path, text.encode())
+    except OSError as exc:
+        raise DevBrokerError(f"{path} cannot be written: {exc}. Name another --data.") from exc
 
 
 def _write(path: Path, data: bytes) -> None:
