@@ -6,7 +6,6 @@ them without a compiler.
 
 from __future__ import annotations
 
-import logging
 import queue
 import random
 import subprocess
@@ -65,26 +64,29 @@ class JavaPublisher(Publisher):
         self._of_bytes = of_bytes
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._gateway: Any = None
         self._client: Any = None
-        self._java: Any = None
+        self.api: Any = None
+        """Package ``org.apache.pulsar.client.api``, once the JVM runs."""
         self._producer: Any = None
         self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         """Messages under way, and what will say how each fared."""
 
     def start(self) -> None:
-        self._launch()
+        self.launch()
         super().start()
         threading.Thread(target=self._await_answers, name="answers of Java", daemon=True).start()
 
     def close(self) -> None:
         super().close()
         if self._process is not None:
-            # Handles freed later would be told to a JVM that is gone, with a traceback each.
-            logging.getLogger("py4j").addHandler(logging.NullHandler())
+            # Without it, every handle that is freed later is told to a JVM that is gone.
+            self._gateway.shutdown()
             self._process.kill()
-            self._process.wait(_END_S)
+            self._process.communicate(timeout=_END_S)
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Start the JVM."""
         (bridge,) = (Path(pyspark.__file__).parent / "jars").glob("py4j-*.jar")
         with self._log.open("wb") as log:
             port, self._process = launch_gateway(
@@ -96,12 +98,12 @@ class JavaPublisher(Publisher):
                 die_on_exit=True,
                 return_proc=True,
             )
-        gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
-        self._java = gateway.jvm.org.apache.pulsar.client.api
+        gateway = self._gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
+        self.api = gateway.jvm.org.apache.pulsar.client.api
         self._seconds = gateway.jvm.java.util.concurrent.TimeUnit.SECONDS
         self._milliseconds = gateway.jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         self._client = (
-            self._java.PulsarClient.builder()
+            self.api.PulsarClient.builder()
             .serviceUrl(self._service_url)
             .maxBackoffInterval(_RECONNECT_MAX_S, self._seconds)
             .build()
@@ -113,9 +115,9 @@ class JavaPublisher(Publisher):
             .topic(self._topic)
             .producerName(f"chaos-{uuid.uuid4().hex}")
             .sendTimeout(0, self._seconds)
-            .compressionType(self._java.CompressionType.LZ4)
+            .compressionType(self.api.CompressionType.LZ4)
             .autoUpdatePartitions(False)  # noqa: FBT003 - as Java has it
-            .batcherBuilder(self._java.BatcherBuilder.KEY_BASED)
+            .batcherBuilder(self.api.BatcherBuilder.KEY_BASED)
             .batchingMaxMessages(RUN)
             .batchingMaxPublishDelay(BATCH_DELAY_MS, self._milliseconds)
             .create()
