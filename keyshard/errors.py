@@ -36,6 +36,7 @@
     ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
     ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
     ├── WorkerEnvironmentError         KEYSHARD_WORKER_ENVIRONMENT
+    ├── ClusterError                   KEYSHARD_CLUSTER
     ├── ControlError                   KEYSHARD_CONTROL
     ├── HistoryError                   KEYSHARD_HISTORY_INVALID
     ├── HandlerFailedError             KEYSHARD_HANDLER_FAILED
@@ -278,9 +279,15 @@ class AvailableNowTimeoutError(KeyShardError):
 
 
 class WorkerEnvironmentError(KeyShardError):
-    """The interpreter of Spark's Python workers lacks something keyshard needs."""
+    """Spark's Python workers, or actors of Ray, lack something keyshard needs."""
 
     code = "KEYSHARD_WORKER_ENVIRONMENT"
+
+
+class ClusterError(KeyShardError):
+    """A cluster is not there, or has no place for what was asked of it."""
+
+    code = "KEYSHARD_CLUSTER"
 
 
 class ControlError(KeyShardError):

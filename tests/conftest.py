@@ -21,6 +21,7 @@ FOLDERS = ("unit", "property", "spark", "ray", "mutants", "simulation", "chaos",
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
 the processes up to the end."""
 TOGETHER = {
+    "tests/ray/test_run.py": "one Ray",
     "tests/spark/test_bad_input.py": "one Spark session",
     "tests/spark/test_secure.py": "one Spark session",
     "tests/spark/test_triggers.py": "one Spark session",

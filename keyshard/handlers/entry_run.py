@@ -65,6 +65,11 @@ class EntryRun:
         """Ask the owner to end the run; returns at once."""
         self._stopping = True
 
+    @property
+    def stopping(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopping
+
     @contextmanager
     def started(self) -> Iterator[None]:
         """Inside, entries are received; the ranges are given back at the end.

@@ -1,0 +1,254 @@
+"""The actors of a job: started, called with a deadline, and had again after a death.
+
+An actor restarts as often as it dies (``max_restarts=-1``), and Ray runs none of its tasks again
+(``max_task_retries=0``), because it would run a later one first. Who calls an actor has one task
+there, and calls it with the same rows again before any others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray import exceptions
+
+import keyshard
+from keyshard.core.lanes.failure import text_of
+from keyshard.errors import (
+    ClusterError,
+    ConfigError,
+    HandlerProcessError,
+    KeyShardError,
+    UnfitHandlerError,
+    WorkerEnvironmentError,
+)
+from ray_adapter.actor import HandlerActor, Loaded, Outcome
+from ray_adapter.cluster import shortage
+from ray_adapter.options import JobOptions
+
+LOOK_S = 0.2
+"""Longest time in which a call to Ray does not notice that the job was given up, seconds."""
+DEATHS = (
+    exceptions.RayActorError,
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.OutOfMemoryError,
+    exceptions.ObjectLostError,
+)
+"""What Ray raises where an actor, or its node, is gone or was not reached."""
+
+Handle = Any
+"""Ray's handle of an actor."""
+
+
+class GivenUp(Exception):  # noqa: N818 - ends a wait, no error
+    """The job does not wait for actors any more."""
+
+
+class Crew:
+    """Makes actors for one handler.
+
+    Args:
+        handler: A function, or a class that makes one in each actor.
+        options: Of the job.
+        given_up: Whether nobody waits for actors any more.
+
+    Raises:
+        ConfigError: The handler cannot be sent to another process.
+    """
+
+    def __init__(self, handler: object, options: JobOptions, given_up: Callable[[], bool]) -> None:
+        self.handler_name = name_of_handler(handler)
+        self._options = options
+        self._given_up = given_up
+        self._pickled = _pickled(handler, self.handler_name)
+        # By import: the class is found in ray_adapter.actor there.
+        self._class = ray.remote(HandlerActor).options(
+            max_restarts=-1, max_task_retries=0, **options.placement
+        )
+
+    def start(self, count: int) -> list[Handle]:
+        """Actors that have loaded the handler.
+
+        Raises:
+            ClusterError: The cluster has no place for them in time.
+            WorkerEnvironmentError: keyshard is missing there, or is another version.
+            UnfitHandlerError: The handler cannot be imported there, does not begin, or not in time.
+            HandlerProcessError: An actor died on the way.
+        """
+        deadline_s = time.monotonic() + self._options.start_timeout_s
+        actors: list[Handle] = []
+        try:
+            for _ in range(count):
+                actors.append(self._class.remote(self._pickled))  # noqa: PERF401 - killed below
+            self._placed(actors, deadline_s)
+            self._loaded(actors, deadline_s)
+        except BaseException as exc:
+            self.end(actors)
+            if isinstance(exc, DEATHS):
+                raise self._died_early(exc) from exc
+            raise
+        return actors
+
+    def again(self, actor: Handle) -> Handle:
+        """The actor after a death, with the handler; another one where it was killed for good.
+
+        Raises:
+            HandlerProcessError: It died again while it loaded the handler.
+            KeyShardError: As :meth:`start`.
+        """
+        deadline_s = time.monotonic() + self._options.start_timeout_s
+        while True:
+            try:
+                self._placed([actor], deadline_s)
+                self._loaded([actor], deadline_s)
+            except exceptions.ActorDiedError:  # noqa: PERF203
+                self.end([actor])
+                return self.start(1)[0]
+            except DEATHS as exc:
+                if time.monotonic() > deadline_s:
+                    raise self._died_early(exc) from exc
+                time.sleep(LOOK_S)
+            else:
+                return actor
+
+    def call(self, actor: Handle, rows: Any, start: int) -> Outcome:
+        """Have rows handled, from row ``start`` on.
+
+        Raises:
+            HandlerProcessError: The actor died.
+            KeyShardError: Its answer cannot be had.
+            GivenUp: Nobody waits for it any more.
+        """
+        arrow = self._options.takes == "arrow"
+        try:
+            method = actor.handle_arrow if arrow else actor.handle_messages
+            outcome: Outcome = self._answer(method.remote(rows, start), None)
+        except DEATHS as exc:
+            raise HandlerProcessError(
+                f"The actor ended while it handled rows: {_first_line(exc)}. Look for a crash or "
+                "the memory limit."
+            ) from exc
+        except exceptions.RayError as exc:
+            raise self._unanswered(actor, exc) from exc
+        return outcome
+
+    def end(self, actors: Sequence[Handle]) -> None:
+        """Kill actors, whatever they do."""
+        for actor in actors:
+            if ray.is_initialized():
+                ray.kill(actor, no_restart=True)
+
+    def _died_early(self, error: BaseException) -> HandlerProcessError:
+        return HandlerProcessError(
+            f"An actor ended while it loaded the handler {self.handler_name}: {text_of(error)}."
+        )
+
+    def _unanswered(self, actor: Handle, error: exceptions.RayError) -> KeyShardError:
+        unsendable = None
+        with suppress(exceptions.RayError, TimeoutError):  # then what is known is said
+            unsendable = self._answer(actor.unsendable.remote(), time.monotonic() + 5.0)
+        if unsendable is None:
+            return KeyShardError(
+                f"What the handler {self.handler_name} returned cannot be had: {text_of(error)}."
+            )
+        return UnfitHandlerError(
+            f"What the handler {self.handler_name} returned cannot be sent from its actor: "
+            f"{unsendable[1]}. Return plain values or Arrow tables."
+        )
+
+    def _placed(self, actors: Sequence[Handle], deadline_s: float) -> None:
+        """Every actor runs, on the same keyshard as here."""
+        refs = [actor.version.remote() for actor in actors]
+        ready = self._ready(refs, deadline_s)
+        for ref in ready:
+            try:
+                version = ray.get(ref)
+            except DEATHS:
+                raise
+            except exceptions.ActorUnschedulableError as exc:
+                raise ClusterError(f"An actor finds no place: {text_of(exc)}.") from exc
+            except exceptions.RayError as exc:
+                raise WorkerEnvironmentError(
+                    f"An actor cannot begin: {text_of(exc)}. Every node needs keyshard[ray] "
+                    f"{keyshard.__version__}, in its environment or by runtime_env."
+                ) from exc
+            if version != keyshard.__version__:
+                raise WorkerEnvironmentError(
+                    f"keyshard is {keyshard.__version__} here and {version} in an actor. Install "
+                    "the same version on every node."
+                )
+        if len(ready) < len(refs):
+            options = self._options
+            raise shortage(len(ready), len(refs), options.amounts, options.start_timeout_s)
+
+    def _loaded(self, actors: Sequence[Handle], deadline_s: float) -> None:
+        refs = [actor.load.remote() for actor in actors]
+        ready = self._ready(refs, deadline_s)
+        for ref in ready:
+            loaded: Loaded = ray.get(ref)
+            if loaded.missing is not None:
+                raise UnfitHandlerError(
+                    f"An actor cannot load the handler {self.handler_name}: "
+                    f"{loaded.missing.reason}. Install that module on every node, or send it "
+                    "with runtime_env={'working_dir': '.'}."
+                ) from loaded.missing.to_error()
+            if loaded.broken is not None:
+                raise UnfitHandlerError(
+                    f"The handler {self.handler_name} cannot begin in its actor: "
+                    f"{loaded.broken.reason}."
+                ) from loaded.broken.to_error()
+        if len(ready) < len(refs):
+            raise UnfitHandlerError(
+                f"The handler {self.handler_name} was not loaded within "
+                f"{self._options.start_timeout_s:g} s. Look at what its class and module do when "
+                "they begin, or raise start_timeout_s."
+            )
+
+    def _ready(self, refs: list[Any], deadline_s: float) -> list[Any]:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            ready, waiting = ray.wait(
+                refs, num_returns=len(refs), timeout=max(0.0, min(LOOK_S, left_s))
+            )
+            if not waiting or left_s <= 0:
+                return list(ready)
+            if self._given_up():
+                raise GivenUp
+
+    def _answer(self, ref: Any, deadline_s: float | None) -> Any:
+        while True:
+            if ray.wait([ref], timeout=LOOK_S)[0]:
+                return ray.get(ref)
+            if self._given_up():
+                raise GivenUp
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise TimeoutError
+
+
+def name_of_handler(handler: Any) -> str:
+    """Module and name, for people."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    name = getattr(handler, "__qualname__", None) or type(handler).__qualname__
+    return f"{getattr(handler, '__module__', None) or type(handler).__module__}.{name}"
+
+
+def _pickled(handler: object, name: str) -> bytes:
+    try:
+        data: bytes = ray.cloudpickle.dumps(handler)
+    except Exception as exc:
+        raise ConfigError(
+            f"The handler {name} cannot be sent to an actor: {text_of(exc)}. What it holds from "
+            "outside must be picklable; make the rest in the __init__ of a class, which runs in "
+            "the actor."
+        ) from exc
+    return data
+
+
+def _first_line(error: BaseException) -> str:
+    return text_of(error).strip().partition("\n")[0].rstrip(".")

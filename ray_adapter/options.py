@@ -1,0 +1,98 @@
+"""How a Ray job runs: options of :func:`ray_adapter.run`, validated at once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyshard.config.handlers import checkpoint_url
+from keyshard.core.lanes.retrying import RetryPolicy
+from keyshard.core.option_checks import check_choice, check_integer, check_seconds
+from keyshard.errors import ConfigError
+from keyshard.redaction import shown
+
+ACTORS_MAX = 10_000
+PLACEMENT = ("num_cpus", "num_gpus", "resources", "scheduling_strategy", "runtime_env")
+"""Options that Ray knows by the same names, for each actor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How the messages of a source reach actors, and what these are."""
+
+    parallelism: int
+    """Actors, each of which owns an equal part of the ring; 1 to 10,000."""
+    takes: str = "messages"
+    """What the handler is called with: ``messages`` (each :class:`keyshard.Message`) or ``arrow``
+    (a ``pyarrow.RecordBatch`` of the rows of one part of the ring)."""
+    max_rows: int = 1_000
+    """Most rows that an actor is given at once, unless one entry has more."""
+    max_wait_s: float = 0.02
+    """Longest wait of an idle actor for more rows after the first, seconds."""
+    checkpoint: str | os.PathLike[str] | None = None
+    """Path of the checkpoint, or its fsspec URL; ``None``: what was not acknowledged comes again
+    after a crash, and the last acknowledgements too."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    """When a failed message is tried again in its place, and when no more, which ends the job."""
+    num_cpus: float | None = None
+    """CPUs of each actor; ``None``, as in the four that follow: what Ray does."""
+    num_gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+    """Custom resources of each actor."""
+    scheduling_strategy: Any = None
+    """``DEFAULT``, ``SPREAD``, or one of Ray's objects, such as for a placement group."""
+    runtime_env: Mapping[str, Any] | None = None
+    """Ray's runtime environment, such as ``{"working_dir": "."}``."""
+    start_timeout_s: float = 60.0
+    """Longest wait until actors have found a place and loaded the handler, seconds."""
+    drain_timeout_s: float = 30.0
+    """Longest wait for what actors work on, at a drain or rescale, seconds."""
+
+    def __post_init__(self) -> None:
+        check_integer("parallelism", self.parallelism, 1, ACTORS_MAX)
+        check_choice("takes", self.takes, "messages", "arrow")
+        check_integer("max_rows", self.max_rows, 1, 10**7)
+        check_seconds("max_wait_s", self.max_wait_s, 3_600)
+        check_seconds("start_timeout_s", self.start_timeout_s, 86_400)
+        check_seconds("drain_timeout_s", self.drain_timeout_s, 86_400)
+        if not isinstance(self.retry, RetryPolicy):
+            raise ConfigError(f"retry is {shown(self.retry)}; give a keyshard.RetryPolicy.")
+        if self.checkpoint is not None:
+            object.__setattr__(self, "checkpoint", checkpoint_url(self.checkpoint))
+        for name in ("num_cpus", "num_gpus"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_amount(name, value)
+        for name in ("resources", "runtime_env"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"{name} is {shown(value)}; give a dict, as to Ray.")
+        for name, value in (self.resources or {}).items():
+            _check_amount(f"resources[{name!r}]", value)
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What Ray is asked for each actor."""
+        given = {name: getattr(self, name) for name in PLACEMENT}
+        return {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """The resources of each actor, as Ray's cluster names them."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return {
+            **{name: value for name, value in named.items() if value is not None},
+            **(self.resources or {}),
+        }
+
+
+def _check_amount(name: str, value: object) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"{name} is {shown(value)}; it must be a number and not negative.")

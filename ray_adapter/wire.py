@@ -1,0 +1,68 @@
+"""What travels to an actor: Arrow columns, and for messages where each entry was stored.
+
+Columns travel without a copy through Ray's object store. Nothing is pickled message by message
+where entries have several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from keyshard.arrow.content import CONTENT, gather
+from keyshard.arrow.messages import messages_of_each
+from keyshard.core.message import Message
+from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.handlers.batches import one_record_batch
+from ray_adapter.portions import Piece
+
+
+class MessageRows(NamedTuple):
+    """Some entries: the content of their messages, and what else makes each entry."""
+
+    content: pa.RecordBatch
+    entries: list[tuple[Any, ...]]
+
+
+def message_rows(pieces: Sequence[Piece]) -> MessageRows:
+    """Pieces for handlers of messages."""
+    arrays = gather([piece.block for piece in pieces], CONTENT.names)
+    content = pa.RecordBatch.from_arrays([arrays[name] for name in CONTENT.names], schema=CONTENT)
+    return MessageRows(content, [_to_wire(*piece[:2]) for piece in pieces])
+
+
+def arrow_rows(pieces: Sequence[Piece]) -> pa.RecordBatch:
+    """Pieces for handlers of Arrow: all columns of :data:`keyshard.arrow.columns.SCHEMA`."""
+    return one_record_batch([(piece.where, piece.block) for piece in pieces])
+
+
+def messages(rows: MessageRows) -> Iterator[list[Message]]:
+    """The messages of each entry, in their order."""
+    start = 0
+    located: list[tuple[TopicPartition, EntryBlock]] = []
+    for wire in rows.entries:
+        located.append(_from_wire(wire, rows.content, start))
+        start += located[-1][1].rows
+    return messages_of_each(located)
+
+
+def _to_wire(where: TopicPartition, block: EntryBlock) -> tuple[Any, ...]:
+    return (
+        where.topic, where.partition, *block.id, block.indices, block.slot, block.mixed_slots,
+        block.publish_ms, block.redelivered,
+    )  # fmt: skip
+
+
+def _from_wire(
+    wire: tuple[Any, ...], content: pa.RecordBatch, start: int
+) -> tuple[TopicPartition, EntryBlock]:
+    topic, partition, ledger, entry, indices, slot, mixed_slots, publish_ms, redelivered = wire
+    rows = len(indices)
+    block = EntryBlock(
+        EntryId(ledger, entry), batch_size=rows, batched=True, indices=indices, slot=slot,
+        mixed_slots=mixed_slots, publish_ms=publish_ms, payload_bytes=0,
+        parts=(Part(content, start, rows),), redelivered=redelivered,
+    )  # fmt: skip
+    return TopicPartition(topic, partition), block
