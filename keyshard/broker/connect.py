@@ -14,12 +14,21 @@ if TYPE_CHECKING:
     from keyshard.broker.pulsar.admin import PulsarAdmin
 
 
-def connect(connection: Connection) -> Broker:
+def connect(connection: Connection, workers: int = 0) -> Broker:
     """Connect to a cluster; only the client that the URL asks for is loaded.
+
+    Args:
+        connection: How the cluster is reached.
+        workers: Worker processes that have the consumers; 0: this process has them.
 
     Raises:
         BrokerError: The client refuses.
+        WorkerUnreachableError: A worker process does not start.
     """
+    if workers:
+        from keyshard.broker.hosted.broker import HostedBroker  # noqa: PLC0415
+
+        return HostedBroker(connect(connection), connection, workers)
     if connection.in_memory:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 

@@ -1,0 +1,93 @@
+"""The broker port with consumers in worker processes; all else is asked from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.broker.hosted.consumer import HostedConsumer, Wanted
+from keyshard.broker.hosted.hosting import WorkerHosting
+from keyshard.broker.hosted.worker import Worker
+from keyshard.broker.port import Broker, Producer, Reader, StartPosition
+from keyshard.broker.pulsar.at_exit import close_at_exit
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+
+CLOSE_S = 8.0
+"""Longest time that all workers get to end in order, seconds."""
+
+
+class HostedBroker:
+    """Neighbouring ranges have the same worker, in every topic partition.
+
+    Args:
+        local: The connection of this process.
+        connection: How workers reach the cluster.
+        workers: How many.
+
+    Raises:
+        KeyShardError: A worker does not start, or the broker refuses it.
+    """
+
+    def __init__(self, local: Broker, connection: Connection, workers: int) -> None:
+        self._local = local
+        timeout_s = connection.operation_timeout_ms / 1000
+
+        def start(index: int) -> WorkerHosting:
+            return WorkerHosting(lambda: Worker(connection), timeout_s, f"keyshard-worker-{index}")
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="keyshard-start") as pool:
+            starting = [pool.submit(start, index) for index in range(workers)]
+        errors = [one.exception() for one in starting]
+        self._workers = [
+            one.result() for one, error in zip(starting, errors, strict=True) if error is None
+        ]
+        for error in errors:
+            if error is not None:
+                self.close()
+                raise error
+        close_at_exit(self)
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return self._local.missing(topics)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        return self._local.partitions(topic)
+
+    def subscribe(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        hash_range: HashRange,
+        *,
+        start: StartPosition,
+        consumer_name: str,
+        receiver_queue_size: int,
+    ) -> HostedConsumer:
+        wanted = Wanted(
+            topic_partition, subscription, hash_range, consumer_name, receiver_queue_size
+        )
+        worker = self._workers[hash_range.start * len(self._workers) // RING_SIZE]
+        return worker.subscribe(wanted, start)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+        return self._local.reader(topic_partition, start)
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Of the worker processes; ``None`` where one is just replaced."""
+        return [worker.pid for worker in self._workers]
+
+    def close(self) -> None:
+        deadline_s = time.monotonic() + CLOSE_S
+        workers, self._workers = self._workers, []
+        if workers:
+            with ThreadPoolExecutor(len(workers), thread_name_prefix="keyshard-end") as pool:
+                for worker in workers:
+                    pool.submit(worker.close, deadline_s)
+        self._local.close()

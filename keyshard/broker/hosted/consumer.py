@@ -1,0 +1,142 @@
+"""A consumer that a worker hosts, as everybody else sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from keyshard.broker.hosted.wire import Delivery
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.errors import BrokerError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a consumer was subscribed with: what it takes to subscribe it again."""
+
+    topic_partition: TopicPartition
+    subscription: str
+    hash_range: HashRange
+    consumer_name: str
+    receiver_queue_size: int
+
+
+class Hosting(Protocol):
+    """The side of a worker that its consumers know."""
+
+    def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None: ...
+
+    def last_entry(self, number: int) -> EntryId | None: ...
+
+    def close_consumer(self, number: int, *, for_another: bool) -> None: ...
+
+    def took(self, number: int, count: int) -> None: ...
+
+
+class HostedConsumer:
+    """Implements the ``Consumer`` port.
+
+    Args:
+        wanted: What it consumes.
+        hosting: The worker that has it.
+        number: Its number there.
+    """
+
+    def __init__(self, wanted: Wanted, hosting: Hosting, number: int) -> None:
+        self.wanted = wanted
+        self._hosting = hosting
+        self.number = number
+        self._changed = threading.Condition()
+        self._queue: deque[Delivery] = deque()
+        self._taken = 0
+        self._connected = True
+        self._callback: Callable[[], None] | None = None
+        self.closed = False
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self.wanted.topic_partition
+
+    @property
+    def hash_range(self) -> HashRange:
+        return self.wanted.hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.closed, timeout_ms / 1000)
+            self._check_open()
+            if not self._queue:
+                return []
+            # One delivery of the worker's: a reconnect lies between them.
+            delivery = self._queue.popleft()
+            self._taken += 1
+            number, taken = self.number, self._taken
+        self._hosting.took(number, taken)
+        if delivery.error is not None:
+            raise delivery.error
+        return list(delivery.blocks)
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        with self._changed:
+            self._check_open()
+            if not self._queue:
+                self._callback = callback
+                return
+        callback()
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:
+        self._check_open()
+        self._hosting.acknowledge(self.number, entries)
+
+    def last_entry(self) -> EntryId | None:
+        self._check_open()
+        return self._hosting.last_entry(self.number)
+
+    def is_connected(self) -> bool:
+        return self._connected and not self.closed
+
+    def close(self, *, for_another: bool = False) -> None:
+        with self._changed:
+            if self.closed:
+                return
+            self.closed = True
+            self._callback = None
+            self._queue.clear()
+            self._changed.notify_all()
+        self._hosting.close_consumer(self.number, for_another=for_another)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise BrokerError(f"A consumer of {self.topic_partition} is closed.")
+
+    # -- told by its worker -----------------------------------------------------------------------
+
+    def arrived(self, delivery: Delivery) -> None:
+        """The worker gave something."""
+        with self._changed:
+            if self.closed:
+                return
+            self._queue.append(delivery)
+            callback, self._callback = self._callback, None
+            self._changed.notify_all()
+        if callback is not None:
+            callback()
+
+    def told_connected(self, *, connected: bool) -> None:
+        """Whether the worker's consumer has a connection."""
+        self._connected = connected
+
+    def lost(self) -> None:
+        """Its worker is gone: what is unacknowledged comes again, through another one."""
+        with self._changed:
+            self._connected = False
+            self._queue.clear()
+
+    def regaining(self, number: int) -> None:
+        """A worker is about to have it, under another number."""
+        with self._changed:
+            self.number, self._taken = number, 0

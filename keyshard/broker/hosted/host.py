@@ -1,0 +1,274 @@
+"""The worker's side: consumers, the threads that receive from them, and what waits to be taken."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.broker.hosted.wire import NOTHING, Delivery, packed
+from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.errors import BrokerError, KeyShardError
+
+AHEAD = 2
+"""Deliveries of one consumer that nobody has taken, at most."""
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+"""Payload after which an answer is closed. An entry that is held keeps its whole answer in memory,
+as it keeps its delivery where the client is in the same process."""
+ANSWER_ROWS_MAX = 20_000
+"""Messages after which an answer is closed."""
+RECEIVE_WAIT_MS = 10
+"""Longest wait of one receive, milliseconds."""
+RECEIVE_THREADS = 2
+"""Threads that receive."""
+LOOK_S = 0.25
+"""Time between two looks at who is connected, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Hosted:
+    """One consumer."""
+
+    def __init__(self, number: int, consumer: Consumer) -> None:
+        self.number = number
+        self.consumer = consumer
+        self.using = threading.Lock()
+        """Held while it is received from, and while it is closed."""
+        self.given = self.taken = 0
+        """Deliveries that it gave, and that were taken."""
+        self.connected = True
+        """As it was told last."""
+        self.full = self.closed = False
+
+
+class Host:
+    """Consumers of one connection. Its methods may be called from any thread.
+
+    Args:
+        broker: The connection; it is closed with the host.
+        clock: Monotonic time, seconds.
+    """
+
+    def __init__(self, broker: Broker, clock: Callable[[], float] = time.monotonic) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._hosted: dict[int, _Hosted] = {}
+        self._ready: deque[_Hosted] = deque()
+        self._waiting: deque[tuple[Delivery, int, int]] = deque()
+        self._looked_s = 0.0
+        self._taking = threading.Lock()
+        """Held while something is taken: a question that comes twice has one answer."""
+        self._answered = 0
+        self._answer: tuple[dict[str, Any], pa.RecordBatch] = ({}, NOTHING)
+        self._ended = False
+        self._threads = [
+            threading.Thread(target=self._pump, name=f"keyshard-pump-{i}", daemon=True)
+            for i in range(RECEIVE_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    # Each is called with what its JSON says.
+
+    def subscribe(
+        self, *, number: int, topic: str, partition: int, subscription: str, start: int, end: int,
+        position: str, consumer_name: str, receiver_queue_size: int,
+    ) -> None:  # fmt: skip
+        """Host a consumer under a number of the caller's choice. Idempotent.
+
+        Raises:
+            KeyShardError: What the broker raises.
+        """
+        if number in self._hosted:
+            return
+        consumer = self._broker.subscribe(
+            TopicPartition(topic, partition), subscription, HashRange(start, end),
+            start=StartPosition(position), consumer_name=consumer_name,
+            receiver_queue_size=receiver_queue_size,
+        )  # fmt: skip
+        hosted = _Hosted(number, consumer)
+        with self._changed:
+            if not self._ended:
+                self._hosted[number] = hosted
+                self._ready.append(hosted)
+                self._changed.notify_all()
+                return
+        consumer.close()
+
+    def acknowledge(self, *, number: int, entries: list[list[int]]) -> None:
+        """As the port's."""
+        self._one(number).consumer.acknowledge([EntryId(*one) for one in entries])
+
+    def last_entry(self, *, number: int) -> list[int] | None:
+        """As the port's."""
+        last = self._one(number).consumer.last_entry()
+        return None if last is None else list(last)
+
+    def close_consumer(self, *, number: int, for_another: bool) -> None:
+        """As the port's ``close``; nothing of it is given afterwards. Idempotent."""
+        with self._changed:
+            hosted = self._hosted.pop(number, None)
+            if hosted is None:
+                return
+            hosted.closed = True
+            self._waiting = deque(one for one in self._waiting if one[0].consumer != number)
+        with hosted.using:
+            hosted.consumer.close(for_another=for_another)
+
+    def _one(self, number: int) -> _Hosted:
+        hosted = self._hosted.get(number)
+        if hosted is None:
+            raise BrokerError(f"The worker hosts no consumer {number}: it is closed.")
+        return hosted
+
+    # -- what was received ------------------------------------------------------------------------
+
+    def take(
+        self, seq: int, taken: Mapping[int, int], wait_s: float
+    ) -> tuple[dict[str, Any], pa.RecordBatch]:
+        """What was received since the answer before; waits for the first of it.
+
+        Args:
+            seq: Number of the answer that is asked for: 1 more than that of the last one that
+                arrived. The same number has the same answer.
+            taken: Deliveries taken of some consumers since their beginning.
+            wait_s: Longest wait, seconds.
+
+        Raises:
+            BrokerError: An older answer is asked for: the asker is late.
+        """
+        with self._taking:
+            if seq == self._answered:
+                return self._answer
+            if seq != self._answered + 1:
+                raise BrokerError(
+                    f"Answer {seq} of a worker was asked for after answer {self._answered}."
+                )
+            with self._changed:
+                self._let_on(taken)
+                connected = self._changes()
+                if not connected and not self._waiting:
+                    self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
+                    connected = self._changes()
+                deliveries = self._next()
+            listed, content = packed(deliveries)
+            self._answered = seq
+            self._answer = {"deliveries": listed, "connected": connected}, content
+            return self._answer
+
+    def _let_on(self, taken: Mapping[int, int]) -> None:
+        """Receive again for those of whom enough was taken."""
+        for number, count in taken.items():
+            hosted = self._hosted.get(number)
+            if hosted is not None:
+                hosted.taken = count
+                if hosted.full and hosted.given - count < AHEAD:
+                    hosted.full = False
+                    self._ready.append(hosted)
+                    self._changed.notify_all()
+
+    def _changes(self) -> dict[int, bool]:
+        """Who has lost its connection, or has it again."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return {}
+        self._looked_s = now_s
+        changes: dict[int, bool] = {}
+        for number, hosted in self._hosted.items():
+            connected = hosted.consumer.is_connected()
+            if connected != hosted.connected:
+                hosted.connected = changes[number] = connected
+        return changes
+
+    def _next(self) -> list[Delivery]:
+        deliveries: list[Delivery] = []
+        rows = payload = 0
+        while self._waiting and rows < ANSWER_ROWS_MAX and payload < ANSWER_BYTES_MAX:
+            delivery, more_rows, more_payload = self._waiting.popleft()
+            deliveries.append(delivery)
+            rows += more_rows
+            payload += more_payload
+        return deliveries
+
+    # -- its own threads ---------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._ended)
+                if self._ended:
+                    return
+                hosted = self._ready.popleft()
+            try:
+                self._receive(hosted)
+            except Exception as exc:  # noqa: BLE001 - the caller's next receive raises it
+                error = exc if isinstance(exc, KeyShardError) else _unexpected(exc)
+                self._give(hosted, Delivery(hosted.number, (), error))
+
+    def _receive(self, hosted: _Hosted) -> None:
+        with hosted.using:
+            if hosted.closed:
+                return
+            blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
+            if not blocks:
+                hosted.consumer.when_ready(lambda: self._ring(hosted))
+                return
+        self._give(hosted, Delivery(hosted.number, blocks))
+
+    def _ring(self, hosted: _Hosted) -> None:
+        with self._changed:
+            self._ready.append(hosted)
+            self._changed.notify_all()
+
+    def _give(self, hosted: _Hosted, delivery: Delivery) -> None:
+        rows = sum(block.rows for block in delivery.blocks)
+        payload = sum(block.payload_bytes for block in delivery.blocks)
+        with self._changed:
+            if hosted.closed:
+                return
+            self._waiting.append((delivery, rows, payload))
+            hosted.given += 1
+            hosted.full = hosted.given - hosted.taken >= AHEAD
+            if not hosted.full and delivery.error is None:
+                self._ready.append(hosted)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give every range back. Idempotent."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            hosted = list(self._hosted.values())
+            self._hosted.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(1.0)
+        with ThreadPoolExecutor(8, thread_name_prefix="keyshard-close") as pool:
+            for one in hosted:
+                pool.submit(_close, one.consumer)
+        self._broker.close()
+
+
+def _close(consumer: Consumer) -> None:
+    try:
+        consumer.close()
+    except BrokerError as exc:
+        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
+
+
+def _unexpected(exc: Exception) -> BrokerError:
+    _log.exception("receiving ended unexpectedly")
+    return BrokerError(f"Receiving in a worker ended unexpectedly: {exc!r}.")
