@@ -27,8 +27,14 @@ def connect(connection: Connection, workers: int = 0) -> Broker:
     """
     if workers:
         from keyshard.broker.hosted.broker import HostedBroker  # noqa: PLC0415
+        from keyshard.broker.hosted.worker import WorkerProcess  # noqa: PLC0415
 
-        return HostedBroker(connect(connection), connection, workers)
+        return HostedBroker(
+            connect(connection),
+            lambda: WorkerProcess(connection),
+            workers,
+            connection.operation_timeout_ms / 1000,
+        )
     if connection.in_memory:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Every contract case runs on the in-memory broker and on a real one."""
+"""Every contract case runs on the in-memory broker, on it behind workers, and on a real one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from contract_harness import BreakableHarness, Harness
+from hosted_harness import HostedHarness
 from memory_harness import MemoryHarness
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 from keyshard.testing.devbroker import DevBroker
 
-BOTH = ["memory", pytest.param("pulsar", marks=pytest.mark.broker)]
+BOTH = ["memory", "hosted", pytest.param("pulsar", marks=pytest.mark.broker)]
 
 
 @pytest.fixture(params=BOTH)
@@ -20,6 +21,8 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     made: Harness
     if request.param == "memory":
         made = MemoryHarness()
+    elif request.param == "hosted":
+        made = HostedHarness()
     else:
         dev_broker = request.getfixturevalue("dev_broker")
         made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
@@ -33,6 +36,8 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
     made: BreakableHarness
     if request.param == "memory":
         made = MemoryHarness()
+    elif request.param == "hosted":
+        made = HostedHarness()
     else:
         made = BreakablePulsarHarness(request.getfixturevalue("breakable_broker"))
     yield made

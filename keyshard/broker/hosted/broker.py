@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.hosted.consumer import HostedConsumer, Wanted
@@ -11,7 +11,6 @@ from keyshard.broker.hosted.hosting import WorkerHosting
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import Broker, Producer, Reader, StartPosition
 from keyshard.broker.pulsar.at_exit import close_at_exit
-from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 
@@ -24,22 +23,24 @@ class HostedBroker:
 
     Args:
         local: The connection of this process.
-        connection: How workers reach the cluster.
+        start: Starts a worker.
         workers: How many.
+        operation_timeout_s: Longest time of one request to the broker, seconds.
 
     Raises:
         KeyShardError: A worker does not start, or the broker refuses it.
     """
 
-    def __init__(self, local: Broker, connection: Connection, workers: int) -> None:
+    def __init__(
+        self, local: Broker, start: Callable[[], Worker], workers: int, operation_timeout_s: float
+    ) -> None:
         self._local = local
-        timeout_s = connection.operation_timeout_ms / 1000
 
-        def start(index: int) -> WorkerHosting:
-            return WorkerHosting(lambda: Worker(connection), timeout_s, f"keyshard-worker-{index}")
+        def host(index: int) -> WorkerHosting:
+            return WorkerHosting(start, operation_timeout_s, f"keyshard-worker-{index}")
 
         with ThreadPoolExecutor(workers, thread_name_prefix="keyshard-start") as pool:
-            starting = [pool.submit(start, index) for index in range(workers)]
+            starting = [pool.submit(host, index) for index in range(workers)]
         errors = [one.exception() for one in starting]
         self._workers = [
             one.result() for one, error in zip(starting, errors, strict=True) if error is None
@@ -79,15 +80,13 @@ class HostedBroker:
         return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
 
     @property
-    def pids(self) -> list[int | None]:
-        """Of the worker processes; ``None`` where one is just replaced."""
-        return [worker.pid for worker in self._workers]
+    def worker_names(self) -> list[str | None]:
+        """What people know the workers by; ``None`` where one is just replaced."""
+        return [worker.name for worker in self._workers]
 
     def close(self) -> None:
         deadline_s = time.monotonic() + CLOSE_S
-        workers, self._workers = self._workers, []
-        if workers:
-            with ThreadPoolExecutor(len(workers), thread_name_prefix="keyshard-end") as pool:
-                for worker in workers:
-                    pool.submit(worker.close, deadline_s)
+        with ThreadPoolExecutor(thread_name_prefix="keyshard-end") as pool:
+            for worker in self._workers:
+                pool.submit(worker.close, deadline_s)
         self._local.close()

@@ -100,18 +100,21 @@ class HostedConsumer:
         return self._connected and not self.closed
 
     def close(self, *, for_another: bool = False) -> None:
-        with self._changed:
-            if self.closed:
-                return
-            self.closed = True
-            self._callback = None
-            self._queue.clear()
-            self._changed.notify_all()
-        self._hosting.close_consumer(self.number, for_another=for_another)
+        if self.ended():
+            self._hosting.close_consumer(self.number, for_another=for_another)
 
     def _check_open(self) -> None:
         if self.closed:
             raise BrokerError(f"A consumer of {self.topic_partition} is closed.")
+
+    def ended(self) -> bool:
+        """It is to give nothing more; whether that is new."""
+        with self._changed:
+            new, self.closed = not self.closed, True
+            self._callback = None
+            self._queue.clear()
+            self._changed.notify_all()
+        return new
 
     # -- told by its worker -----------------------------------------------------------------------
 

@@ -156,13 +156,13 @@ class Host:
                 raise BrokerError(
                     f"Answer {seq} of a worker was asked for after answer {self._answered}."
                 )
+            connected = self._changes()
             with self._changed:
                 self._let_on(taken)
-                connected = self._changes()
-                if not connected and not self._waiting:
+                if not connected:
                     self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
-                    connected = self._changes()
                 deliveries = self._next()
+            connected |= self._changes()
             listed, content = packed(deliveries)
             self._answered = seq
             self._answer = {"deliveries": listed, "connected": connected}, content
@@ -185,11 +185,14 @@ class Host:
         if now_s - self._looked_s < LOOK_S:
             return {}
         self._looked_s = now_s
+        with self._changed:
+            all_hosted = list(self._hosted.values())
         changes: dict[int, bool] = {}
-        for number, hosted in self._hosted.items():
+        for hosted in all_hosted:
+            # Without the lock: a client may hold one of its own here, and where it rings.
             connected = hosted.consumer.is_connected()
             if connected != hosted.connected:
-                hosted.connected = changes[number] = connected
+                hosted.connected = changes[hosted.number] = connected
         return changes
 
     def _next(self) -> list[Delivery]:

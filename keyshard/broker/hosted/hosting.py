@@ -59,16 +59,16 @@ class WorkerHosting:
         self._thread.start()
 
     @property
-    def pid(self) -> int | None:
-        """Of its worker; ``None`` while there is none."""
+    def name(self) -> str | None:
+        """What people know its worker by; ``None`` while there is none."""
         worker = self._worker
-        return None if worker is None else worker.pid
+        return None if worker is None else worker.name
 
     def subscribe(self, wanted: Wanted, start: StartPosition) -> HostedConsumer:
         """A consumer in this worker.
 
         Raises:
-            KeyShardError: What the broker raises.
+            BrokerError: What the broker raises, or the connection is closed.
             BrokerUnavailableError: There is no worker now (retriable).
         """
         worker, consumer = self._living(), HostedConsumer(wanted, self, next(_numbers))
@@ -115,6 +115,8 @@ class WorkerHosting:
 
     def _living(self) -> Worker:
         worker = self._worker
+        if self._ending.is_set():
+            raise BrokerError("The connection is closed, and its workers with it.")
         if worker is None:
             raise BrokerUnavailableError(
                 "A worker process has ended, and the next one is not there yet."
@@ -169,8 +171,8 @@ class WorkerHosting:
         for consumer in lost:
             consumer.lost()
         _log.warning(
-            "worker process %d is gone (%s): its %d consumers go to another one",
-            worker.pid, "it answered nonsense" if error is None else error.message, len(lost),
+            "%s is gone (%s): its %d consumers go to another one",
+            worker.name, "it answered nonsense" if error is None else error.message, len(lost),
         )  # fmt: skip
 
     def _replace(self) -> None:
@@ -231,6 +233,9 @@ class WorkerHosting:
         with self._lock:
             self._ending.set()
             worker, self._worker = self._worker, None
+            consumers = list(self._consumers.values())
+        for consumer in consumers:
+            consumer.ended()
         if worker is not None:
             worker.end(max(0.1, deadline_s - time.monotonic()))
         self._thread.join(max(0.1, deadline_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""One worker process, as the process that asks it has it: started, asked, and ended."""
+"""A worker, as the process that asks it has it: started, asked, and ended."""
 
 from __future__ import annotations
 
@@ -34,60 +34,31 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """A process of this machine; it is asked over loopback.
+    """Who asks one worker; wherever that lives, a subclass says how it ends.
 
     Args:
-        connection: How it reaches the cluster.
-
-    Raises:
-        KeyShardError: The broker refuses it.
-        WorkerUnreachableError: It does not start.
+        endpoint: Where it is asked: ``grpc://host:port``.
+        token: Secret of this run.
+        name: What people know it by.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        setup = Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
-        self._token = setup.token
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Ctrl-C in a terminal is for the process that asks; it decides what becomes of it.
-            start_new_session=True,
-        )
-        try:
-            hello = self._started(setup)
-            if "error" in hello:
-                raise heard(hello["error"])
-        except BaseException:
-            self.end(0.0)
-            raise
-        self._client = flight.connect(f"grpc://{setup.host}:{hello['port']}")
+    def __init__(self, endpoint: str, token: str, name: str) -> None:
+        self._client = flight.connect(endpoint)
+        self._token = token
+        self.name = name
         self._seq = 0
 
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-        return self._process.pid
+    def kill(self) -> None:
+        """End it at once; who waits for an answer is told."""
+        raise NotImplementedError
 
-    def _started(self, setup: Setup) -> dict[str, Any]:
-        to, out = self._process.stdin, self._process.stdout
-        assert to is not None
-        assert out is not None
-        line = b""
-        try:
-            to.write(pickle.dumps(setup))
-            to.flush()
-            if select.select([out], [], [], START_TIMEOUT_S)[0]:
-                line = out.readline()
-            hello: dict[str, Any] = json.loads(line)
-        except (OSError, ValueError) as exc:
-            status = self._process.poll()
-            raise WorkerUnreachableError(
-                f"A worker process did not start: it ended with status {status}, or was not ready "
-                f"within {START_TIMEOUT_S:.0f} s. Its error stands in the output above this one; "
-                "look for the memory limit, too."
-            ) from exc
-        return hello
+    def end(self, timeout_s: float) -> None:
+        """Let it give its ranges back; then, or when time is up, it is gone. Idempotent.
+
+        Args:
+            timeout_s: Longest wait for its orderly end, seconds; 0 ends it at once.
+        """
+        raise NotImplementedError
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
         """Let its host do something.
@@ -108,7 +79,7 @@ class Worker:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The worker process {self.pid} did not answer: {_first_line(exc)}."
+                f"The {self.name} did not answer: {_first_line(exc)}."
             ) from exc
         answer = json.loads(result.body.to_pybytes())
         if "error" in answer:
@@ -134,33 +105,77 @@ class Worker:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The worker process {self.pid} gives no answer within {LEASE_S:.0f} s: "
-                f"{_first_line(exc)}."
+                f"The {self.name} gives no answer within {LEASE_S:.0f} s: {_first_line(exc)}."
             ) from exc
         self._seq += 1
         header = json.loads(chunk.app_metadata.to_pybytes())
         for name, level, line in header["log"]:
-            logging.getLogger(name).log(level, "%s (worker process %d)", line, self.pid)
+            logging.getLogger(name).log(level, "%s (%s)", line, self.name)
         connected = {int(number): value for number, value in header["connected"].items()}
         return unpacked(header["deliveries"], chunk.data), connected
 
+
+class WorkerProcess(Worker):
+    """A process of this machine; it is asked over loopback.
+
+    Args:
+        connection: How it reaches the cluster.
+
+    Raises:
+        KeyShardError: The broker refuses it.
+        WorkerUnreachableError: It does not start.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        setup = Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C in a terminal is for the process that asks; it decides what becomes of it.
+            start_new_session=True,
+        )
+        try:
+            hello = self._started(setup)
+            if "error" in hello:
+                raise heard(hello["error"])
+        except BaseException:
+            self.end(0.0)
+            raise
+        endpoint = f"grpc://{setup.host}:{hello['port']}"
+        super().__init__(endpoint, setup.token, f"worker process {self._process.pid}")
+
+    def _started(self, setup: Setup) -> dict[str, Any]:
+        to, out = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert out is not None
+        line = b""
+        try:
+            to.write(pickle.dumps(setup))
+            to.flush()
+            if select.select([out], [], [], START_TIMEOUT_S)[0]:
+                line = out.readline()
+            hello: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError) as exc:
+            status = self._process.poll()
+            raise WorkerUnreachableError(
+                f"A worker process did not start: it ended with status {status}, or was not ready "
+                f"within {START_TIMEOUT_S:.0f} s. Its error stands in the output above this one; "
+                "look for the memory limit, too."
+            ) from exc
+        return hello
+
     def kill(self) -> None:
-        """End its process at once; who waits for an answer is told."""
         self._process.kill()
 
     def end(self, timeout_s: float) -> None:
-        """Let it give its ranges back; then, or when time is up, its process is gone. Idempotent.
-
-        Args:
-            timeout_s: Longest wait for its orderly end, seconds; 0 kills it at once.
-        """
         if timeout_s:
             assert self._process.stdin is not None
             try:
                 self._process.stdin.close()
                 self._process.wait(timeout_s)
             except (OSError, subprocess.TimeoutExpired) as exc:
-                _log.debug("worker process %d did not end in order: %s", self.pid, exc)
+                _log.debug("worker process %d did not end in order: %s", self._process.pid, exc)
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
