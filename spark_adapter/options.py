@@ -104,6 +104,12 @@ OPTIONS = (
     ),
     Option("windowMaxBytes", "window_bytes_max", "Most memory of those rows, bytes."),
     Option(
+        "workers",
+        "workers",
+        "What has the consumers: `embedded`, the query's process on the driver; `processes:4`, so "
+        "many processes beside it, each a core for receiving.",
+    ),
+    Option(
         "workerHost",
         "worker_host",
         "Address of the driver's machine under which executors reach it. Loopback serves local "

@@ -31,7 +31,7 @@ def connect(connection: Connection, workers: int = 0) -> Broker:
 
         return HostedBroker(
             connect(connection),
-            lambda: WorkerProcess(connection),
+            lambda stop: WorkerProcess(connection, stop),
             workers,
             connection.operation_timeout_ms / 1000,
         )

@@ -45,7 +45,7 @@ class HostedHarness(MemoryHarness):
     """All cases of consumers hold for those that workers host."""
 
     def broker(self) -> Broker:
-        def start() -> LocalWorker:
+        def start(_stop: threading.Event) -> LocalWorker:
             self._brokers.append(MemoryBroker(self._cluster))
             return LocalWorker(self._brokers[-1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ class HostedBroker:
 
     Args:
         local: The connection of this process.
-        start: Starts a worker.
+        start: Starts a worker; the event ends the wait for it.
         workers: How many.
         operation_timeout_s: Longest time of one request to the broker, seconds.
 
@@ -32,7 +33,11 @@ class HostedBroker:
     """
 
     def __init__(
-        self, local: Broker, start: Callable[[], Worker], workers: int, operation_timeout_s: float
+        self,
+        local: Broker,
+        start: Callable[[threading.Event], Worker],
+        workers: int,
+        operation_timeout_s: float,
     ) -> None:
         self._local = local
 

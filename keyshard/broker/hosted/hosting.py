@@ -39,7 +39,7 @@ class WorkerHosting:
     """Implements :class:`~keyshard.broker.hosted.consumer.Hosting` over a worker that may die.
 
     Args:
-        start: Starts a worker.
+        start: Starts a worker; the event ends the wait for it.
         operation_timeout_s: Longest time of one request to the broker, seconds.
         name: Of its thread.
 
@@ -47,14 +47,16 @@ class WorkerHosting:
         KeyShardError: The worker does not start, or the broker refuses it.
     """
 
-    def __init__(self, start: Callable[[], Worker], operation_timeout_s: float, name: str) -> None:
+    def __init__(
+        self, start: Callable[[threading.Event], Worker], operation_timeout_s: float, name: str
+    ) -> None:
         self._start = start
         self._timeout_s = operation_timeout_s + MARGIN_S
         self._lock = threading.Lock()
         self._consumers: dict[int, HostedConsumer] = {}
         self._taken: dict[int, int] = {}
         self._ending = threading.Event()
-        self._worker: Worker | None = start()
+        self._worker: Worker | None = start(self._ending)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -178,7 +180,7 @@ class WorkerHosting:
     def _replace(self) -> None:
         """Start another worker, and give it the consumers of the one before."""
         try:
-            worker = self._start()
+            worker = self._start(self._ending)
         except KeyShardError as exc:
             _log.warning("no worker process in the place of the one that is gone yet: %s", exc)
             self._ending.wait(START_AGAIN_S)

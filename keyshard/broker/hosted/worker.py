@@ -8,7 +8,10 @@ import pickle
 import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +28,9 @@ TAKE_WAIT_S = 1.0
 """Longest wait of a worker for something to give, seconds."""
 START_TIMEOUT_S = 60.0
 """Longest wait until a process has started, seconds."""
+
+START_LOOK_S = 0.1
+"""Time between two looks whether anybody still waits for it, seconds."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -120,13 +126,14 @@ class WorkerProcess(Worker):
 
     Args:
         connection: How it reaches the cluster.
+        stop: Ends the wait for its start.
 
     Raises:
         KeyShardError: The broker refuses it.
         WorkerUnreachableError: It does not start.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, stop: threading.Event) -> None:
         setup = Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path)],
@@ -136,7 +143,7 @@ class WorkerProcess(Worker):
             start_new_session=True,
         )
         try:
-            hello = self._started(setup)
+            hello = self._started(setup, stop)
             if "error" in hello:
                 raise heard(hello["error"])
         except BaseException:
@@ -145,7 +152,7 @@ class WorkerProcess(Worker):
         endpoint = f"grpc://{setup.host}:{hello['port']}"
         super().__init__(endpoint, setup.token, f"worker process {self._process.pid}")
 
-    def _started(self, setup: Setup) -> dict[str, Any]:
+    def _started(self, setup: Setup, stop: threading.Event) -> dict[str, Any]:
         to, out = self._process.stdin, self._process.stdout
         assert to is not None
         assert out is not None
@@ -153,8 +160,11 @@ class WorkerProcess(Worker):
         try:
             to.write(pickle.dumps(setup))
             to.flush()
-            if select.select([out], [], [], START_TIMEOUT_S)[0]:
-                line = out.readline()
+            end_s = time.monotonic() + START_TIMEOUT_S
+            while time.monotonic() < end_s and not stop.is_set():
+                if select.select([out], [], [], START_LOOK_S)[0]:
+                    line = out.readline()
+                    break
             hello: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as exc:
             status = self._process.poll()
@@ -179,8 +189,9 @@ class WorkerProcess(Worker):
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with suppress(OSError):  # what it did not read is thrown away
+                if pipe is not None:
+                    pipe.close()
 
 
 def _first_line(exc: BaseException) -> str:

@@ -1,0 +1,166 @@
+"""Consumers in worker processes, on a real broker, while the processes are killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from helpers import wait_until
+from keyshard import KeyShardSource, SourceStream
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import (
+    Workload,
+    create_partitioned_topic,
+    parse_value,
+    produce,
+)
+
+pytestmark = pytest.mark.broker
+
+PARTITIONS = 5
+WAIT_S = 60.0
+GONE_S = 5.0
+"""Longest time until a worker that is dead, or does not answer, is noticed."""
+
+
+@pytest.fixture
+def topic(dev_broker: DevBroker, topic_name: str) -> str:
+    create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
+    return topic_name
+
+
+def source(broker: DevBroker, topic: str, workers: str = "processes:2") -> KeyShardSource:
+    return KeyShardSource(
+        topic, subscription="workers", service_url=broker.service_url, admin_url=broker.admin_url,
+        starting_position="earliest", workers=workers,
+    )  # fmt: skip
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Those of this process that live."""
+    return [
+        one
+        for one in psutil.Process().children()
+        if one.status() != psutil.STATUS_ZOMBIE and "hosted.process" in " ".join(one.cmdline())
+    ]
+
+
+class Taken:
+    """Rows of a stream; each key's numbers have to come once, in order."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, int] = {}
+        self.rows = 0
+
+    def take(self, stream: SourceStream, count: int) -> None:
+        """Take and commit batches until there are so many rows."""
+        while self.rows < count:
+            batch = stream.next_batch(WAIT_S)
+            assert batch is not None, f"{self.rows} of {count} rows came"
+            for part in batch:
+                for value in part.column("value").to_pylist():
+                    key, number = parse_value(value)
+                    assert number == self.last.get(key, -1) + 1, (key, number, self.last.get(key))
+                    self.last[key] = number
+                    self.rows += 1
+            stream.commit(batch)
+
+
+@contextmanager
+def struck(every_s: float, signals: list[signal.Signals]) -> Iterator[list[int]]:
+    """Send signals to worker processes until the block ends; those that were hit."""
+    ended, hit = threading.Event(), []
+    chosen = random.Random(7)
+
+    def strike() -> None:
+        while not ended.wait(every_s):
+            alive = worker_processes()
+            if alive:
+                victim = chosen.choice(alive)
+                victim.send_signal(chosen.choice(signals))
+                hit.append(victim.pid)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield hit
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_ranges_are_received_by_processes_which_end_with_the_source(
+    dev_broker: DevBroker, topic: str
+) -> None:
+    load = Workload(messages=2_000, keys=50)
+    produce(load, dev_broker.service_url, topic)
+    taken = Taken()
+    with source(dev_broker, topic, "processes:3").open() as stream:
+        children = worker_processes()
+        assert len(children) == 3
+        taken.take(stream, 2_000)
+    assert not any(one.is_running() for one in children)
+    assert not [one for one in threading.enumerate() if one.name.startswith("keyshard-")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_nothing_is_lost_twice_or_out_of_order_when_workers_die(
+    dev_broker: DevBroker, topic: str, how: signal.Signals
+) -> None:
+    messages, taken = 30_000, Taken()
+    load = Workload(messages=messages, keys=200, rate_per_s=2_500.0)
+    with source(dev_broker, topic).open() as stream:
+        publisher = threading.Thread(target=produce, args=(load, dev_broker.service_url, topic))
+        publisher.start()
+        with struck(3.0 if how is signal.SIGKILL else 8.0, [how]) as hit:
+            taken.take(stream, messages)
+        publisher.join()
+        assert hit
+        wait_until(lambda: len(worker_processes()) == 2, 30)
+    assert taken.rows == messages
+
+
+def test_a_worker_that_wakes_after_its_lease_ends_itself(dev_broker: DevBroker, topic: str) -> None:
+    taken = Taken()
+    with source(dev_broker, topic).open() as stream:
+        first, other = worker_processes()
+        began = time.monotonic()
+        first.send_signal(signal.SIGSTOP)
+        wait_until(lambda: first not in worker_processes(), 3 * GONE_S)
+        assert time.monotonic() - began < GONE_S + 1.0
+        produce(Workload(messages=500, keys=20), dev_broker.service_url, topic)
+        taken.take(stream, 500)
+        assert other in worker_processes()
+
+
+def test_workers_end_without_their_source(dev_broker: DevBroker, topic: str) -> None:
+    program = (
+        "import sys, time; from keyshard import KeyShardSource\n"
+        f"s = KeyShardSource({topic!r}, subscription='workers', workers='processes:2',\n"
+        f"    service_url={dev_broker.service_url!r}, starting_position='earliest').open()\n"
+        "print('ready', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        gone, alive = psutil.wait_procs(children, GONE_S)
+        assert len(gone) == 2
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
