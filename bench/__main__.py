@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import growth, idle, ingest, lanes, rescale, skew, wide
+from bench import growth, idle, ingest, lanes, rescale, skew, wide, workers
 
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
-    "wide": wide.run, "growth": growth.run,
+    "wide": wide.run, "growth": growth.run, "workers": workers.run,
 }  # fmt: skip
 
 

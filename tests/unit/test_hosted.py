@@ -1,0 +1,252 @@
+"""Consumers behind workers: what crosses, what is asked twice, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import flight
+
+from helpers import wait_until
+from keyshard.arrow.content import entry_block
+from keyshard.broker.hosted.host import AHEAD, Host
+from keyshard.broker.hosted.process import Lease, Setup, WorkerServer
+from keyshard.broker.hosted.wire import Delivery, heard, packed, told, unpacked
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    ChunkedMessageError,
+    KeyShardError,
+    RangeConflictError,
+)
+
+TEXTS = [None, "", "k", "é漢", "a\x00b", "😀"]
+
+
+def block_of(chosen: Random) -> EntryBlock:
+    """An entry, or a part of one, with whatever messages may have."""
+    size = chosen.randint(1, 5)
+    indices = sorted(chosen.sample(range(size), chosen.randint(1, size)))
+
+    def each(what: Callable[[], object]) -> list[Any]:
+        return [what() for _ in indices]
+
+    block = entry_block(
+        EntryId(chosen.getrandbits(chosen.choice([1, 63])), chosen.getrandbits(63)),
+        batch_size=size,
+        batched=chosen.random() < 0.5,
+        indices=indices,
+        values=each(lambda: chosen.randbytes(chosen.randint(0, 5))),
+        partition_keys=each(lambda: chosen.choice(TEXTS)),
+        ordering_keys=each(lambda: chosen.choice(TEXTS)),
+        publish_ms=chosen.getrandbits(chosen.choice([1, 40, 63])),
+        event_ms=each(lambda: chosen.getrandbits(chosen.choice([1, 40, 63]))),
+        properties=each(lambda: {"p": "v"} if chosen.random() < 0.3 else {}),
+    )
+    block.redelivered = chosen.random() < 0.5
+    return block
+
+
+def content_of(block: EntryBlock) -> list[list[object]]:
+    columns = ("value", "__key", "__orderingKey", "__eventTime", "__properties")
+    return [block.column(name) for name in columns]
+
+
+@given(st.integers(0, 2**64))
+def test_what_crosses_is_what_was_received(seed: int) -> None:
+    chosen = Random(seed)
+    sent = [
+        (number, [block_of(chosen) for _ in range(chosen.randint(0, 3))])
+        for number in range(chosen.randint(0, 4))
+    ]
+    listed, content = packed(Delivery(number, entries) for number, entries in sent)
+    came = unpacked(json.loads(json.dumps(listed)), content)
+    assert [one.consumer for one in came] == [number for number, _ in sent]
+    for delivery, (_, entries) in zip(came, sent, strict=True):
+        assert len(delivery.blocks) == len(entries)
+        for after, before in zip(delivery.blocks, entries, strict=True):
+            for name in EntryBlock.__slots__:
+                if name != "parts":
+                    assert getattr(after, name) == getattr(before, name), name
+            assert content_of(after) == content_of(before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RangeConflictError("somebody has it"),
+        ChunkedMessageError("too long", topic_partition=TopicPartition("persistent://a/b/c", 3)),
+        BrokerUnavailableError("away"),
+    ],
+)
+def test_an_error_crosses_as_what_it_is(error: KeyShardError) -> None:
+    after = heard(json.loads(json.dumps(told(error))))
+    assert type(after) is type(error)
+    assert (after.message, after.retriable) == (error.message, error.retriable)
+    assert after.facts == {name: str(fact) for name, fact in error.facts.items()} or after.facts
+
+
+class Place:
+    """A host over an in-memory cluster, with one consumer."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster()
+        self.topic = self.cluster.create_topic("orders")
+        self.host = Host(MemoryBroker(self.cluster))
+        self.subscribe(1)
+
+    def subscribe(self, number: int, queue: int = 2) -> None:
+        self.host.subscribe(
+            number=number, topic=self.topic, partition=-1, subscription="s", start=0, end=65_535,
+            position="earliest", consumer_name="c", receiver_queue_size=queue,
+        )  # fmt: skip
+
+    def publish(self, count: int) -> None:
+        self.cluster.publish(self.topic, *(Message(b"%d" % i, key="k") for i in range(count)))
+
+
+@contextmanager
+def place() -> Iterator[Place]:
+    made = Place()
+    try:
+        yield made
+    finally:
+        made.host.close()
+
+
+def test_the_same_question_has_the_same_answer_and_a_late_one_none() -> None:
+    with place() as at:
+        at.publish(1)
+        first = at.host.take(1, {}, 5.0)
+        assert len(first[0]["deliveries"]) == 1
+        assert at.host.take(1, {}, 5.0) is first
+        at.publish(1)
+        assert len(at.host.take(2, {1: 1}, 5.0)[0]["deliveries"]) == 1
+        for late in (1, 4):
+            with pytest.raises(BrokerError, match="was asked for after answer 2"):
+                at.host.take(late, {}, 0.0)
+
+
+def test_two_who_ask_at_once_get_one_answer() -> None:
+    with place() as at:
+        answers: list[object] = []
+        asking = [
+            threading.Thread(target=lambda: answers.append(at.host.take(1, {}, 5.0)))
+            for _ in range(4)
+        ]
+        for one in asking:
+            one.start()
+        at.publish(1)
+        for one in asking:
+            one.join()
+        assert len({id(answer) for answer in answers}) == 1
+
+
+def test_nobody_receives_far_ahead_of_who_takes() -> None:
+    with place() as at:
+        at.publish(100)
+        given = 0
+        seq = 0
+        while not given:
+            seq += 1
+            given += len(at.host.take(seq, {}, 1.0)[0]["deliveries"])
+        for _ in range(20):
+            seq += 1
+            given += len(at.host.take(seq, {}, 0.01)[0]["deliveries"])
+        assert given == AHEAD
+        seq += 1
+        at.host.take(seq, {1: given}, 0.0)
+        more = 0
+        while not more:
+            seq += 1
+            more += len(at.host.take(seq, {}, 1.0)[0]["deliveries"])
+
+
+def test_subscribing_twice_under_a_number_is_subscribing_once() -> None:
+    with place() as at:
+        at.subscribe(1)
+        with pytest.raises(RangeConflictError):
+            at.subscribe(2)
+        at.host.close_consumer(number=1, for_another=False)
+        at.host.close_consumer(number=1, for_another=False)
+        at.subscribe(2)
+        with pytest.raises(BrokerError, match="hosts no consumer 1"):
+            at.host.acknowledge(number=1, entries=[[0, 0]])
+
+
+def test_what_a_consumer_raises_is_given_as_a_delivery() -> None:
+    with place() as at:
+        at.cluster.publish_chunked(TopicPartition(at.topic), Message(b"x" * 10, "k"), 2)
+        (delivery,) = unpacked(at.host.take(1, {}, 5.0)[0]["deliveries"], None)
+        assert isinstance(delivery.error, ChunkedMessageError)
+        assert not delivery.blocks
+
+
+def test_a_lease_that_has_ended_never_begins_again() -> None:
+    now = [100.0]
+    lease = Lease(4.0, lambda: now[0])
+    now[0] += 3.9
+    assert lease.asked()
+    now[0] += 3.9
+    assert lease.left_s() == pytest.approx(0.1)
+    now[0] += 0.2
+    assert not lease.asked()
+    now[0] -= 1.0
+    assert not lease.asked()
+    assert lease.left_s() == 0
+
+
+@contextmanager
+def served(at: Place, lease_s: float = 60.0) -> Iterator[tuple[WorkerServer, Setup, object]]:
+    setup = Setup(Connection("pulsar://nobody"), lease_s, level=30)
+    server = WorkerServer(at.host, setup)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    client = flight.connect(f"grpc://127.0.0.1:{server.port}")
+    try:
+        yield server, setup, client
+    finally:
+        client.close()
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("token", ['"guess"', "7", "null", "[]"])
+def test_who_has_no_token_is_refused_and_logged_once(
+    token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place() as at, served(at) as (_, _, client):
+        for body in (
+            f'{{"token": {token}, "arguments": {{"number": 1}}}}',
+            "nonsense",
+            "[" * 9_000,
+        ):
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                list(client.do_action(flight.Action("last_entry", body.encode())))
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                list(client.do_get(flight.Ticket(body.encode())))
+    assert caplog.text.count("another token") == 1
+
+
+def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None:
+    with place() as at, served(at, lease_s=0.3) as (server, setup, client):
+        at.publish(1)
+        wait_until(lambda: at.host.take(1, {}, 0.1)[0]["deliveries"])
+        wait_until(lambda: server.lease.left_s() == 0)
+        body = {"token": setup.token, "arguments": {"number": 1, "entries": [[0, 0]]}}
+        with pytest.raises(flight.FlightUnavailableError, match="lease"):
+            list(client.do_action(flight.Action("acknowledge", json.dumps(body).encode())))
+        question = {"token": setup.token, "seq": 1, "taken": {}, "wait_s": 0}
+        with pytest.raises(flight.FlightUnavailableError, match="lease"):
+            list(client.do_get(flight.Ticket(json.dumps(question).encode())))
+        assert at.cluster.backlog(TopicPartition(at.topic), "s") == 1
