@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -94,7 +94,7 @@ def select(names: Sequence[str]) -> pa.Schema:
 
 
 def record_batches(
-    blocks: Sequence[Located], names: Sequence[str] = tuple(SCHEMA.names)
+    blocks: Iterable[Located], names: Sequence[str] = tuple(SCHEMA.names)
 ) -> Iterator[pa.RecordBatch]:
     """Convert entries, in their order, into record batches.
 
@@ -114,7 +114,7 @@ def record_batches(
         yield pa.RecordBatch.from_arrays([arrays[name] for name in names], schema=schema)
 
 
-def _portions(blocks: Sequence[Located]) -> Iterator[list[Located]]:
+def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:
     part: list[Located] = []
     rows = size = 0
     for located in blocks:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
 
 
@@ -255,6 +256,18 @@ class Admin(Protocol):
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None: ...
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """What is stored, ascending, the ledger that is written to last; ``None`` for no topic."""
+
+    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
+        """A position at which times pass a moment; ``None`` for no topic.
+
+        The entry before it, if there is one, is of an earlier time, and the entry at it, if it
+        exists yet, is not. Where times are not in the order of entries, that holds at several
+        positions, and this is any of them. The time is the broker's where it adds one to entries,
+        else the publish time.
+        """
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 

@@ -40,6 +40,9 @@ class Harness(Protocol):
     ) -> None:
         """Publish and wait until all is stored; with batching, one entry for each batch."""
 
+    def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
+        """Publish a message with key ``k`` for each publish time, in this order."""
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         """Entries the broker holds unacknowledged."""
 

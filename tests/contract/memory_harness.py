@@ -49,6 +49,10 @@ class MemoryHarness:
     ) -> None:
         self._cluster.publish(topic, *messages, batching=batching)
 
+    def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
+        for time_ms in times_ms:
+            self._cluster.publish(topic, Message(b"%d" % time_ms, key="k"), publish_ms=time_ms)
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         return self._cluster.backlog(topic_partition, subscription)
 

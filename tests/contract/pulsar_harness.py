@@ -83,6 +83,16 @@ class PulsarHarness:
         producer.flush()
         assert not failures
 
+    def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
+        entries = [
+            entry_of([Message(b"%d" % time_ms, key="k")], batched=False) for time_ms in times_ms
+        ]
+        timed = [
+            (fields | {3: time_ms}, payload)
+            for (fields, payload), time_ms in zip(entries, times_ms, strict=True)
+        ]
+        self.publish_raw(topic, timed)
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         answer = self._admin.get(
             f"{_path(topic_partition.name)}/stats", params={"getPreciseBacklog": "true"}

@@ -6,6 +6,7 @@ message back to the broker without its hash; a later one of its key then overtak
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import _pulsar
@@ -170,6 +171,23 @@ def test_an_answer_that_never_came_is_an_error_and_no_value() -> None:
     with pytest.raises(TopicNotFoundError), translated("ask", "t"):
         Calls().answer_of(lambda callback: callback(pulsar.Result.TopicNotFound, None))
     assert Calls().answer_of(lambda callback: callback(pulsar.Result.Ok, 5)) == 5
+
+
+def test_a_callback_that_the_client_keeps_does_not_keep_what_it_was_given() -> None:
+    """The client frees a Reader's callback with the Reader, and waits for that at its end."""
+
+    class Reader:
+        pass
+
+    kept: list[Any] = []
+
+    def ask(callback: Any) -> None:
+        kept.append(callback)
+        callback(pulsar.Result.Ok, Reader())
+
+    reader = weakref.ref(Calls().answer_of(ask))
+    assert kept
+    assert reader() is None
 
 
 def test_no_partitions_are_no_answer(client: RecordedClient) -> None:

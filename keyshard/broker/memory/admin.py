@@ -10,6 +10,7 @@ from keyshard.broker.memory.dispatch import Subscription
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.ledger import Ledger
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
@@ -101,6 +102,22 @@ class MemoryAdmin:
                 log.id(marked) if marked >= 0 else EntryId(min(log.ledger_sizes), -1),
                 EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),
             )
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """Ledgers of a topic partition; ``None`` when there is no such topic."""
+        with self._cluster.lock:
+            try:
+                return self._cluster.log(topic_partition).ledgers
+            except TopicNotFoundError:
+                return None
+
+    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
+        """A position at which publish times pass a moment; ``None`` when there is no such topic."""
+        with self._cluster.lock:
+            try:
+                return self._cluster.log(topic_partition).position_at(time_ms)
+            except TopicNotFoundError:
+                return None
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""

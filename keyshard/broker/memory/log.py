@@ -13,6 +13,7 @@ from enum import Enum
 
 from keyshard.arrow.content import entry_block
 from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot, routing_key
 
@@ -233,6 +234,39 @@ class EntryLog:
         for entry_id in self._ids[self._first :]:
             sizes[entry_id.ledger] = entry_id.entry + 1
         return {**sizes, self._next_id.ledger: self._next_id.entry}
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """The same with the bytes of each."""
+        sizes = dict.fromkeys(self.ledger_sizes, 0)
+        for entry in self._entries[self._first :]:
+            assert entry is not None, "only entries before the first are trimmed"
+            sizes[entry.id.ledger] += sum(len(message.value) for message in entry.messages)
+        counts = self.ledger_sizes
+        return tuple(Ledger(ledger, counts[ledger], size) for ledger, size in sizes.items())
+
+    def position_at(self, time_ms: int) -> EntryId:
+        """A position at which publish times pass a moment, searched as Pulsar does.
+
+        It halves what is stored, so where times go back it is any such position.
+        """
+        low, high = self._first, len(self._entries)
+        if high > low and self._published(high - 1) < time_ms:
+            low = high
+        elif high > low and self._published(low) >= time_ms:
+            high = low
+        while low < high:
+            middle = (low + high) // 2
+            if self._published(middle) < time_ms:
+                low = middle + 1
+            else:
+                high = middle
+        return self._ids[low] if low < len(self._ids) else self._next_id
+
+    def _published(self, ordinal: int) -> int:
+        entry = self._entries[ordinal]
+        assert entry is not None, "only entries before the first are trimmed"
+        return entry.publish_ms
 
     def id(self, ordinal: int) -> EntryId:
         """Id of an entry, also of one that is trimmed."""

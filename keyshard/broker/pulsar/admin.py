@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -11,9 +11,11 @@ import httpx
 from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
-from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.position.ledger import Ledger, ledgers_of
 from keyshard.errors import AdminError, AuthorizationError
 
+T = TypeVar("T")
 CREATE_S = 30.0
 """Longest time to make a topic with its partitions, seconds."""
 
@@ -134,12 +136,29 @@ class PulsarAdmin:
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None:
         """Ledgers and cursor of a topic partition; ``None`` when there is no such topic."""
+        return self._from_internal_stats(
+            topic_partition, lambda stats: BrokerState.from_internal_stats(stats, subscription)
+        )
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """Ledgers of a topic partition; ``None`` when there is no such topic."""
+        return self._from_internal_stats(topic_partition, ledgers_of)
+
+    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
+        """A position at which times pass a moment; ``None`` when there is no such topic."""
+        path = f"{_path(topic_partition.name)}/messageid/{time_ms}"
+        found = self._get(path, missing={})
+        return EntryId(int(found["ledgerId"]), int(found["entryId"])) if found else None
+
+    def _from_internal_stats(
+        self, topic_partition: TopicPartition, read: Callable[[Mapping[str, Any]], T]
+    ) -> T | None:
         path = f"{_path(topic_partition.name)}/internalStats"
         stats = self._get(path, missing={})
         if not stats:
             return None
         try:
-            return BrokerState.from_internal_stats(stats, subscription)
+            return read(stats)
         except (KeyError, TypeError, ValueError) as exc:
             raise AdminError(
                 f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Leave "

@@ -65,10 +65,13 @@ class Calls:
         """
         answered: Future[tuple[pulsar.Result, Any]] = Future()
 
+        asked = [answered]
+
         def take(result: pulsar.Result, value: Any = None) -> None:
-            # On the client's thread. Nobody may be waiting any more.
+            # On the client's thread. Nobody may be waiting any more. A Reader has this callback
+            # for as long as it lives, so this must not have the Reader for as long.
             with suppress(InvalidStateError):
-                answered.set_result((result, value))
+                asked.pop().set_result((result, value))
 
         try:
             with self.inside(answered):

@@ -10,6 +10,7 @@ from urllib.parse import quote_plus
 
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet, Run, Runs
+from keyshard.core.position.ledger import ledgers_of
 
 _RANGE = re.compile(r"\((-?\d+):(-?\d+)\.\.(-?\d+):(-?\d+)\]")
 
@@ -32,12 +33,7 @@ class BrokerState:
         Raises:
             KeyError, TypeError, ValueError: The broker names or writes things otherwise.
         """
-        ledgers = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
-        ledgers = dict(sorted(ledgers.items()))
-        if ledgers:
-            # Of the ledger that is written to, the list does not tell the size.
-            newest = max(ledgers)
-            ledgers[newest] = max(ledgers[newest], int(stats.get("currentLedgerEntries", 0)))
+        ledgers = {ledger.id: ledger.entries for ledger in ledgers_of(stats)}
         cursor = stats.get("cursors", {}).get(_cursor_name(subscription))
         if cursor is None:
             return cls(ledgers)

@@ -1,0 +1,37 @@
+"""Ledgers of a topic partition, as the broker lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A stored ledger at one moment; the last of a list is the one written to."""
+
+    id: int
+    entries: int
+    size_bytes: int
+    """What its entries take as they are stored: with metadata, and compressed where producers
+    compress."""
+
+
+def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
+    """Ledgers of the admin interface's ``internalStats``, ascending.
+
+    Raises:
+        KeyError, TypeError, ValueError: The broker names or writes things otherwise.
+    """
+    found = {int(each["ledgerId"]): each for each in stats["ledgers"]}
+    newest = max(found, default=-1)
+    ledgers = []
+    for ledger, each in sorted(found.items()):
+        entries, size = int(each["entries"]), int(each.get("size", 0))
+        if ledger == newest:
+            # Of the ledger that is written to, the list does not tell the size.
+            entries = max(entries, int(stats.get("currentLedgerEntries", 0)))
+            size = max(size, int(stats.get("currentLedgerSize", 0)))
+        ledgers.append(Ledger(ledger, entries, size))
+    return tuple(ledgers)

@@ -1,0 +1,104 @@
+"""Contract: what the admin interface tells of what is stored, and at which position a time is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from contract_harness import Harness, read_to_end
+
+from keyshard.broker.memory import Message
+from keyshard.core.position.entry import EntryId, TopicPartition
+
+T0 = 1_700_000_000_000
+
+
+def test_ledgers_are_told_with_their_entries_and_bytes(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic(2), 1)
+    admin = harness.admin()
+    for count in (3, 2):
+        harness.publish(where.name, [Message(b"m" * 100, key="k")] * count)
+        harness.roll_ledger(where)
+    harness.publish(where.name, [Message(b"m" * 100, key="k")])
+    ledgers = [ledger for ledger in admin.ledgers(where) or () if ledger.entries]
+    assert [ledger.entries for ledger in ledgers] == [3, 2, 1]
+    assert [ledger.id for ledger in ledgers] == sorted(ledger.id for ledger in ledgers)
+    for ledger in ledgers:
+        assert 100 * ledger.entries <= ledger.size_bytes < 400 * ledger.entries
+    ids = read_to_end(harness.broker().reader(where, EntryId(0, 0))).ids
+    assert ids == [EntryId(one.id, entry) for one in ledgers for entry in range(one.entries)]
+
+
+def test_an_empty_topic_partition_has_no_entries_and_no_topic_has_no_ledgers(
+    harness: Harness,
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    admin = harness.admin()
+    assert sum(ledger.entries for ledger in admin.ledgers(where) or ()) == 0
+    nowhere = TopicPartition(f"{where.topic}-no")
+    assert admin.ledgers(nowhere) is None
+    assert admin.position_at(nowhere, T0) is None
+
+
+def test_a_ledger_list_follows_what_is_published(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    admin = harness.admin()
+    for count in range(1, 4):
+        harness.publish(where.name, [Message(b"m", key="k")])
+        assert [one.entries for one in admin.ledgers(where) or ()][-1] == count
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_in_order_a_time_is_at_the_first_entry_that_is_not_earlier(
+    harness: Harness, rolled: bool
+) -> None:
+    where, admin = TopicPartition(harness.create_topic()), harness.admin()
+    times = [T0 + 10 * number for number in range(8)]
+    harness.publish_at(where.name, times[:4])
+    if rolled:
+        harness.roll_ledger(where)
+    harness.publish_at(where.name, times[4:])
+    ids = read_to_end(harness.broker().reader(where, EntryId(0, 0))).ids
+    for time_ms, entry_id in zip(times, ids, strict=True):
+        assert admin.position_at(where, time_ms) == entry_id
+        assert admin.position_at(where, time_ms - 9) == entry_id
+    assert admin.position_at(where, 0) == ids[0]
+    assert admin.position_at(where, T0 - 10**9) == ids[0]
+    behind = admin.position_at(where, times[-1] + 1)
+    assert behind == EntryId(ids[-1].ledger, ids[-1].entry + 1)
+    assert admin.position_at(where, 2**53) == behind
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_out_of_order_it_is_between_an_earlier_entry_and_one_that_is_not(
+    harness: Harness, seed: int
+) -> None:
+    """All that a plan of a read may conclude: nothing of what lies before or behind."""
+    where, admin = TopicPartition(harness.create_topic()), harness.admin()
+    random_one = random.Random(seed)
+    times = [T0 + random_one.randrange(100) for _ in range(12)]
+    harness.publish_at(where.name, times[:7])
+    harness.roll_ledger(where)
+    harness.publish_at(where.name, times[7:])
+    received = read_to_end(harness.broker().reader(where, EntryId(0, 0)))
+    assert [block.publish_ms for block in received.blocks] == times
+    misleading = 0
+    for time_ms in range(T0 - 1, T0 + 102, 3):
+        at = admin.position_at(where, time_ms)
+        assert at is not None
+        before = [block.publish_ms for block in received.blocks if block.id < at]
+        behind = [block.publish_ms for block in received.blocks if block.id >= at]
+        assert not before or before[-1] < time_ms
+        assert not behind or behind[0] >= time_ms
+        misleading += any(one < time_ms for one in behind)
+        misleading += any(one >= time_ms for one in before)
+    assert misleading, "in no case an entry lies on the other side"
+
+
+def test_publish_times_are_those_that_the_producer_says(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    times = [T0, 1, T0 * 2, T0 - 1]
+    harness.publish_at(where.name, times)
+    received = read_to_end(harness.broker().reader(where, EntryId(0, 0)))
+    assert list(itertools.chain(*([one.publish_ms] * one.rows for one in received.blocks))) == times

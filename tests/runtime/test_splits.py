@@ -1,0 +1,463 @@
+"""Bounded reads of the in-memory broker: planned, cut, and read split by split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from cut_readers import CutBroker, every_cut
+from keyshard import KeyShardSource
+from keyshard.arrow import columns
+from keyshard.arrow.columns import SCHEMA
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.coordinator.bounded import plan_read
+from keyshard.core.message import MessageId
+from keyshard.core.position.bounds import parse_bounds
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.split import Split, cut
+from keyshard.errors import (
+    BrokerUnavailableError,
+    ChunkedMessageError,
+    ConfigError,
+    DataLossTrimmedError,
+    KeyShardError,
+    ReplayTimeoutError,
+    TopicNotFoundError,
+)
+from keyshard.reading import scan as scan_module
+from keyshard.reading.split_reader import read_split, read_splits
+from keyshard.reading.splits import stretches
+
+T0 = 1_700_000_000_000
+IDS = ("__partition", "__messageId")
+
+
+@pytest.fixture(autouse=True)
+def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
+    monkeypatch.setattr("tenacity.nap.sleep", lambda _s: None)
+
+
+class Topic:
+    """Partitions with ledgers of seven entries: single messages, batches and markers."""
+
+    def __init__(self, partitions: int = 3, entries: int = 21) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=7)
+        self.topic = self.cluster.create_topic("orders", partitions)
+        self.partitions = self.cluster.partitions(self.topic)
+        self.admin = MemoryAdmin(self.cluster)
+        self.ids: list[tuple[int, str]] = []
+        self.times: dict[tuple[int, str], int] = {}
+        for where in self.partitions:
+            for number in range(entries):
+                if number % 5 == 2:
+                    self.cluster.publish_marker(where)
+                else:
+                    self.publish(where, 3 if number % 4 == 0 else 1, T0 + number)
+
+    def publish(self, where: TopicPartition, messages: int, time_ms: int) -> EntryId:
+        batch = [Message(b"m", key="k")] * messages
+        ((_, entry_id),) = self.cluster.publish(
+            where, *batch, batching=Batching.BY_KEY, publish_ms=time_ms
+        )
+        for index in range(messages):
+            name = (where.partition, f"{entry_id.ledger}:{entry_id.entry}:{index}")
+            self.ids.append(name)
+            self.times[name] = time_ms
+        return entry_id
+
+    def plan(self, start: Any = "earliest", end: Any = "latest", **options: Any) -> list[Split]:
+        bounds = (parse_bounds(name, given, self.partitions)
+                  for name, given in (("start", start), ("end", end)))  # fmt: skip
+        return list(stretches(self.admin, *bounds, 5.0, **options))
+
+    def read(
+        self, splits: Iterable[Split], broker: MemoryBroker | None = None, **options: Any
+    ) -> list[tuple[int, str]]:
+        broker = broker or MemoryBroker(self.cluster)
+        return [
+            row
+            for split in splits
+            for batch in read_split(broker, self.admin, split, IDS, 5.0, **options)
+            for row in rows_of(batch)
+        ]
+
+
+def rows_of(batch: pa.RecordBatch) -> list[tuple[int, str]]:
+    return list(zip(*(batch.column(name).to_pylist() for name in IDS), strict=True))
+
+
+@pytest.fixture
+def topic() -> Iterator[Topic]:
+    made = Topic()
+    yield made
+    made.cluster.validate()
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4, 13, 63, 10_000])
+def test_any_number_of_splits_has_every_message_once_in_order(topic: Topic, splits: int) -> None:
+    planned = cut(topic.plan(), splits)
+    assert len(planned) == max(3, min(splits, 63))
+    assert topic.read(planned) == topic.ids
+
+
+def test_what_is_published_after_planning_is_not_read(topic: Topic) -> None:
+    planned, before = cut(topic.plan(), 5), list(topic.ids)
+    for where in topic.partitions:
+        topic.publish(where, 3, T0)
+        topic.cluster.roll_ledger(where)
+        topic.publish(where, 1, T0)
+    assert topic.read(planned) == before
+    assert sorted(topic.read(topic.plan())) == sorted(topic.ids)
+
+
+def test_positions_are_exact_also_inside_a_batch(topic: Topic) -> None:
+    where, *others = topic.partitions
+    own = [(one, MessageId(*map(int, name.split(":")))) for one, name in topic.ids if not one]
+    bounds = [position for _, position in own]
+    bounds += [MessageId(one.ledger, one.entry + 1, 0) for one in bounds]
+    bounds += [one._replace(batch_index=one.batch_index + 1) for one in bounds[: len(own)]]
+    rest = dict.fromkeys(others, "latest")
+    for start in bounds:
+        for end in bounds[:: 1 + len(bounds) // 9]:
+            if start > end:
+                continue
+            expected = [(0, str(one)) for _, one in own if start <= one < end]
+            planned = cut(topic.plan({where: start, **rest}, {where: end, **rest}), 4)
+            assert topic.read(planned) == expected, (start, end)
+
+
+def test_where_one_read_ends_the_next_begins(topic: Topic) -> None:
+    names = [name for partition, name in topic.ids if partition == 0]
+    rest = dict.fromkeys(topic.partitions[1:], "latest")
+    at = ["earliest", *names[::4], "latest"]
+    found = []
+    for start, end in pairwise(at):
+        found += topic.read(
+            topic.plan({topic.partitions[0]: start, **rest}, {topic.partitions[0]: end, **rest})
+        )
+    assert found == [(0, name) for name in names]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_times_select_exactly_however_they_are_out_of_order(seed: int) -> None:
+    topic, chance = Topic(2, 0), random.Random(seed)
+    for where in topic.partitions:
+        for number in range(40):
+            time_ms = chance.choice([T0 + number, T0 + chance.randrange(40), 10**12, 2 * T0])
+            topic.publish(where, chance.randint(1, 3), time_ms)
+    for start, end in ((T0, T0 + 40), (T0 + 10, T0 + 11), (0, T0), (T0 + 20, 3 * T0), (T0, T0)):
+        expected = [one for one in topic.ids if start <= topic.times[one] < end]
+        assert topic.read(cut(topic.plan(start, end), 7)) == expected
+    moment = datetime.fromtimestamp(T0 // 1000, timezone.utc)
+    assert topic.read(topic.plan(moment)) == [one for one in topic.ids if topic.times[one] >= T0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_known_disorder_prunes_and_loses_nothing(seed: int) -> None:
+    disorder, chance = 15, random.Random(seed)
+    topic = Topic(1, 0)
+    newest = 0
+    for number in range(200):
+        time_ms = max(T0 + number + chance.randint(-10, 10), newest - disorder)
+        newest = max(newest, time_ms)
+        topic.publish(topic.partitions[0], 1, time_ms)
+    for start in range(T0 - 5, T0 + 205, 10):
+        end = start + 12
+        planned = topic.plan(start, end, disorder_ms=disorder)
+        assert sum(split.entries for split in planned) < 90
+        expected = [one for one in topic.ids if start <= topic.times[one] < end]
+        assert topic.read(cut(planned, 3)) == expected
+
+
+def test_a_message_without_a_publish_time_lies_in_no_bounds_of_time() -> None:
+    topic = Topic(1, 0)
+    topic.publish(topic.partitions[0], 1, 0)
+    topic.publish(topic.partitions[0], 1, T0)
+    assert topic.read(topic.plan()) == topic.ids
+    assert topic.read(topic.plan(0)) == topic.ids[1:]
+    assert topic.read(topic.plan("earliest", 2 * T0)) == topic.ids[1:]
+
+
+def test_nothing_between_the_bounds_is_no_split(topic: Topic) -> None:
+    assert cut(topic.plan("latest"), 5) == []
+    assert cut(topic.plan("earliest", "earliest"), 5) == []
+    assert cut(Topic(2, 0).plan(), 5) == []
+    assert topic.read(cut(topic.plan(2 * T0), 5)) == []
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_rows_are_exact_wherever_the_connection_is_cut(at_once: int) -> None:
+    topic = Topic(1)
+    (whole,) = topic.plan()
+    for split in cut([whole], 2):
+        wanted = topic.read([split])
+        broker = CutBroker(topic.cluster)
+        assert topic.read([split], broker) == wanted
+        for cutting in every_cut(topic.cluster, broker.steps, at_once):
+            assert topic.read([split], cutting) == wanted
+
+
+def test_a_reader_that_ends_inside_an_entry_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes behind the entry is no proof that the rest of it is gone."""
+    topic = Topic(1)
+    broker = MemoryBroker(topic.cluster)
+    open_reader = broker.reader
+    cut_off: list[EntryId] = []
+
+    def reader(topic_partition: TopicPartition, start: EntryId) -> Any:
+        made = open_reader(topic_partition, start)
+        read = made.read
+
+        def partly(timeout_ms: int) -> list[EntryBlock]:
+            blocks = read(timeout_ms)
+            for i, block in enumerate(blocks):
+                if block.batch_size == 3 and block.id not in cut_off:
+                    cut_off.append(block.id)
+                    entry = topic.cluster.log(topic_partition)
+                    ordinal = entry.ordinal(block.id)
+                    assert ordinal is not None
+                    stored = entry.get(ordinal)
+                    assert stored is not None
+                    blocks[i] = stored.block([0, 1])
+                    break
+            return blocks
+
+        made.read = partly  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(broker, "reader", reader)
+    assert topic.read(topic.plan(), broker) == topic.ids
+    assert len(cut_off) > 3
+
+
+def test_an_entry_that_always_ends_early_is_an_error_that_may_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic = Topic(1)
+    broker = MemoryBroker(topic.cluster)
+    open_reader = broker.reader
+
+    def reader(topic_partition: TopicPartition, start: EntryId) -> Any:
+        made = open_reader(topic_partition, start)
+        read = made.read
+
+        def longer(timeout_ms: int) -> list[EntryBlock]:
+            blocks = read(timeout_ms)
+            for block in blocks:
+                if block.batch_size == 3:
+                    block.batch_size = 4
+            return blocks
+
+        made.read = longer  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(broker, "reader", reader)
+    with pytest.raises(BrokerUnavailableError, match="cut off inside entry"):
+        topic.read(topic.plan(), broker)
+
+
+def test_silence_is_no_end(topic: Topic, monkeypatch: pytest.MonkeyPatch) -> None:
+    (split,) = cut(topic.plan(), 3)[:1]
+
+    class Silent(MemoryBroker):
+        def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+            made = super().reader(topic_partition, start)
+            made.read = lambda _timeout_ms: []  # type: ignore[method-assign]
+            made.at_end = lambda: False  # type: ignore[method-assign]
+            return made
+
+    with pytest.raises(ReplayTimeoutError, match="Nothing came of"):
+        list(read_split(Silent(topic.cluster), topic.admin, split, IDS, 0.05))
+
+
+def test_a_broker_that_is_away_is_waited_for_until_the_deadline(topic: Topic) -> None:
+    broker = CutBroker(topic.cluster, range(10**6))
+    with pytest.raises(KeyShardError) as raised:
+        list(read_split(broker, topic.admin, topic.plan()[0], IDS, 0.05))
+    assert raised.value.retriable
+
+
+def test_a_ledger_that_is_trimmed_after_planning_is_named(topic: Topic) -> None:
+    where = topic.partitions[0]
+    planned = cut(topic.plan(), 6)
+    first_ledger = planned[0].first.ledger
+    topic.cluster.trim(where, EntryId(first_ledger + 1, 0))
+    with pytest.raises(DataLossTrimmedError, match=f"from {first_ledger}:0 to "):
+        topic.read(planned[:1])
+    stored = [one for one in topic.ids if one[0] or int(one[1].split(":")[0]) > first_ledger]
+    assert topic.read(planned, fail_on_data_loss=False) == stored
+
+
+def test_a_ledger_that_is_trimmed_while_it_is_read_is_named(topic: Topic) -> None:
+    where, split = topic.partitions[0], topic.plan()[0]
+    ledgers = [span.ledger for span in split.spans]
+
+    class Trimming(MemoryBroker):
+        def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+            topic.cluster.trim(where, EntryId(ledgers[1], 0))
+            return super().reader(topic_partition, start)
+
+    with pytest.raises(DataLossTrimmedError, match=f"7 entries of .* from {ledgers[0]}:0 to"):
+        topic.read([split], Trimming(topic.cluster))
+
+
+def test_a_deleted_topic_is_named_and_not_made_again(topic: Topic) -> None:
+    planned = cut(topic.plan(), 4)
+    topic.cluster.delete_topic(topic.topic)
+    with pytest.raises(DataLossTrimmedError, match="deleted topic"):
+        topic.read(planned)
+    assert topic.read(planned, fail_on_data_loss=False) == []
+    assert topic.cluster.topics() == {}
+
+
+def test_a_topic_that_is_created_anew_is_not_read_for_the_old_one(topic: Topic) -> None:
+    planned = cut(topic.plan(), 4)
+    topic.cluster.delete_topic(topic.topic)
+    topic.cluster.create_topic(topic.topic, 3)
+    for where in topic.partitions:
+        topic.publish(where, 1, T0)
+    with pytest.raises(DataLossTrimmedError):
+        topic.read(planned)
+
+
+@pytest.mark.parametrize("bound", ["start", "end"])
+def test_a_position_that_is_trimmed_is_named(topic: Topic, bound: str) -> None:
+    where, *others = topic.partitions
+    first = topic.plan()[0].first
+    topic.cluster.trim(where, EntryId(first.ledger + 1, 0))
+    given = {where: f"{first.ledger}:3", **dict.fromkeys(others, "latest")}
+    with pytest.raises(DataLossTrimmedError, match=f"^.*{bound} of {where} is {first.ledger}:3:0"):
+        topic.plan(**{bound: given})
+    planned = topic.plan(**{bound: given}, fail_on_data_loss=False)
+    assert planned[0].entries == (14 if bound == "start" else 0)
+
+
+@pytest.mark.parametrize("bound", ["start", "end"])
+@pytest.mark.parametrize("beyond", [(0, 8), (10_000, 0), (10**18, 10**18)])
+def test_a_position_behind_everything_is_told(
+    topic: Topic, bound: str, beyond: tuple[int, int]
+) -> None:
+    where, *others = topic.partitions
+    last = topic.plan()[0].last
+    position = f"{last.ledger + beyond[0]}:{last.entry + beyond[1]}"
+    given = {where: position, **dict.fromkeys(others, "latest")}
+    with pytest.raises(ConfigError, match=f"{bound} of {where} is {position}:0, but nothing"):
+        topic.plan(**{bound: given})
+
+
+def test_the_position_behind_the_last_entry_is_an_empty_read(topic: Topic) -> None:
+    where, *others = topic.partitions
+    last = topic.plan()[0].last
+    given = {where: f"{last.ledger}:{last.entry + 1}", **dict.fromkeys(others, "latest")}
+    assert cut(topic.plan(given), 4) == []
+
+
+def test_a_chunked_message_is_refused_by_name() -> None:
+    topic = Topic(1, 3)
+    topic.cluster.publish_chunked(topic.partitions[0], Message(b"x" * 10, "k"), 2)
+    with pytest.raises(ChunkedMessageError):
+        topic.read(topic.plan())
+
+
+def test_columns_that_are_not_selected_are_not_built(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("nobody asked for this column")
+
+    (split,) = topic.plan()[:1]
+    wanted = ("__key", "__partition")
+    for name in set(columns._BUILDERS) - {*wanted}:
+        monkeypatch.setitem(columns._BUILDERS, name, never)
+    broker = MemoryBroker(topic.cluster)
+    (batch,) = read_split(broker, topic.admin, split, wanted, 5.0)
+    assert batch.schema.names == ["__key", "__partition"]
+    assert batch.num_rows == len(topic.ids) // 3
+
+
+def test_batches_are_the_same_however_the_entries_came(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that runs a task again goes on at the block where it ended."""
+    monkeypatch.setattr(columns, "ROWS_PER_BATCH_MAX", 7)
+    (split,) = topic.plan()[:1]
+
+    def batches(broker: MemoryBroker) -> list[pa.RecordBatch]:
+        return list(read_split(broker, topic.admin, split, SCHEMA.names, 5.0))
+
+    wanted = batches(MemoryBroker(topic.cluster))
+    assert len(wanted) > 2
+    for most in (1, 2, 5):
+        monkeypatch.setattr("keyshard.broker.memory.client.READ_MESSAGES_MAX", most)
+        assert batches(MemoryBroker(topic.cluster)) == wanted
+
+
+def test_a_source_is_planned_by_its_topics_and_read_by_its_connection() -> None:
+    url = "memory://bounded-source"
+    cluster = MemoryCluster.named("bounded-source")
+    names = [cluster.create_topic("a", 2), cluster.create_topic("b")]
+    for name in names:
+        cluster.publish(name, *(Message(b"%d" % i, key=f"{i}") for i in range(9)))
+    source = KeyShardSource(names, service_url=url, admin_url=url)
+    splits = cut(plan_read(source), 5)
+    assert {split.topic_partition.topic for split in splits} == set(names)
+    values = read_splits(source.how_to_connect(), splits, ["value"])
+    found = [value for batch in values for value in batch.column(0).to_pylist()]
+    assert sorted(found) == sorted([b"%d" % i for i in range(9)] * 2)
+    assert all(
+        not cluster.subscriptions(where) for name in names for where in cluster.partitions(name)
+    )
+
+
+def _source(**options: Any) -> KeyShardSource:
+    url = "memory://bounded-errors"
+    return KeyShardSource("t", **{"service_url": url, "admin_url": url, **options})
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error"),
+    [
+        ({"admin_url": None}, {}, ConfigError),
+        ({}, {}, TopicNotFoundError),
+        ({}, {"disorder_max_s": -1}, ConfigError),
+        ({}, {"disorder_max_s": float("nan")}, ConfigError),
+        ({}, {"disorder_max_s": "1"}, ConfigError),
+        ({}, {"disorder_max_s": 10**12}, ConfigError),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    source: dict[str, Any], options: dict[str, Any], error: type[KeyShardError]
+) -> None:
+    with pytest.raises(error):
+        plan_read(_source(**source), **options)
+
+
+def test_planning_1000_partitions_asks_each_once_and_several_at_a_time() -> None:
+    asked: list[TopicPartition] = []
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("wide", 1_000)
+    partitions = cluster.partitions(topic)
+    for where in partitions[::2]:
+        cluster.publish(where, Message(b"m", key="k"))
+
+    class Asked(MemoryAdmin):
+        def ledgers(self, topic_partition: TopicPartition) -> Any:
+            asked.append(topic_partition)
+            return super().ledgers(topic_partition)
+
+    bounds: Sequence[Any] = [
+        parse_bounds("start", one, partitions) for one in ("earliest", "latest")
+    ]
+    planned = stretches(Asked(cluster), *bounds, 5.0)
+    assert sorted(asked) == sorted(partitions)
+    assert len(cut(planned, 8)) == 500
