@@ -7,8 +7,11 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 SEED_START ?= 0
 MINUTES ?= 20
-PROCESSES ?= 0
+PROCESSES ?= auto
 BENCH ?= ingest
+
+# Everything here starts many short processes, and each would compile keyshard again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test unit simulate chaos lint format bench help
 .DEFAULT_GOAL := help
@@ -23,7 +26,7 @@ test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 25 min
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 
 unit: $(INSTALLED) ## unit and property tests only (half a minute)
-	@$(BIN)/python -m pytest -n auto tests/unit tests/property -m "not broker and not spark"
+	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=handlers or spark, VERBOSE=1
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)

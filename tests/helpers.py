@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
 
-DEADLINE_S = 30.0
+DEADLINE_S = float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30"))
 """After this a wait has failed, seconds."""
 
 P0 = TopicPartition("persistent://public/default/t", 0)

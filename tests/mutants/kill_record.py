@@ -1,6 +1,7 @@
 """A pytest plugin for the runs on mutants: which tests failed, and which code they ran on.
 
-It writes one JSON object into the file that ``KEYSHARD_KILL_RECORD`` names.
+It writes one JSON object into the file that ``KEYSHARD_KILL_RECORD`` names. Of a killer with
+several tests, those behind the first that failed are skipped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ def pytest_configure() -> None:
         "mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
     )
     settings.load_profile("mutants")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for killer in item.config.args:
+        if item.nodeid.startswith(killer) and any(test.startswith(killer) for test in FAILED):
+            pytest.skip("its killer has failed")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from compileall import compile_dir
 from dataclasses import dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
@@ -40,26 +42,27 @@ class Copy:
     """A copy of the code and its tests, which mutants change one after the other."""
 
     root: Path
+    warm: subprocess.Popen[str]
+    """Runs tests on it."""
 
     def run(self, tests: tuple[str, ...]) -> Outcome:
-        record = self.root / "record.json"
-        record.unlink(missing_ok=True)
-        environment = {name: v for name, v in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
-            "PYTHONPATH": os.pathsep.join([str(self.root), str(self.root / "tests/mutants")]),
-            "KEYSHARD_KILL_RECORD": str(record),
+        record, output = self.root / "record.json", self.root / "output.txt"
+        for file in (record, output):
+            file.unlink(missing_ok=True)
+        plugins = ["-p", "no:cacheprovider", "-p", "kill_record"]
+        asked = {
+            "arguments": ["-q", *plugins, f"--timeout={TIMEOUT_S // 2}", *tests],
+            "output": str(output),
+            "seconds": TIMEOUT_S,
         }
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "-p", "kill_record", f"--timeout={TIMEOUT_S // 2}", *tests,
-        ]  # fmt: skip
-        ended = subprocess.run(
-            command, cwd=self.root, env=environment, capture_output=True, text=True,
-            timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
-        output = ended.stdout + ended.stderr
-        assert record.exists(), f"the tests did not run to their end:\n{output}"
+        assert self.warm.stdin is not None
+        assert self.warm.stdout is not None
+        print(json.dumps(asked), file=self.warm.stdin, flush=True)
+        exit_code = self.warm.stdout.readline()
+        told = output.read_text(errors="replace") if output.exists() else ""
+        assert record.exists(), f"the tests did not run to their end:\n{told}"
         found: dict[str, Any] = json.loads(record.read_text())
-        return Outcome(ended.returncode, output, found["failed"], found["modules"])
+        return Outcome(int(exit_code), told, found["failed"], found["modules"])
 
     def imported(self, outcome: Outcome, file: str) -> bool:
         """Whether a file of this copy was what the tests ran on."""
@@ -73,7 +76,22 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     for name in COPIED:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
-    yield Copy(root)
+    for name in COPIED:
+        if name != "tests":
+            # Looked up by what stands in a file: the same file changes several times a second.
+            compile_dir(root / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+    environment = {name: v for name, v in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests/mutants")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KEYSHARD_KILL_RECORD": str(root / "record.json"),
+        # What a mutant never does is waited for to the deadline.
+        "KEYSHARD_TEST_DEADLINE_S": "15",
+    }
+    with subprocess.Popen(
+        [sys.executable, str(root / "tests/mutants/warm.py")], cwd=root, env=environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as warm:  # fmt: skip
+        yield Copy(root, warm)
     shutil.rmtree(root)
 
 
