@@ -9,15 +9,28 @@ Usage::
             store(result)
 
     yesterday = ray_adapter.read(source, start="2026-11-20", end="2026-11-21")
+
+What is here is imported when it is asked for: actors import only what they run.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ray_adapter import ray_version
 
-ray_version.check(ray_version.installed())  # else the next line fails in words of Python
+if TYPE_CHECKING:
+    from ray_adapter.job import Job, run
+    from ray_adapter.reading import read
 
-from ray_adapter.job import Job, run  # noqa: E402
-from ray_adapter.reading import read  # noqa: E402
+ray_version.check(ray_version.installed())  # else later imports fail in words of Python
 
 __all__ = ["Job", "read", "run"]
+_MODULES = {"Job": "ray_adapter.job", "read": "ray_adapter.reading", "run": "ray_adapter.job"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -198,6 +198,8 @@ class Job:
                     if result is not None:
                         yield result
                     taken += 1
+                    if self._exchange.stopping:
+                        return
                 self._exchange.taken(done, done.pieces)
                 done = None
         finally:

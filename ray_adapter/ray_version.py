@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 _NEEDED = (2, 44)
 
 
 def installed() -> str | None:
     """Version of Ray here; ``None`` without one."""
     try:
-        import ray  # noqa: PLC0415 - it may be missing
-    except ModuleNotFoundError:
+        return version("ray")
+    except PackageNotFoundError:
         return None
-    return str(ray.__version__)
 
 
 def check(found: str | None) -> None:

@@ -7,7 +7,7 @@ where entries have several.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -15,8 +15,9 @@ from keyshard.arrow.content import CONTENT, gather
 from keyshard.arrow.messages import messages_of_each
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
-from keyshard.handlers.batches import one_record_batch
-from ray_adapter.portions import Piece
+
+if TYPE_CHECKING:
+    from ray_adapter.portions import Piece
 
 
 class MessageRows(NamedTuple):
@@ -35,6 +36,9 @@ def message_rows(pieces: Sequence[Piece]) -> MessageRows:
 
 def arrow_rows(pieces: Sequence[Piece]) -> pa.RecordBatch:
     """Pieces for handlers of Arrow: all columns of :data:`keyshard.arrow.columns.SCHEMA`."""
+    # Actors need none of what this imports.
+    from keyshard.handlers.batches import one_record_batch  # noqa: PLC0415
+
     return one_record_batch([(piece.where, piece.block) for piece in pieces])
 
 

@@ -1,0 +1,51 @@
+"""The program whose death is tested: ``python -m tests.ray.driver``.
+
+Each result becomes a line of a file before the next one is asked for: partition, entry, key and
+sequence number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from typing import Any
+
+import ray
+
+import ray_adapter
+from keyshard import KeyShardSource, Message
+from tests.ray.ray_place import Recorded
+
+
+class Located(Recorded):
+    """Also says where the message was stored."""
+
+    def __call__(self, message: Message) -> Any:
+        ledger, entry, _ = message.message_id
+        return message.partition, ledger, entry, *super().__call__(message)
+
+
+def main() -> None:
+    """Until it is killed, or told to end by SIGTERM."""
+    parser = argparse.ArgumentParser()
+    for name in ("address", "service-url", "topic", "history", "out", "checkpoint"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--actors", type=int, required=True)
+    arguments = parser.parse_args()
+    ray.init(address=arguments.address, log_to_driver=False)
+    source = KeyShardSource(
+        arguments.topic, subscription="ray", service_url=arguments.service_url, parallelism=4,
+        starting_position="earliest",
+    )  # fmt: skip
+    out = os.open(arguments.out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    with ray_adapter.run(
+        source, partial(Located, arguments.history), parallelism=arguments.actors,
+        checkpoint=arguments.checkpoint, max_rows=200,
+    ) as job:  # fmt: skip
+        for result in job:
+            os.write(out, (" ".join(map(str, result)) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

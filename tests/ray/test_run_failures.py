@@ -1,0 +1,243 @@
+"""Ray jobs whose handlers fail, whose actors die, and that cannot begin."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import tenacity
+
+import keyshard
+import ray_adapter
+from helpers import wait_until
+from keyshard import RetryPolicy
+from keyshard.errors import (
+    ClusterError,
+    ConfigError,
+    HandlerFailedError,
+    HandlerProcessError,
+    KeyShardError,
+    UnfitHandlerError,
+    WorkerEnvironmentError,
+)
+from keyshard.testing.devbroker.ports import free_port
+from keyshard.testing.verify.history import HistoryWriter
+from keyshard.testing.verify.recorder import Recorder
+from ray_adapter import cluster
+from tests.ray import ray_place
+from tests.ray.ray_place import Fails, RayPlace, Recorded, key_and_seq
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+TWICE = RetryPolicy(wait=tenacity.wait_fixed(0.01), stop=tenacity.stop_after_attempt(2))
+
+
+@pytest.fixture
+def place(topic_name: str, tmp_path: Path) -> RayPlace:
+    return RayPlace(topic_name, tmp_path)
+
+
+def failing(place: RayPlace, handler: Any, **options: Any) -> tuple[list[Any], KeyShardError]:
+    """Results before a job ends, and the error that ends it."""
+    place.publish(keys=3, per_key=5)
+    given: dict[str, Any] = {"parallelism": 1, "retry": TWICE}
+    results: list[Any] = []
+    with (
+        pytest.raises(KeyShardError) as failed,
+        ray_adapter.run(place.source(), handler, **(given | options)) as job,
+    ):
+        results.extend(job)
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("keyshard")]
+    return results, failed.value
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_an_actor_that_dies_in_a_batch_handles_it_again_before_anything_else(
+    place: RayPlace, how: str
+) -> None:
+    place.publish(keys=20, per_key=30)
+    recorded = partial(Recorded, str(place.history), dies_at="k3:11:", how=how)
+    with ray_adapter.run(place.source(), recorded, parallelism=2, max_rows=50) as job:
+        place.take(job, job)
+        assert sum(actor["deaths"] for actor in job.status()["actors"]) == 1
+    place.check_taken()
+    place.check_history()
+    assert place.backlog() == 0
+
+
+def test_actors_that_somebody_kills_are_replaced(place: RayPlace) -> None:
+    place.publish(keys=20, per_key=60)
+    recorded = partial(Recorded, str(place.history), seconds=0.002)
+    with ray_adapter.run(place.source(), recorded, parallelism=2, max_rows=100) as job:
+        results = iter(job)
+        for no_restart in (True, False):
+            place.taken += [next(results) for _ in range(200)]
+            with HistoryWriter(place.history) as writer:
+                Recorder(writer, "test").crashed()
+            ray.kill(job._exchange.seats[0].actor, no_restart=no_restart)
+        place.take(results, job)
+    place.check_taken()
+    place.check_history()
+    assert place.backlog() == 0
+
+
+def test_an_actor_may_die_while_the_number_of_actors_changes(place: RayPlace) -> None:
+    place.publish(keys=20, per_key=30)
+    recorded = partial(Recorded, str(place.history), dies_at="k3:12:", seconds=0.002)
+    with ray_adapter.run(place.source(), recorded, parallelism=1) as job:
+        wait_until(lambda: Path(f"{place.history}.died").exists())
+        job.rescale(2)
+        place.take(job, job)
+    place.check_taken()
+    place.check_history()
+
+
+def test_a_handler_that_ends_its_process_each_time_ends_the_job(place: RayPlace) -> None:
+    results, error = failing(place, ray_place.ends_its_process)
+    assert isinstance(error, HandlerFailedError)
+    assert "failed 2 times" in error.message
+    assert "The actor ended" in error.message
+    assert "key 'k" in error.message
+    assert results == []
+    assert place.backlog() == 15
+
+
+def test_a_stop_does_not_wait_for_an_actor_that_restarts(place: RayPlace) -> None:
+    place.publish(keys=3, per_key=5)
+    retry = RetryPolicy(wait=tenacity.wait_fixed(600), stop=tenacity.stop_never)
+    with ray_adapter.run(
+        place.source(), ray_place.ends_its_process, parallelism=1, retry=retry
+    ) as job:
+        wait_until(lambda: job.status()["actors"][0]["deaths"])
+    assert place.backlog() == 15
+
+
+# -- what handlers raise and return ----------------------------------------------------------------
+
+
+def test_a_message_that_fails_is_tried_again_in_its_place(place: RayPlace) -> None:
+    place.publish(keys=3, per_key=10)
+    with ray_adapter.run(place.source(), partial(Fails, "k1:4:", 1), parallelism=1) as job:
+        place.take(job, job)
+    place.check_taken()
+
+
+def test_the_last_failure_ends_the_job_and_nothing_behind_it_is_acknowledged(
+    place: RayPlace,
+) -> None:
+    results, error = failing(place, partial(Fails, "k1:2:"))
+    assert isinstance(error, HandlerFailedError)
+    assert isinstance(error.__cause__, ValueError)
+    for part in (
+        "tests.ray.ray_place.Fails failed 2 times", "key 'k1'", "ValueError: no k1:2:", place.topic,
+        "Nothing of it, or behind it in its key, is acknowledged",
+    ):  # fmt: skip
+        assert part in error.message
+    assert error.facts["key"] == "k1"
+    with ray_adapter.run(place.source(), key_and_seq, parallelism=1) as job:
+        again = [result for _, result in zip(range(15 - len(results)), job, strict=False)]
+    assert {("k1", 2), ("k1", 3), ("k1", 4)} <= set(again)
+
+
+def test_what_cannot_be_pickled_is_named(place: RayPlace) -> None:
+    _, error = failing(place, partial(Fails, "k1:2:", error=ray_place.Unpicklable))
+    assert "Unpicklable: no k1:2:" in error.message
+    _, error = failing(place, ray_place.gives_a_lock)
+    assert isinstance(error, UnfitHandlerError)
+    assert "cannot pickle '_thread.lock' object" in error.message
+    _, error = failing(place, ray_place.gives_a_generator)
+    assert "makes a generator" in error.message
+    _, error = failing(place, ray_place.exits)
+    assert "SystemExit: enough" in error.message
+
+
+def test_large_results_come(place: RayPlace) -> None:
+    place.publish(keys=1, per_key=5)
+    with ray_adapter.run(place.source(), ray_place.gives_much, parallelism=1) as job:
+        assert [len(next(results)) for results in [iter(job)] for _ in range(5)] == 5 * [10**7]
+
+
+# -- jobs that do not begin ------------------------------------------------------------------------
+
+
+def test_a_handler_that_does_not_begin_is_named(place: RayPlace) -> None:
+    _, error = failing(place, ray_place.DoesNotBegin)
+    assert isinstance(error, UnfitHandlerError)
+    assert "cannot begin in its actor: FileNotFoundError: model.bin" in error.message
+    _, error = failing(place, ray_place.BeginsForEver, start_timeout_s=5.0)
+    assert "was not loaded within 5 s" in error.message
+
+
+def test_a_handler_that_actors_cannot_import_is_named(
+    place: RayPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("def handle(message): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here  # noqa: PLC0415
+
+    _, error = failing(place, only_here.handle)
+    assert isinstance(error, UnfitHandlerError)
+    assert "cannot load the handler only_here.handle" in error.message
+    assert "No module named 'only_here'" in error.message
+    assert "runtime_env={'working_dir': '.'}" in error.message
+
+
+def test_another_version_of_keyshard_is_refused_by_name(
+    place: RayPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyshard, "__version__", "99.0")
+    _, error = failing(place, key_and_seq)
+    assert isinstance(error, WorkerEnvironmentError)
+    assert "keyshard is 99.0 here and 0.1.0 in an actor" in error.message
+
+
+def test_actors_without_a_place_are_an_error(place: RayPlace) -> None:
+    _, error = failing(place, key_and_seq, parallelism=2, num_gpus=1, start_timeout_s=2.0)
+    assert isinstance(error, ClusterError)
+    assert "Only 0 of 2 actors found a place within 2 s. Each asks for 1 GPU." in error.message
+    assert "The cluster has 8 CPU" in error.message
+
+
+def test_a_cluster_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port([])}")
+    with pytest.raises(ClusterError, match="which RAY_ADDRESS names, cannot be reached"):
+        cluster.connect()
+
+
+def test_an_actor_that_dies_while_it_loads_is_an_error(place: RayPlace) -> None:
+    _, error = failing(place, ray_place.DiesEarly)
+    assert isinstance(error, HandlerProcessError)
+    assert "ended while it loaded the handler" in error.message
+
+
+@pytest.mark.parametrize(
+    ("handler", "options", "text"),
+    [
+        (3, {}, "The handler is 3; give a function"),
+        (lambda: None, {}, "cannot be called with a message"),
+        (ray_place.NoCall, {}, "NoCall is a class whose objects cannot be called"),
+        (ray_place.CountsFrom, {}, "missing a required argument: 'first'"),
+        (key_and_seq, {"takes": "rows"}, "takes is 'rows'; write 'messages' or 'arrow'"),
+        (key_and_seq, {"parallelism": 0}, "parallelism is 0"),
+        (key_and_seq, {"max_rows": True}, "max_rows is True"),
+        (key_and_seq, {"max_wait_s": -1}, "max_wait_s is -1"),
+        (key_and_seq, {"num_cpus": "2"}, "num_cpus is '2'; it must be a number"),
+        (key_and_seq, {"resources": {"tpu": -1}}, "resources"),
+        (key_and_seq, {"runtime_env": "."}, "runtime_env is '.'; give a dict"),
+        (key_and_seq, {"retry": 3}, "retry is 3; give a keyshard.RetryPolicy"),
+        (key_and_seq, {"checkpoint": ""}, "checkpoint is ''"),
+        (lambda _m, lock=threading.Lock(): lock, {}, "cannot be sent to an actor"),  # noqa: B008
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    place: RayPlace, handler: Any, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        ray_adapter.run(place.source(), handler, **options)
