@@ -31,9 +31,11 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.target import Gap, Target
+from keyshard.core.reception import Rest
 from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
 from keyshard.reading.scan import Scan
 from keyshard.worker.acknowledger import Acknowledger
+from keyshard.worker.intake import Admitted
 from keyshard.worker.receiver import RangeConsumer, Receiver
 from keyshard.worker.shared_window import SharedWindow
 from keyshard.worker.subscribe import close_range_consumers
@@ -117,25 +119,24 @@ class AvailableNow:
 
     # -- called by the receive threads ------------------------------------------------------------
 
-    def admit(
-        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
-    ) -> Sequence[EntryBlock]:
+    def admit(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
         """Those entries that belong to the run; who is behind its target comes to rest."""
         where = range_consumer.owned_range.topic_partition
         target = self._targets.get(where, Target(None))
         taken = [block for block in entries if target.includes(block.id)]
         dropped = sum(block.rows for block in entries) - sum(block.rows for block in taken)
+        rest: Rest | None = None
         if dropped:
             owned_range = where, range_consumer.owned_range.range_index
             rows, rest_s = self._behind.get(owned_range, (0, REST_S[0]))
             rows += dropped
             if target.reached:
-                range_consumer.rest_until_s = math.inf
+                rest = Rest(math.inf)
             elif rows >= ROWS_BEHIND_MAX:
-                range_consumer.rest_until_s = time.monotonic() + rest_s
+                rest = Rest(time.monotonic() + rest_s)
                 rows, rest_s = 0, min(2 * rest_s, REST_S[1])
             self._behind[owned_range] = rows, rest_s
-        return taken
+        return Admitted(taken, rest)
 
     # -- called by the host -----------------------------------------------------------------------
 

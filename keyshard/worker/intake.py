@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from keyshard.broker.port import Broker
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.reception import Rest
 from keyshard.core.window.partition_window import Receipt
 from keyshard.errors import KeyShardError
 from keyshard.worker.acknowledger import Acknowledger
@@ -22,7 +24,16 @@ from keyshard.worker.subscribe import reopen_range_consumer
 COMPARE_AGAIN_S = 0.5
 """Pause of a range of which nothing shows yet that it is what it was, seconds."""
 
-Admit = Callable[[RangeConsumer, Sequence[EntryBlock]], Sequence[EntryBlock]]
+
+class Admitted(NamedTuple):
+    """What is to be taken of some entries."""
+
+    entries: Sequence[EntryBlock]
+    rest: Rest | None
+    """Whether its range consumer takes nothing for a while."""
+
+
+Admit = Callable[[RangeConsumer, Sequence[EntryBlock]], Admitted]
 """Chooses those of some entries that belong to the run."""
 
 
@@ -65,10 +76,13 @@ class Intake:
             or window.pauses.include(owned_range.topic_partition, owned_range.range_index)
         )
 
-    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
-        entries = self._admitted(range_consumer, entries)
-        if not entries:
-            return
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
+        entries, rest = self._admitted(range_consumer, entries)
+        if entries:
+            self._take(range_consumer, entries)
+        return rest
+
+    def _take(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
         owned_range = range_consumer.owned_range
         misrouted = keyless = unreadable = 0
         for block in entries:
@@ -92,15 +106,14 @@ class Intake:
         if committed:
             self._acknowledger.submit(owned_range.topic_partition, committed)
 
-    def _admitted(
-        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
-    ) -> Sequence[EntryBlock]:
+    def _admitted(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
         """Those of some entries that are to be taken now."""
         if not self._continuity.may_receive(range_consumer.owned_range.topic_partition, entries):
             # Everything comes again to the consumer that is subscribed then.
-            range_consumer.rest_until_s = time.monotonic() + COMPARE_AGAIN_S
-            return ()
-        return entries if self._admit is None else self._admit(range_consumer, entries)
+            return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
+        if self._admit is None:
+            return Admitted(entries, None)
+        return self._admit(range_consumer, entries)
 
     def _receive(self, owned_range: OwnedRange, entries: Sequence[EntryBlock]) -> list[EntryId]:
         """Put entries into the window; those that are committed already."""

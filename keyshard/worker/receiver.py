@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from keyshard.broker.port import Consumer
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.reception import Event, Reception, Rest, Turn
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
@@ -50,17 +52,12 @@ class RangeConsumer:
     consumer: Consumer
     queue: ClientQueue
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
-    last_block_s: float = 0.0
-    silent_from_s: float = 0.0
-    """Since when it was seen connected, and nothing has come; 0: it was not seen yet."""
-    rest_until_s: float = 0.0
-    """Until this time it takes nothing, and then it subscribes again; 0: it does not rest."""
-    ringing: Consumer | None = None
-    """The consumer that was asked to ring and has not yet: it must not be received from."""
-    ring: Callable[[], None] = lambda: None
-    """Makes the receive thread look at it, where that waits for ``ringing``."""
+    reception: Reception = field(default_factory=Reception)
+    """When it is received from; the receive thread's."""
     successor: Consumer | None = None
     """A consumer that is to take the place of ``consumer``, which has no connection."""
+    ring: Callable[[], None] = lambda: None
+    """Makes the receive thread take the successor, also while it waits for the client."""
     replace_at_s: float = 0.0
     """When a successor is due for want of a connection; 0: it was connected when last seen."""
     subscribed_s: float = field(default_factory=time.monotonic)
@@ -73,8 +70,8 @@ class Sink(Protocol):
     def is_paused(self, owned_range: OwnedRange) -> bool:
         """Whether the consumer of an owned range pauses."""
 
-    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
-        """Take entries of one range consumer, in delivery order."""
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
+        """Take entries of one range consumer, in delivery order; an answer where some are not."""
 
     def reopen(self, range_consumer: RangeConsumer) -> None:
         """Give it a new consumer; everything unacknowledged comes again."""
@@ -105,28 +102,31 @@ def close_quietly(consumer: Consumer, *, for_another: bool = False) -> None:
 
 
 class Receiver:
-    """One daemon thread over some range consumers.
+    """One daemon thread over some range consumers; their states are those of ``core.reception``.
 
-    A range consumer is ready (it is received from), paused (its topic partition is full), or idle:
-    then the client rings when something comes, and it costs nothing until then.
+    Who is idle costs nothing until its client rings.
     """
 
     def __init__(self, name: str, range_consumers: Sequence[RangeConsumer], sink: Sink) -> None:
         self._sink = sink
         self._stopping = False
         self._changed = threading.Condition()
-        self._ready: deque[RangeConsumer] = deque(range_consumers)
+        self._ready: deque[RangeConsumer] = deque()
         self._paused: list[RangeConsumer] = []
+        """Also those that rest."""
         self._paused_looked_s = 0.0
         self._idle: dict[int, RangeConsumer] = {}
         self._drops: deque[Drop] = deque()
-        self.range_consumers = len(range_consumers)
+        self.range_consumers = 0
         """RangeConsumers it serves."""
+        self.add(range_consumers)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
         """Serve more range consumers."""
+        for range_consumer in range_consumers:
+            range_consumer.ring = partial(self._ring, range_consumer)
         with self._changed:
             self.range_consumers += len(range_consumers)
             self._ready.extend(range_consumers)
@@ -199,7 +199,7 @@ class Receiver:
                 if not stays(range_consumer)
             }
             for range_consumer in dropped.values():
-                range_consumer.ringing = None
+                range_consumer.reception.tell(Event.CLOSE)
         try:
             for range_consumer in dropped.values():
                 self.range_consumers -= 1
@@ -230,29 +230,38 @@ class Receiver:
             self._look_for_early_ends()
 
     def _serve(self, range_consumer: RangeConsumer) -> None:
-        if range_consumer.ringing is range_consumer.consumer:
-            return
+        reception = range_consumer.reception
         if range_consumer.successor is not None:
             # Also while it pauses: acknowledgements need a connection.
-            self._sink.reopen(range_consumer)
-        resting = time.monotonic() < range_consumer.rest_until_s
-        if resting or self._sink.is_paused(range_consumer.owned_range):
+            self._reopen(range_consumer)
+        room = not self._sink.is_paused(range_consumer.owned_range)
+        turn = reception.turn(time.monotonic(), room=room)
+        if turn is Turn.LOOK_AGAIN:
             self._paused.append(range_consumer)
             return
-        if range_consumer.rest_until_s:
-            range_consumer.rest_until_s = 0.0
-            self._sink.reopen(range_consumer)
+        if turn is Turn.RECEIVE_ANEW:
+            self._reopen(range_consumer)
         blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
         if not blocks:
-            self._rest(range_consumer)
+            self._ask_to_ring(range_consumer)
             return
-        range_consumer.last_block_s, range_consumer.silent_from_s = time.monotonic(), 0.0
+        reception.heard(time.monotonic())
+        rest = self._take(range_consumer, blocks)
+        if rest is not None:
+            self._rest(range_consumer, rest)
+            return
+        with self._changed:
+            reception.tell(Event.DONE)
+            self._ready.append(range_consumer)
+
+    def _take(self, range_consumer: RangeConsumer, blocks: Sequence[EntryBlock]) -> Rest | None:
+        """Hand over what is whole; what cannot be judged comes again."""
         if not range_consumer.queue.suits(
             sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
         ):
             # Nothing of it was taken: the new consumer gets it again.
             self._reopen(range_consumer)
-            return
+            return None
         entries: list[EntryBlock] = []
         polled = range_consumer.queue.polled
         try:
@@ -260,81 +269,88 @@ class Receiver:
                 after_gap = polled or i == 0
                 entries.extend(range_consumer.assembly.add(block, after_gap=after_gap))
         except RedeliveryNeeded as need:
-            self._ask_again(range_consumer, entries, need)
-            return
-        if entries:
-            self._sink.deliver(range_consumer, entries)
-        with self._changed:
-            self._ready.append(range_consumer)
+            return self._ask_again(range_consumer, entries, need)
+        return self._sink.deliver(range_consumer, entries) if entries else None
 
-    def _rest(self, range_consumer: RangeConsumer) -> None:
+    def _ask_to_ring(self, range_consumer: RangeConsumer) -> None:
         """Let the client ring for a range consumer that has nothing."""
         consumer = range_consumer.consumer
-
-        def ring() -> None:
-            with self._changed:
-                if range_consumer.ringing is consumer:
-                    range_consumer.ringing = None
-                    self._idle.pop(id(range_consumer), None)
-                    self._ready.append(range_consumer)
-                    self._changed.notify_all()
-
         with self._changed:
             if range_consumer.successor is not None:
+                range_consumer.reception.tell(Event.DONE)
                 self._ready.append(range_consumer)
                 return
-            range_consumer.ring = ring
-            range_consumer.ringing = consumer
+            range_consumer.reception.tell(Event.NOTHING)
             self._idle[id(range_consumer)] = range_consumer
-        consumer.when_ready(ring)
+        consumer.when_ready(partial(self._ring, range_consumer, consumer))
+
+    def _ring(self, range_consumer: RangeConsumer, of: Consumer | None = None) -> None:
+        """Serve a range consumer, because its client has something, or for its successor.
+
+        Called by any thread.
+
+        Args:
+            range_consumer: Whom to serve, if it is idle.
+            of: The consumer that has something; ``None``: there is a successor.
+        """
+        with self._changed:
+            current = range_consumer.successor if of is None else range_consumer.consumer is of
+            if current and range_consumer.reception.rings():
+                self._line_up(range_consumer)
+
+    def _line_up(self, range_consumer: RangeConsumer) -> None:
+        """It was idle, and is ready now; under the lock."""
+        del self._idle[id(range_consumer)]
+        self._ready.append(range_consumer)
+        self._changed.notify_all()
+
+    def _rest(self, range_consumer: RangeConsumer, rest: Rest) -> None:
+        with self._changed:
+            if range_consumer.reception.rest(rest):
+                self._idle.pop(id(range_consumer), None)
+                self._paused.append(range_consumer)
 
     def _look_for_early_ends(self) -> None:
-        """Doubt entries whose last index does not come though their consumer is connected.
-
-        The silence counts from when the consumer is seen connected: before that, a reconnect may
-        have cut the entry off, and its redelivery is on the way.
-        """
+        """Doubt entries whose last index does not come though their consumer is connected."""
         now = time.monotonic()
         with self._changed:
             quiet = [
                 range_consumer
                 for range_consumer in self._idle.values()
                 if range_consumer.assembly.open is not None
-                and now - range_consumer.last_block_s > ENTRY_QUIET_S
+                and range_consumer.reception.is_quiet(now, ENTRY_QUIET_S)
             ]
         for range_consumer in quiet:
-            if not range_consumer.consumer.is_connected():
-                range_consumer.silent_from_s = 0.0
-            elif not range_consumer.silent_from_s:
-                range_consumer.silent_from_s = now
-            elif now - range_consumer.silent_from_s > ENTRY_QUIET_S:
+            connected = range_consumer.consumer.is_connected()
+            if range_consumer.reception.is_silent(now, ENTRY_QUIET_S, connected=connected):
                 self._end_early(range_consumer)
 
     def _end_early(self, range_consumer: RangeConsumer) -> None:
         # Its consumer was asked to ring, so nobody receives from it meanwhile.
         try:
-            self._sink.deliver(range_consumer, [range_consumer.assembly.end_early()])
+            rest = self._sink.deliver(range_consumer, [range_consumer.assembly.end_early()])
         except RedeliveryNeeded as need:
-            self._ask_again(range_consumer, [], need)
+            rest = self._ask_again(range_consumer, [], need)
+        if rest is not None:
+            self._rest(range_consumer, rest)
 
     def _ask_again(
         self, range_consumer: RangeConsumer, entries: list[EntryBlock], need: RedeliveryNeeded
-    ) -> None:
+    ) -> Rest | None:
         """Deliver what is whole, then make the broker deliver everything unacknowledged again."""
         _log.debug(
             "entry %s ended early in %s", need.entry_id, range_consumer.owned_range.topic_partition
         )
-        if entries:
-            self._sink.deliver(range_consumer, entries)
+        rest = self._sink.deliver(range_consumer, entries) if entries else None
         self._reopen(range_consumer)
+        return rest
 
     def _reopen(self, range_consumer: RangeConsumer) -> None:
-        """Make the broker deliver everything unacknowledged again, and serve the range consumer."""
+        """Make the broker deliver everything unacknowledged again."""
         self._sink.reopen(range_consumer)
         with self._changed:
-            range_consumer.ringing = None
-            self._idle.pop(id(range_consumer), None)
-            self._ready.append(range_consumer)
+            if range_consumer.reception.anew():
+                self._line_up(range_consumer)
 
 
 def routing_of(block: EntryBlock, range_consumer: RangeConsumer) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from keyshard.broker.port import Broker
 from keyshard.config.source import SourceConfig
+from keyshard.core.reception import Link, State, link_of
 from keyshard.errors import BrokerError
 from keyshard.worker.continuity import Continuity
 from keyshard.worker.range_consumers import RangeConsumers
@@ -84,11 +85,12 @@ class Reconnector:
         long: list[RangeConsumer] = []
         for where in self._range_consumers.consumed:
             for one in self._range_consumers.by_partition.get(where, ()):
-                if one.consumer.is_connected():
+                link = _link(one, now_s)
+                if link is Link.CONNECTED:
                     one.replace_at_s = 0.0
-                elif not one.replace_at_s:
+                elif link is Link.AWAY and not one.replace_at_s:
                     one.replace_at_s = now_s + random.uniform(*AWAY_S)
-                elif now_s >= one.replace_at_s and not one.rest_until_s:
+                elif link is Link.DUE and one.reception.state is not State.RESTING:
                     long.append(one)
         return long
 
@@ -121,9 +123,16 @@ class Reconnector:
     def _replaced(self, one: RangeConsumer) -> bool:
         """Subscribe for one of them, unless it is no longer away."""
         owned = self._range_consumers.owns(one.owned_range)
-        if not owned or one.successor is not None or one.consumer.is_connected():
+        if not owned or _link(one, time.monotonic()) is not Link.DUE:
             return False
         one.replace_at_s = time.monotonic() + random.uniform(*AWAY_S)
         one.successor = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
         one.ring()
         return True
+
+
+def _link(one: RangeConsumer, now_s: float) -> Link:
+    return link_of(
+        now_s, connected=one.consumer.is_connected(), successor=one.successor is not None,
+        due_s=one.replace_at_s,
+    )  # fmt: skip

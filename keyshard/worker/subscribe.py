@@ -122,7 +122,6 @@ def reopen_range_consumer(
 
     range_consumer.consumer = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
     range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
-    range_consumer.silent_from_s = 0.0
 
 
 def subscribe_once(

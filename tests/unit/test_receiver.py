@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from helpers import P0, P1, FakeConsumer, block, ids, wait_until
 from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.reception import Rest, State
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
@@ -28,14 +30,19 @@ class FakeSink:
         self.failures: list[KeyShardError] = []
         self.next_consumers: list[FakeConsumer] = []
         self.error: BaseException | None = None
+        self.answers: list[Rest] = []
+        """What the next deliveries are answered with."""
 
     def is_paused(self, owned_range: OwnedRange) -> bool:
         return owned_range.topic_partition in self.full
 
-    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
+    def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
         if self.error is not None:
             raise self.error
+        if self.answers:
+            return self.answers.pop(0)
         self.delivered.append((range_consumer, list(entries)))
+        return None
 
     def reopen(self, range_consumer: RangeConsumer) -> None:
         range_consumer.consumer.close()
@@ -140,7 +147,7 @@ def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full
     if full:
         start.sink.full.add(P0)
         lost.give([block(1, 1)])
-    wait_until(lambda: full or range_consumer.ringing is lost)
+    wait_until(lambda: full or range_consumer.reception.state is State.IDLE)
     successor = FakeConsumer(script=[[block(1, 1)]])
     start.sink.next_consumers = [successor]
     range_consumer.successor = successor
@@ -151,10 +158,52 @@ def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full
     wait_until(lambda: ids(start.sink.of(range_consumer)) == [(1, 0), (1, 1)])
 
 
+def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Started) -> None:
+    range_consumer, lost = lane_of()
+    start(range_consumer)
+    wait_until(lambda: lost.bell)
+    successor = range_consumer.successor = FakeConsumer()
+    start.sink.next_consumers = [successor]
+    lost.give([])
+    wait_until(lambda: successor.bell)
+    range_consumer.ring()  # it was subscribed before, but whoever did that was slow to ring
+    threading.Event().wait(0.05)
+    assert start.sink.failures == []
+    assert successor.bell
+    successor.give([block(1, 0)])
+    wait_until(lambda: start.sink.of(range_consumer))
+
+
+def test_what_could_not_be_taken_comes_again_after_a_rest(start: Started) -> None:
+    range_consumer, first = lane_of([block(1, 0)])
+    start.sink.answers = [Rest(time.monotonic() + 0.1)]
+    start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
+    start(range_consumer)
+    wait_until(lambda: range_consumer.reception.state is State.RESTING)
+    assert not first.closed
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert first.closed
+
+
+def test_half_an_entry_that_could_not_be_taken_comes_again_after_a_rest(
+    start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Its end does not come, twice. 2. It cannot be taken yet. 3. Nothing else comes."""
+    monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
+    half = [part(1, 0, of=2)]
+    range_consumer, _ = lane_of(half)
+    start.sink.answers = [Rest(time.monotonic())]
+    start.sink.next_consumers = [FakeConsumer(script=[half]), FakeConsumer(script=[half])]
+    start(range_consumer)
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert start.sink.of(range_consumer)[0].indices == [0]
+    assert start.sink.next_consumers == []
+
+
 def test_who_is_dropped_takes_its_successor_with_it(start: Started) -> None:
     range_consumer, lost = lane_of()
     made = start(range_consumer)
-    wait_until(lambda: range_consumer.ringing is lost)
+    wait_until(lambda: range_consumer.reception.state is State.IDLE)
     successor = range_consumer.successor = FakeConsumer()
     assert made.drop({range_consumer.owned_range}).done.wait(10)
     assert lost.closed
