@@ -172,16 +172,8 @@ class MemoryCluster:
         """
         with self.lock:
             time_ms = self.now_ms() if publish_ms is None else publish_ms
-            by_partition: dict[TopicPartition, list[Message]] = {}
-            for message in messages:
-                where = (
-                    topic
-                    if isinstance(topic, TopicPartition)
-                    else self._store.route(topic, message)
-                )
-                by_partition.setdefault(where, []).append(message)
             published = []
-            for where, routed in by_partition.items():
+            for where, routed in self._store.routed(topic, messages).items():
                 log = self.log(where)
                 for batch in batches(routed, batching, batch_messages_max):
                     entry = log.append(

@@ -105,7 +105,17 @@ class TopicStore:
             self._open([topic_partition])
         return self.log(topic_partition)
 
-    def route(self, topic: str, message: Message) -> TopicPartition:
+    def routed(
+        self, topic: str | TopicPartition, messages: Iterable[Message]
+    ) -> dict[TopicPartition, list[Message]]:
+        """Which topic partition each message goes to."""
+        found: dict[TopicPartition, list[Message]] = {}
+        for message in messages:
+            where = topic if isinstance(topic, TopicPartition) else self._route(topic, message)
+            found.setdefault(where, []).append(message)
+        return found
+
+    def _route(self, topic: str, message: Message) -> TopicPartition:
         """Choose the topic partition: by a hash that is not the ring's, or in turn without key."""
         partitions = self.partitions(topic)
         if message.key is not None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from keyshard.core.dead_letter.letters import Resting
+from keyshard.core.lanes.due_keys import DueKeys
 from keyshard.core.lanes.queues import Entry, KeyQueue, LaneRange, RangeCounts, Work
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -54,8 +55,7 @@ class Lanes:
         self._look_at: deque[LaneRange] = deque()
         self._keys: dict[str, KeyQueue] = {}
         self._keyless: dict[int, KeyQueue] = {}
-        self._later: list[tuple[float, int, KeyQueue]] = []
-        self._later_count = 0
+        self._later = DueKeys()
         self._received = 0
         self._readied = 0
         self._draining = False
@@ -63,13 +63,12 @@ class Lanes:
         self._aside: list[KeyQueue] = []
         self.held: tuple[HashRange, ...] = ()
         """Slots of which nothing starts; see :meth:`hold`."""
-        self._completed: dict[TopicPartition, list[EntryId]] = {}
         self.running: dict[KeyQueue, Work] = {}
         """What runs, by its key."""
         self.waiting = 0
         """Messages that are not done and do not run."""
-        self.completed_entries = 0
-        """Entries that :meth:`pop_completed` would give."""
+        self.completed_entries: dict[TopicPartition, list[EntryId]] = {}
+        """Entries all of whose messages are done, each once."""
         self.done = 0
         """Messages that are done."""
 
@@ -98,8 +97,8 @@ class Lanes:
 
     def next(self, now_s: float) -> Work | None:
         """The message to handle now; ``None`` when every lane is busy or has nothing to do."""
-        if self._later:
-            self._wake(now_s)
+        while self._later.heap and (due := self._later.pop(now_s)) is not None:
+            self._make_ready(due)
         look_at, lanes = self._look_at, self.lanes
         while look_at:
             owner = look_at.popleft()
@@ -147,8 +146,7 @@ class Lanes:
         entry.waiting -= 1
         if not entry.waiting:
             del self._ranges[entry.owner].entries[entry]
-            self._completed.setdefault(entry.topic_partition, []).append(entry.id)
-            self.completed_entries += 1
+            self.completed_entries.setdefault(entry.topic_partition, []).append(entry.id)
 
     def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
         """An attempt failed: the message stays the head of its key, which waits until a time.
@@ -167,8 +165,7 @@ class Lanes:
             queue.behind = self._received
         queue.reason = reason
         queue.not_before_s = not_before_s
-        self._later_count += 1
-        heapq.heappush(self._later, (not_before_s, self._later_count, queue))
+        self._later.push(queue)
 
     def insert(self, resting: Resting) -> None:
         """Replay a dead letter before all other messages of its key, which does not run."""
@@ -196,19 +193,17 @@ class Lanes:
 
     def next_due_s(self) -> float | None:
         """When the next key that waits for its time may go on; ``None`` when none waits."""
-        return self._later[0][0] if self._later else None
+        return self._later.due_s
 
     def pop_completed(self) -> dict[TopicPartition, list[EntryId]]:
-        """Entries all of whose messages are done, each once."""
-        completed, self._completed = self._completed, {}
-        self.completed_entries = 0
+        """The completed entries, which are with the caller from now on."""
+        completed, self.completed_entries = self.completed_entries, {}
         return completed
 
-    def put_back(self, completed: dict[TopicPartition, list[EntryId]]) -> None:
+    def put_back(self, completed: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
         """Entries that no checkpoint had room for: the next :meth:`pop_completed` gives them."""
         for topic_partition, entries in completed.items():
-            self._completed.setdefault(topic_partition, []).extend(entries)
-            self.completed_entries += len(entries)
+            self.completed_entries.setdefault(topic_partition, []).extend(entries)
 
     def drain(self) -> None:
         """From now on begin no entry: only finish those that have begun, so that they are whole.
@@ -218,9 +213,7 @@ class Lanes:
         if self._draining:
             return
         self._draining = True
-        self._aside += [one[2] for one in self._later if one[2].work[0].entry is None]
-        self._later = [one for one in self._later if one[2].work[0].entry is not None]
-        heapq.heapify(self._later)
+        self._aside += self._later.pop_letters()
 
     def unfinished(self, until_s: float, *, held: bool) -> bool:
         """While draining: whether an entry that has begun may still become whole until a time.
@@ -231,7 +224,8 @@ class Lanes:
             until_s: The time.
             held: Whether keys that are held may go on until then.
         """
-        if self.running or (self._later and self._later[0][0] <= until_s):
+        due_s = self._later.due_s
+        if self.running or (due_s is not None and due_s <= until_s):
             return True
         heads = (queue.work[0].entry for queue in self._startable(held=held))
         return any(entry is not None and entry.begun for entry in heads)
@@ -263,11 +257,8 @@ class Lanes:
         Keyless messages stay in the range that received them, as far as it is still there.
         """
         self.owner_of = owner_of
-        queues = [*self._keys.values(), *self._keyless.values()]
+        queues, keyless = list(self.queues()), self._keyless.values()
         ready = [queue for owner in self._ranges for _, _, queue in owner.ready]
-        seen = {id(queue) for queue in queues}
-        others = [*ready, *self._aside, *self.running, *(queue for _, _, queue in self._later)]
-        queues += {id(q): q for q in others if id(q) not in seen}.values()
         entries = [entry for owner in self._ranges for entry in owner.entries]
         self._ranges = [LaneRange() for _ in range(ranges)]
         self._look_at.clear()
@@ -280,7 +271,7 @@ class Lanes:
         for entry in entries:
             self._ranges[entry.owner].entries[entry] = None
         self._keyless = {}
-        for queue in queues:
+        for queue in (*keyless, *queues):
             if queue.key is None and self._serialise_keyless:
                 self._keyless.setdefault(queue.owner, queue)
         for queue in self.running:
@@ -331,7 +322,7 @@ class Lanes:
 
     def retrying(self, count_max: int) -> Iterator[KeyQueue]:
         """Keys that wait for their time, at most so many of them."""
-        return (queue for _, _, queue in islice(self._later, count_max))
+        return islice(self._later, count_max)
 
     def queue(self, key: str) -> KeyQueue | None:
         """The queue of a key; ``None`` when it has no message that is not done."""
@@ -339,13 +330,9 @@ class Lanes:
 
     def queues(self) -> Iterator[KeyQueue]:
         """Every queue that has a message, running ones included."""
-        seen: dict[int, KeyQueue] = {id(queue): queue for queue in self._keys.values()}
-        for owner in self._ranges:
-            seen.update((id(queue), queue) for _, _, queue in owner.ready)
-        seen.update((id(queue), queue) for queue in self._aside)
-        seen.update((id(queue), queue) for queue in self.running)
-        seen.update((id(queue), queue) for _, _, queue in self._later)
-        yield from seen.values()
+        ready = (queue for owner in self._ranges for _, _, queue in owner.ready)
+        every = chain(self._keys.values(), ready, self._aside, self.running, self._later)
+        return iter(dict.fromkeys(every))
 
     def validate(self) -> None:
         """Assert the invariants; tests and simulations call it after every step."""
@@ -410,7 +397,3 @@ class Lanes:
         owner = self._ranges[queue.owner]
         owner.running -= 1
         self._list(owner)
-
-    def _wake(self, now_s: float) -> None:
-        while self._later and self._later[0][0] <= now_s:
-            self._make_ready(heapq.heappop(self._later)[2])

@@ -14,7 +14,7 @@ Delivered again at any time, it is dropped, and acknowledged if it is committed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
@@ -315,13 +315,8 @@ class Window:
 
     def oldest_published_ms(self) -> int | None:
         """Publish time of the oldest row held that has one, milliseconds since the epoch."""
-        received = (block for w in self.known.values() for block, _ in w.received)
-        taken = (block for w in self.known.values() for block in w.taken.values())
-        planned = (
-            block for entries in self._unreleased() for part in entries.values() for block in part
-        )
-        held = chain(received, taken, planned)
-        return min((block.publish_ms for block in held if block.publish_ms), default=None)
+        published = (ms for window in self.known.values() for ms in window.held.values())
+        return min(filter(None, published), default=None)
 
     def _unreleased(self) -> Iterator[Mapping[TopicPartition, Sequence[EntryBlock]]]:
         """What is in a checkpoint and held."""
