@@ -118,18 +118,24 @@ class PulsarBroker:
 
     @contextmanager
     def _explained(self, permission: str, topic: str) -> Iterator[None]:
-        """The client knows no role, and says of who is not let in that time is up."""
+        """The client knows no role, and says of whom or what the broker refuses that time is up."""
         try:
             yield
         except pulsar.AuthorizationError as exc:
             raise lacks(self._credentials.who(), permission, topic) from exc
         except UNAVAILABLE as exc:
-            if self._connection.tls or self._connection.authentication is not None:
+            listener = self._connection.listener_name
+            if self._connection.tls or self._connection.authentication is not None or listener:
                 try:
                     self.missing(())
                 except BrokerError as why:
                     # A token may be renewed: who asks decides how long that is waited for.
                     raise BrokerUnavailableError(why.message) from exc
+            if listener:
+                raise BrokerUnavailableError(
+                    f"{topic} cannot be reached, though the broker answers: {exc}. Check that "
+                    f"listener_name {listener!r} is one of its advertisedListeners."
+                ) from exc
             raise
 
     def close(self) -> None:
