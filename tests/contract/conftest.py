@@ -50,6 +50,10 @@ def breakable_broker() -> Iterator[DevBroker]:
     settings = {
         "acknowledgmentAtBatchIndexLevelEnabled": "true",
         "transactionCoordinatorEnabled": "true",
+        # Cursors are written at once and then as good as never: what an acknowledgement finds
+        # written does not depend on how fast the test runs.
+        "managedLedgerDefaultMarkDeleteRateLimit": "0.001",
+        "managedLedgerCursorPositionFlushSeconds": "3600",
         # How long a holder of a range may take to show that it lives.
         "connectionLivenessCheckTimeoutMillis": "1000",
     }

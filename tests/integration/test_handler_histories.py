@@ -29,7 +29,7 @@ KEYS = [*(f"flaky-{i}" for i in range(20)), *(f"plain-{i}" for i in range(40)), 
 OPTIONS: dict[str, Any] = {
     "lanes": 4,
     "retry": RetryPolicy(wait=tenacity.wait_fixed(0.01), stop=tenacity.stop_after_attempt(2)),
-    "drain_timeout_s": 1.0,
+    "drain_timeout_s": 5.0,
 }
 
 

@@ -142,7 +142,8 @@ class PulsarBroker:
         if self._closed:
             return
         self._closed = True
-        # A broker that was started again does not know a consumer of before: that one is closed.
-        gone = suppress(pulsar.AlreadyClosed, pulsar.BrokerMetadataError)
+        # A broker that was started again does not know a consumer of before: that one is closed,
+        # as are those whose connection is lost meanwhile.
+        gone = suppress(pulsar.AlreadyClosed, pulsar.BrokerMetadataError, pulsar.NotConnected)
         with translated("disconnect from", self._service_url), gone:
             close_client(self._client)
