@@ -75,6 +75,8 @@ def test_two_side_by_side_listen_on_loopback_only() -> None:
         for broker, found in sockets.items():
             assert {address for address, _ in found} == {LOOPBACK}
             assert {broker.port, broker.admin_port} < {port for _, port in found}
+            maps = Path(f"/proc/{broker.pid}/maps").read_text()
+            assert ".jsa" in maps.replace("classes.jsa", ""), "it reads its classes one by one"
         assert not sockets[one] & sockets[two]
         for number, broker in enumerate((one, two)):
             with client_of(broker) as client:
@@ -202,5 +204,6 @@ def _shared_cache(tmp_path: Path) -> Path:
     cache = tmp_path / "cache"
     (cache / "pulsar").mkdir(parents=True)
     home = install()
-    (cache / "pulsar" / home.name).symlink_to(home)
+    for one in home, *home.parent.glob("classes-*.jsa"):
+        (cache / "pulsar" / one.name).symlink_to(one)
     return cache

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
 from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.testing.devbroker.classes import class_archive, log_configuration
 from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
 from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
 from keyshard.testing.devbroker.java import java_home
@@ -28,6 +29,8 @@ from keyshard.testing.devbroker.security import (
 )
 
 _STOP_TIMEOUT_S = 20.0
+_ARCHIVE_TIMEOUT_S = 120.0
+"""Longest time in which a JVM that ends writes the archive of its classes, seconds."""
 _LOG_LINES = 15
 _MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
 # The first compiler only: a start takes half the processor time (6.7 s against 14.4 s), and no load
@@ -97,6 +100,7 @@ class DevBroker:
         self._tls = tls
         self._tokens = tokens
         self._process: BrokerProcess | None = None
+        self._classes_option: str | None = None
 
     def __enter__(self) -> DevBroker:
         try:
@@ -188,7 +192,8 @@ class DevBroker:
         """Start the broker and return when it serves requests; does nothing when it runs.
 
         Args:
-            timeout_s: Seconds until it must be ready, not counting the first download.
+            timeout_s: Seconds until it must be ready, not counting what the first start ever
+                fetches and prepares.
 
         Raises:
             DevBrokerError: It cannot be fetched, a port is taken, or it died or was not ready in
@@ -198,6 +203,9 @@ class DevBroker:
             return
         home = install(self.version)
         java = java_home()
+        if self._classes_option is None:
+            archive = class_archive(home, java, self._record_classes)
+            self._classes_option = f"-XX:SharedArchiveFile={archive}" if archive else ""
         self._prepare(home)
         self._check_ports()
         deadline = time.monotonic() + timeout_s
@@ -212,11 +220,18 @@ class DevBroker:
                 log_path=str(self.log_path),
             )
 
+    def _record_classes(self, archive: Path) -> None:
+        """Run another broker, whose JVM writes down at its end which classes it had."""
+        broker = DevBroker(self.version)
+        broker._classes_option = f"-XX:ArchiveClassesAtExit={archive}"
+        with broker:
+            broker.stop(_ARCHIVE_TIMEOUT_S)
+
     def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> Outcome:
         """Start the process and wait; it is killed again unless it became ready."""
         process = BrokerProcess(
             self._command(home),
-            self._environment(java),
+            self._environment(home, java),
             self.log_path,
             detached=self._detached,
             remove_if_orphaned=self.data_dir if self._temporary else None,
@@ -343,17 +358,18 @@ class DevBroker:
             *("--bookkeeper-port", str(self._bookie_port)),
         ]
 
-    def _environment(self, java: Path) -> dict[str, str]:
+    def _environment(self, home: Path, java: Path) -> dict[str, str]:
         own = ("PULSAR_", "BOOKIE_", "BK_", "OPTS", "CLASSPATH", "JAVA_HOME")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         return {
             **kept,
+            **log_configuration(home),
             "JAVA_HOME": str(java),
             "PULSAR_STANDALONE_CONF": str(self._config_path),
             "PULSAR_LOG_DIR": str(self.data_dir / "logs"),
             "PULSAR_LOG_APPENDER": "Console",
             "PULSAR_MEM": _MEMORY,
-            "PULSAR_GC": _SPEED,
+            "PULSAR_GC": f"{_SPEED} {self._classes_option}",
             "PULSAR_GC_LOG": " ",
         }
 
