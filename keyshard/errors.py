@@ -17,6 +17,7 @@
     ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
+    ├── EncryptedMessageError          KEYSHARD_ENCRYPTED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
     ├── CheckpointInUseError           KEYSHARD_CHECKPOINT_IN_USE
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
@@ -167,6 +168,12 @@ class ChunkedMessageError(KeyShardError):
     """A chunked message was received; its id names only the last of its entries."""
 
     code = "KEYSHARD_CHUNKED_MESSAGE"
+
+
+class EncryptedMessageError(KeyShardError):
+    """A bounded read came to a message that is encrypted; keyshard has no keys to read it."""
+
+    code = "KEYSHARD_ENCRYPTED_MESSAGE"
 
 
 class MisroutedError(KeyShardError):

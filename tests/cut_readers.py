@@ -33,8 +33,8 @@ class CutBroker(MemoryBroker):
         self.steps = 0
         self._lost: dict[MemoryReader, int] = {}
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
-        inner = super().reader(topic_partition, start)
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+        inner = super().reader(topic_partition, start, *how)
         self.step(inner)
         return _CutReader(self, inner)
 

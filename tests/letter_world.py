@@ -69,9 +69,9 @@ class FaultyBroker(MemoryBroker):
         inner = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
         return _Producer(self, inner)
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
         self.starts.append(start)
-        reader = super().reader(topic_partition, start)
+        reader = super().reader(topic_partition, start, *how)
         return _StuckReader(reader) if self.stuck else reader
 
 

@@ -31,7 +31,7 @@ one costs as much as the keys and values of a hundred messages."""
 
 
 def pack(
-    values: Sequence[bytes],
+    values: Sequence[bytes] | None,
     partition_keys: Sequence[str | None],
     ordering_keys: Sequence[str | None],
     event_ms: Sequence[int],
@@ -40,7 +40,7 @@ def pack(
     """Content of the messages of one delivery, in their order.
 
     Args:
-        values: Payloads.
+        values: Payloads; ``None`` where nobody wants them.
         partition_keys: ``None`` for a message without key.
         ordering_keys: ``None`` or empty for a message without one.
         event_ms: Event times, milliseconds since the epoch; 0 when unset, each a time.
@@ -49,8 +49,9 @@ def pack(
     Returns:
         A record batch of :data:`CONTENT`.
     """
+    no_values = values is None
     arrays = [
-        pa.array(values, pa.binary()),
+        pa.nulls(len(partition_keys), pa.binary()) if no_values else pa.array(values, pa.binary()),
         pa.array(partition_keys, pa.string()),
         _ordering_keys(ordering_keys),
         _event_times(event_ms),
@@ -120,7 +121,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         slots[0],
         differing(slots),
         block.publish_ms,
-        sum(len(part.content.column(0)[part.start].as_buffer()) for part in parts),
+        sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts),
         parts,
         block.redelivered,
         block.keys_of_bytes,

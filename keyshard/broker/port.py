@@ -8,7 +8,8 @@ Implementations translate every exception of their library into :mod:`keyshard.e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -106,6 +107,8 @@ class Reader(Protocol):
         """Next whole or partial entries in position order; ``[]`` when nothing came in time.
 
         Raises:
+            ChunkedMessageError: A chunked message came; not before what lies before it was read.
+            EncryptedMessageError: So did an encrypted one, which is not to be left out.
             BrokerError: The reader is closed or broken.
         """
 
@@ -126,6 +129,22 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Free the handle. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowToRead:
+    """What a Reader may leave out, and what it may not."""
+
+    receiver_queue_size: int = 1_000
+    """Messages the client asks for ahead of ``read``."""
+    columns: Collection[str] | None = None
+    """Columns of the content that are wanted, the others may be empty; ``None``: all are."""
+    encrypted_too: bool = False
+    """Whether an encrypted message is an error; else the client leaves it out, as a consumer's
+    does, and nobody sees that it is there."""
+
+
+ANYHOW = HowToRead()
 
 
 class Producer(Protocol):
@@ -209,7 +228,9 @@ class Broker(Protocol):
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
+    def reader(
+        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+    ) -> Reader:
         """Read from ``start``, inclusive; if it is gone, from the next entry that is stored.
 
         Raises:

@@ -15,7 +15,7 @@ import logging
 import time
 from types import TracebackType
 
-from keyshard.broker.port import Broker, Reader
+from keyshard.broker.port import ANYHOW, Broker, HowToRead, Reader
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
@@ -36,6 +36,7 @@ class Scan:
         topic_partition: What is read.
         start: First position, inclusive.
         last: Last position, inclusive; ``None``: all that is stored.
+        how: What its Readers may leave out.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Scan:
         topic_partition: TopicPartition,
         start: EntryId,
         last: EntryId | None,
+        how: HowToRead = ANYHOW,
     ) -> None:
         self.position = start
         """What lies before it was handed out, or nobody can read it."""
@@ -52,6 +54,7 @@ class Scan:
         self._broker = broker
         self._topic_partition = topic_partition
         self._last = last
+        self._how = how
         self._reader: Reader | None = None
         self._heard_s = 0.0
 
@@ -100,7 +103,8 @@ class Scan:
         """What came; if nothing did, whether nothing is left. Both while the connection stood."""
         reader = self._reader
         if reader is None:
-            reader = self._reader = self._broker.reader(self._topic_partition, self.position)
+            reader = self._broker.reader(self._topic_partition, self.position, self._how)
+            self._reader = reader
             self._heard_s = time.monotonic()
         blocks = reader.read(READ_WAIT_MS)
         at_end = not blocks and reader.at_end()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from keyshard.arrow.columns import record_batches
 from keyshard.arrow.content import only
 from keyshard.broker.connect import connect, connect_admin
-from keyshard.broker.port import Admin, Broker
+from keyshard.broker.port import Admin, Broker, HowToRead
 from keyshard.broker.retry import retry_until
 from keyshard.config.connection import Connection
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
@@ -26,6 +26,10 @@ from keyshard.core.position.split import Split
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
 from keyshard.reading.scan import Scan
 
+QUEUE_BYTES = 32 * 1024 * 1024
+"""What the client may hold ahead, by the mean size of entries, bytes."""
+QUEUE_MIN, QUEUE_MAX = 10, 1_000
+"""Messages that it holds ahead at least and at most."""
 CUT_OFF_MAX = 10
 """Times in a row that a Reader may end inside the same entry."""
 
@@ -78,15 +82,24 @@ def read_split(
     Raises:
         DataLossTrimmedError: Entries of the split are no longer stored.
         ChunkedMessageError: A message is chunked.
+        EncryptedMessageError: A message is encrypted.
         ReplayTimeoutError: Nothing came for too long (retriable).
         BrokerError: The broker cannot be reached, or refuses.
     """
-    blocks = _stored(broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+    queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
+    how = HowToRead(min(max(queue, QUEUE_MIN), QUEUE_MAX), names, encrypted_too=True)
+    blocks = _stored(broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss)
     yield from record_batches(((split.topic_partition, block) for block in blocks), names)
 
 
 def _stored(
-    broker: Broker, admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool
+    broker: Broker,
+    admin: Admin,
+    split: Split,
+    how: HowToRead,
+    timeout_s: float,
+    *,
+    fail_on_data_loss: bool,
 ) -> Iterator[EntryBlock]:
     """What is read of a split; checks before and afterwards that all of it is stored."""
     entries = {span.ledger: span for span in split.spans}
@@ -95,7 +108,7 @@ def _stored(
     ):
         return
     seen = dict.fromkeys(entries, 0)
-    for block in _entries(broker, split, timeout_s):
+    for block in _entries(broker, split, how, timeout_s):
         ledger, entry = block.id
         span = entries.get(ledger)
         if span is None or not span.first <= entry < span.end:
@@ -143,13 +156,15 @@ def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_
     return ledgers is not None
 
 
-def _entries(broker: Broker, split: Split, timeout_s: float) -> Iterator[EntryBlock]:
+def _entries(
+    broker: Broker, split: Split, how: HowToRead, timeout_s: float
+) -> Iterator[EntryBlock]:
     """Whole entries from the first of a split to its last, ascending, each once."""
     start, cut_off = split.first, 0
     while True:
         last: EntryId | None = None
         try:
-            for block in _until_cut_off(broker, split, start, timeout_s):
+            for block in _until_cut_off(broker, split, start, how, timeout_s):
                 last = block.id
                 yield block
             return
@@ -165,7 +180,7 @@ def _entries(broker: Broker, split: Split, timeout_s: float) -> Iterator[EntryBl
 
 
 def _until_cut_off(
-    broker: Broker, split: Split, start: EntryId, timeout_s: float
+    broker: Broker, split: Split, start: EntryId, how: HowToRead, timeout_s: float
 ) -> Iterator[EntryBlock]:
     """Whole entries from one on.
 
@@ -174,7 +189,7 @@ def _until_cut_off(
             what comes behind it has not been given out.
     """
     assembly = EntryAssembly()
-    with Scan(broker, split.topic_partition, start, split.last) as scan:
+    with Scan(broker, split.topic_partition, start, split.last, how) as scan:
         heard_s = time.monotonic()
         while not scan.done:
             left_s = heard_s + timeout_s - time.monotonic()

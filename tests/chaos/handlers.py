@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import tenacity
@@ -84,8 +85,8 @@ class TellingBroker(PulsarBroker):
         super().__init__(Connection(service_url, operation_timeout_ms=CLIENT_TIMEOUT_S * 1_000))
         self._history = history
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
-        reader = super().reader(topic_partition, start)
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
+        reader = super().reader(topic_partition, start, *how)
         read = reader.read
 
         def read_and_tell(timeout_ms: int) -> list[EntryBlock]:

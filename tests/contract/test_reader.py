@@ -7,7 +7,7 @@ from contract_harness import Harness, Received, read_to_end, receive, subscribe,
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, ChunkedMessageError
 
 FIRST = EntryId(0, 0)
 
@@ -104,6 +104,26 @@ def test_a_reader_of_an_empty_partition_is_at_the_end_until_something_comes(
     harness.publish(where.name, [Message(b"0", key="k")])
     assert read_to_end(reader).values == [b"0"]
     assert reader.at_end()
+
+
+def test_what_lies_before_a_chunked_message_can_be_read(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish(where.name, [Message(b"0", key="k"), Message(b"1", key="k")])
+    harness.publish_chunked(where.name, "k")
+    reader = harness.broker().reader(where, FIRST)
+    read: list[bytes] = []
+
+    def refused() -> bool:
+        try:
+            read.extend(value for block in reader.read(20) for value in block.values)
+        except ChunkedMessageError:
+            return True
+        return False
+
+    wait_until(refused)
+    assert read == [b"0", b"1"]
+    with pytest.raises(ChunkedMessageError):
+        reader.read(20)
 
 
 def test_a_closed_reader_refuses_work_and_closes_again(harness: Harness) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from helpers import block, config
 from keyshard.arrow.messages import messages_of
+from keyshard.broker.connect import connect_admin
 from keyshard.broker.port import Broker, Reader
 from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
@@ -22,11 +23,13 @@ from keyshard.core.dead_letter.parking import State
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.split import cut, stretch
 from keyshard.core.position.target import Gap
 from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import DataLossTrimmedError
 from keyshard.reading.holes import inspect_holes
 from keyshard.reading.replay import replay
+from keyshard.reading.split_reader import read_split
 from tests.chaos.cluster import TOPIC, Cluster
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
@@ -52,8 +55,8 @@ class CutBroker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
-        return _CutReader(self, self._inner.reader(topic_partition, start))
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+        return _CutReader(self, self._inner.reader(topic_partition, start, *how))
 
     def step(self) -> None:
         """One more step of a Reader."""
@@ -152,6 +155,24 @@ def test_no_stored_entry_is_taken_for_an_empty_hole(
         assert EntrySet.of(found.existing) == holes
 
     cut_at_each_step(cluster, look)
+
+
+def test_a_split_is_read_exactly(cluster: Cluster, entries: list[EntryId]) -> None:
+    where = {"service_url": cluster.proxied_url, "admin_url": cluster.admin_url}
+    admin = connect_admin(Connection(**where))
+    ledgers = admin.ledgers(WHERE)
+    assert ledgers is not None
+    split = cut([stretch(WHERE, ledgers)], 2)[1]
+
+    def look(broker: Broker) -> None:
+        batches = read_split(broker, admin, split, ["__messageId"], 60)
+        found = [name for batch in batches for name in batch.column(0).to_pylist()]
+        assert found == [f"{ledger}:{entry}:0" for ledger, entry in entries[ENTRIES // 2 :]]
+
+    try:
+        cut_at_each_step(cluster, look)
+    finally:
+        admin.close()
 
 
 def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId]) -> None:

@@ -214,8 +214,8 @@ def test_a_reader_that_ends_inside_an_entry_is_followed_by_another(
     open_reader = broker.reader
     cut_off: list[EntryId] = []
 
-    def reader(topic_partition: TopicPartition, start: EntryId) -> Any:
-        made = open_reader(topic_partition, start)
+    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+        made = open_reader(topic_partition, start, *how)
         read = made.read
 
         def partly(timeout_ms: int) -> list[EntryBlock]:
@@ -247,8 +247,8 @@ def test_an_entry_that_always_ends_early_is_an_error_that_may_pass(
     broker = MemoryBroker(topic.cluster)
     open_reader = broker.reader
 
-    def reader(topic_partition: TopicPartition, start: EntryId) -> Any:
-        made = open_reader(topic_partition, start)
+    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+        made = open_reader(topic_partition, start, *how)
         read = made.read
 
         def longer(timeout_ms: int) -> list[EntryBlock]:
@@ -270,8 +270,8 @@ def test_silence_is_no_end(topic: Topic, monkeypatch: pytest.MonkeyPatch) -> Non
     (split,) = cut(topic.plan(), 3)[:1]
 
     class Silent(MemoryBroker):
-        def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
-            made = super().reader(topic_partition, start)
+        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+            made = super().reader(topic_partition, start, *how)
             made.read = lambda _timeout_ms: []  # type: ignore[method-assign]
             made.at_end = lambda: False  # type: ignore[method-assign]
             return made
@@ -303,9 +303,9 @@ def test_a_ledger_that_is_trimmed_while_it_is_read_is_named(topic: Topic) -> Non
     ledgers = [span.ledger for span in split.spans]
 
     class Trimming(MemoryBroker):
-        def reader(self, topic_partition: TopicPartition, start: EntryId) -> Any:
+        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
             topic.cluster.trim(where, EntryId(ledgers[1], 0))
-            return super().reader(topic_partition, start)
+            return super().reader(topic_partition, start, *how)
 
     with pytest.raises(DataLossTrimmedError, match=f"7 entries of .* from {ledgers[0]}:0 to"):
         topic.read([split], Trimming(topic.cluster))

@@ -219,8 +219,8 @@ class Client:
 
         return self.network.request(action)
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
-        inner = self.network.request(lambda: self._inner.reader(topic_partition, start))
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
+        inner = self.network.request(lambda: self._inner.reader(topic_partition, start, *how))
         return _Reader(self.network, inner)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:

@@ -71,11 +71,11 @@ class CountingBroker(MemoryBroker):
         self.starts: list[EntryId] = []
         self.readers: list[MemoryReader] = []
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> MemoryReader:
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> MemoryReader:
         if self.errors:
             raise self.errors.popleft()
         self.starts.append(start)
-        made = super().reader(topic_partition, start)
+        made = super().reader(topic_partition, start, *how)
         self.readers.append(made)
         return made
 

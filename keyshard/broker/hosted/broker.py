@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from keyshard.broker.hosted.consumer import HostedConsumer, Wanted
 from keyshard.broker.hosted.hosting import WorkerHosting
 from keyshard.broker.hosted.worker import Worker
-from keyshard.broker.port import Broker, Producer, Reader, StartPosition
+from keyshard.broker.port import ANYHOW, Broker, HowToRead, Producer, Reader, StartPosition
 from keyshard.broker.pulsar.at_exit import close_at_exit
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
@@ -78,8 +78,10 @@ class HostedBroker:
         worker = self._workers[hash_range.start * len(self._workers) // RING_SIZE]
         return worker.subscribe(wanted, start)
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
-        return self._local.reader(topic_partition, start)
+    def reader(
+        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+    ) -> Reader:
+        return self._local.reader(topic_partition, start, how)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)

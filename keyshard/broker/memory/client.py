@@ -279,6 +279,7 @@ class MemoryReader:
         self._closed = False
         self._connected = self._stayed_connected = True
         self._asked_without = False
+        self._refused: ChunkedMessageError | None = None
         self._expects = -1
         self._notify: Callable[[], None] = self._changed.notify_all
         log.on_append.append(self._notify)
@@ -297,6 +298,8 @@ class MemoryReader:
             self._check_open()
             blocks: list[EntryBlock] = []
             rows = 0
+            if self._refused is not None:
+                raise self._refused
             self._next = max(self._next, self._log.first)
             while self._connected and self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
@@ -305,9 +308,12 @@ class MemoryReader:
                 if entry.hidden or self._chunks.is_incomplete(entry):
                     continue
                 if entry.chunk is not None:
-                    raise refused(entry, self._topic_partition)
+                    self._refused = refused(entry, self._topic_partition)
+                    break
                 blocks.append(entry.block())
                 rows += blocks[-1].rows
+            if self._refused is not None and not blocks:
+                raise self._refused
         return blocks
 
     def at_end(self) -> bool:

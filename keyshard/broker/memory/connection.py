@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from keyshard.broker.memory.client import Connection, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.producer import MemoryProducer
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import ANYHOW, HowToRead, StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, ConfigError
@@ -79,7 +79,12 @@ class MemoryBroker:
             self._consumers.append(consumer)
         return consumer
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> MemoryReader:
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: HowToRead = ANYHOW,  # noqa: ARG002 - all of it is here anyway
+    ) -> MemoryReader:
         with self._cluster.lock:
             self._check_open()
             log = self._cluster.open_log(topic_partition)

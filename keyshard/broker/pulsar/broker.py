@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import _pulsar
 import pulsar
 
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import ANYHOW, HowToRead, StartPosition
 from keyshard.broker.pulsar.at_exit import close_at_exit
 from keyshard.broker.pulsar.calls import calls_of
 from keyshard.broker.pulsar.client import client_of
@@ -95,15 +95,20 @@ class PulsarBroker:
             consumer, topic_partition, hash_range, receiver_queue_size, self._calls
         )
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> PulsarReader:
+    def reader(
+        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+    ) -> PulsarReader:
         topic = topic_partition.topic
+        failed = pulsar.ConsumerCryptoFailureAction
         with translated("open a reader on", topic_partition), self._explained("consume", topic):
             reader = self._client.create_reader(
                 topic_partition.name,
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
+                receiver_queue_size=how.receiver_queue_size,
                 start_message_id_inclusive=True,
+                crypto_failure_action=failed.CONSUME if how.encrypted_too else failed.FAIL,
             )
-        return PulsarReader(reader, topic_partition, self._calls)
+        return PulsarReader(reader, topic_partition, self._calls, how)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
         topic = topic_partition.topic

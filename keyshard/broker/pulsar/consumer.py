@@ -15,12 +15,14 @@ from typing import Any
 import _pulsar
 import pulsar
 
+from keyshard.broker.port import HowToRead
 from keyshard.broker.pulsar.calls import Calls
-from keyshard.broker.pulsar.entries import to_blocks
+from keyshard.broker.pulsar.entries import check_readable, readable_before, to_blocks
 from keyshard.broker.pulsar.errors import translated
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import POLLED_MAX
+from keyshard.errors import ChunkedMessageError, EncryptedMessageError, KeyShardError
 
 RECEIVE_WAIT_MS = 10
 """One round of the client's batch receive when its queue is not full, milliseconds."""
@@ -28,6 +30,8 @@ RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 """Payload bytes one round takes at most."""
 READ_MESSAGES_MAX = 1_000
 """Messages one :meth:`PulsarReader.read` returns at most."""
+READ_BYTES_MAX = 8 * 1024 * 1024
+"""Payload after which it returns."""
 
 
 class PulsarConsumer:
@@ -126,8 +130,10 @@ class PulsarReader:
     """A plain Reader; the client offers no batch receive for it."""
 
     def __init__(
-        self, reader: pulsar.Reader, topic_partition: TopicPartition, calls: Calls
+        self, reader: pulsar.Reader, topic_partition: TopicPartition, calls: Calls, how: HowToRead
     ) -> None:
+        self._how = how
+        self._refused: KeyShardError | None = None
         self._reader = reader
         self._calls = calls
         self._raw = reader._reader
@@ -136,16 +142,33 @@ class PulsarReader:
         self._stayed_connected = True
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
+        if self._refused is not None:
+            raise self._refused
         messages: list[Any] = []
-        wait_ms = timeout_ms
+        wait_ms, size = timeout_ms, 0
         with translated("read from", self._topic_partition), self._calls.inside():
             try:
-                while len(messages) < READ_MESSAGES_MAX:
-                    messages.append(self._raw.read_next(wait_ms))
+                while len(messages) < READ_MESSAGES_MAX and size < READ_BYTES_MAX:
+                    message = self._raw.read_next(wait_ms)
+                    messages.append(message)
+                    size += message.length()
                     wait_ms = 1
             except pulsar.Timeout:
                 pass
-        return to_blocks(messages, self._topic_partition)
+        try:
+            return self._to_blocks(messages)
+        except (ChunkedMessageError, EncryptedMessageError) as exc:
+            # Who wants no more than what lies before it is not told.
+            self._refused = exc
+            before = readable_before(messages, exc)
+            if not before:
+                raise
+            return self._to_blocks(before)
+
+    def _to_blocks(self, messages: Sequence[Any]) -> list[EntryBlock]:
+        if self._how.encrypted_too:
+            check_readable(messages, self._topic_partition)
+        return to_blocks(messages, self._topic_partition, columns=self._how.columns)
 
     def at_end(self) -> bool:
         with translated("look for the end of", self._topic_partition):

@@ -7,7 +7,7 @@ arrival.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import _pulsar
@@ -17,7 +17,7 @@ from keyshard.arrow.metadata import TIME_MS_MAX, readable_times
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
-from keyshard.errors import ChunkedMessageError
+from keyshard.errors import ChunkedMessageError, EncryptedMessageError, KeyShardError
 
 ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
@@ -70,8 +70,38 @@ def _id_facts(data: bytes) -> _IdFacts:
     return _IdFacts(batch_size, chunked=False)
 
 
+def check_readable(messages: Sequence[Any], where: TopicPartition) -> None:
+    """Check what a Reader handed out that leaves nothing out.
+
+    Raises:
+        EncryptedMessageError: A message is encrypted.
+    """
+    if any(map(_Message.encryption_context, messages)):
+        encrypted = next(one for one in messages if one.encryption_context() is not None)
+        entry_id = EntryId(encrypted.message_id().ledger_id(), encrypted.message_id().entry_id())
+        raise EncryptedMessageError(
+            f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
+            "no keys. Read up to it and from behind it, or consume the topic with a client that "
+            "has the keys.",
+            topic_partition=where.name,
+            ledger=entry_id.ledger,
+            entry=entry_id.entry,
+        )
+
+
+def readable_before(messages: Sequence[Any], refused: KeyShardError) -> Sequence[Any]:
+    """The messages before the one that was refused."""
+    at = refused.facts["ledger"], refused.facts["entry"]
+    ids = (message.message_id() for message in messages)
+    first = next(i for i, one in enumerate(ids) if (one.ledger_id(), one.entry_id()) == at)
+    return messages[:first]
+
+
 def to_blocks(
-    messages: Sequence[Any], where: TopicPartition, came_to: HashRange | None = None
+    messages: Sequence[Any],
+    where: TopicPartition,
+    came_to: HashRange | None = None,
+    columns: Collection[str] | None = None,
 ) -> list[EntryBlock]:
     """Group messages, in delivery order, into blocks of neighbouring messages of one entry.
 
@@ -79,24 +109,26 @@ def to_blocks(
         messages: What a consumer or Reader handed out.
         where: Its topic partition.
         came_to: The consumer's range; ``None`` for a Reader.
+        columns: Columns of the content that are wanted; ``None``: all.
 
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
     """
     if not messages:
         return []
-    values = list(map(_Message.data, messages))
+    wanted = columns is None or "value" in columns
+    values: Sequence[bytes] = list(map(_Message.data, messages)) if wanted else ()
     partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable = (
         _metadata(messages)
     )
     content = pack(
-        values,
+        values if wanted else None,
         [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
         ordering_keys,
         event_ms,
         properties,
     )
-    sizes = list(map(len, values))
+    sizes = list(map(len, values) if wanted else map(_Message.length, messages))
     blocks: list[EntryBlock] = []
     position, end = 0, len(messages)
     while position < end:

@@ -10,7 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from keyshard.broker.port import Broker, Consumer, Producer, Reader, StartPosition
+from keyshard.broker.port import (
+    ANYHOW,
+    Broker,
+    Consumer,
+    HowToRead,
+    Producer,
+    Reader,
+    StartPosition,
+)
 from keyshard.core.dead_letter.letters import PREFIX
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
@@ -111,8 +119,10 @@ class RecordingBroker:
         self._write([gained])
         return recording
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
-        return self._broker.reader(topic_partition, start)
+    def reader(
+        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+    ) -> Reader:
+        return self._broker.reader(topic_partition, start, how)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         producer = self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)

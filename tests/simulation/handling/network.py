@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import MemoryCluster, MemoryProducer
@@ -129,8 +129,8 @@ class HandlerClient(Client):
         if blocks and blocks[-1].indices[-1] < blocks[-1].batch_size - 1:
             self.host.at(Step.HALF)
 
-    def reader(self, topic_partition: TopicPartition, start: EntryId) -> Reader:
-        inner = super().reader(topic_partition, start)
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
+        inner = super().reader(topic_partition, start, *how)
         if not is_dead_letters(topic_partition):
             return inner
         assert isinstance(inner, CutReader)

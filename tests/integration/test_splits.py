@@ -1,0 +1,212 @@
+"""Bounded reads of a real broker that trims what it may, and of what nobody can read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pulsar
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from contract.pulsar_harness import PulsarHarness
+from helpers import wait_until
+from keyshard import KeyShardSource
+from keyshard.broker.memory import Batching, Message
+from keyshard.coordinator.bounded import plan_read
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.split import Split, cut
+from keyshard.errors import (
+    ChunkedMessageError,
+    ConfigError,
+    DataLossTrimmedError,
+    EncryptedMessageError,
+)
+from keyshard.reading.split_reader import read_splits
+from keyshard.testing.devbroker import DevBroker
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+
+T0 = 1_700_000_000_000
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[DevBroker]:
+    """Lets ledgers be trimmed as soon as they are closed."""
+    settings = {
+        "managedLedgerMinLedgerRolloverTimeMinutes": "0",
+        "defaultRetentionTimeInMinutes": "0",
+        "defaultRetentionSizeInMB": "0",
+    }
+    with DevBroker(settings=settings) as started:
+        yield started
+
+
+@pytest.fixture
+def harness(broker: DevBroker) -> Iterator[PulsarHarness]:
+    made = PulsarHarness(broker.service_url, broker.admin_url)
+    yield made
+    made.close()
+
+
+def source_of(broker: DevBroker, topic: str, **options: Any) -> KeyShardSource:
+    return KeyShardSource(
+        topic, service_url=broker.service_url, admin_url=broker.admin_url, **options
+    )
+
+
+def values(source: KeyShardSource, splits: Sequence[Split], **options: Any) -> list[bytes]:
+    batches = read_splits(source.how_to_connect(), splits, ["value"], **options)
+    return [value for batch in batches for value in batch.column(0).to_pylist()]
+
+
+def trim(broker: DevBroker, harness: PulsarHarness, where: TopicPartition) -> None:
+    """Make the broker delete every ledger but that which is written to."""
+    harness.roll_ledger(where)
+    harness.publish(where.name, [Message(b"newest", key="k")])
+    path = where.name.replace("://", "/")
+
+    def trimmed() -> bool:
+        httpx.post(f"{broker.admin_url}/admin/v2/{path}/trim", timeout=20).raise_for_status()
+        return len(harness.admin().ledgers(where) or ()) == 1
+
+    wait_until(trimmed)
+
+
+def test_what_is_trimmed_after_planning_is_named_or_left_out(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish(where.name, [Message(b"%d" % i, key="k") for i in range(50)])
+    source = source_of(broker, where.name)
+    splits = cut(plan_read(source), 4)
+    assert values(source, splits) == [b"%d" % i for i in range(50)]
+    first = splits[0].first
+    trim(broker, harness, where)
+    with pytest.raises(DataLossTrimmedError, match=f"from {first.ledger}:0 to {first.ledger}:"):
+        values(source, splits)
+    assert values(source, splits, fail_on_data_loss=False) == []
+    with pytest.raises(DataLossTrimmedError, match=f"start of .* is {first.ledger}:3:0"):
+        plan_read(source, f"{first.ledger}:3")
+    lenient = source_of(broker, where.name, fail_on_data_loss=False)
+    assert values(lenient, plan_read(lenient, f"{first.ledger}:3")) == [b"newest"]
+    assert values(source, plan_read(source)) == [b"newest"]
+    with pytest.raises(ConfigError, match="nothing is stored there yet"):
+        plan_read(source, "999999:0")
+
+
+def test_a_topic_that_was_created_anew_is_not_read_for_the_old_one(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic(2)
+    harness.publish(topic, [Message(b"%d" % i, key=f"{i}") for i in range(20)])
+    source = source_of(broker, topic)
+    splits = cut(plan_read(source), 5)
+    harness.delete_topic(topic)
+    with pytest.raises(DataLossTrimmedError, match="deleted topic"):
+        values(source, splits)
+    assert harness.admin().partition_count(topic) is None, "reading created it"
+    httpx.put(
+        f"{broker.admin_url}/admin/v2/{topic.replace('://', '/')}/partitions", json=2, timeout=20
+    ).raise_for_status()
+    harness.publish(topic, [Message(b"new", key="k")])
+    with pytest.raises(DataLossTrimmedError):
+        values(source, splits)
+
+
+def test_a_chunked_message_is_an_error_where_it_is_read(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    harness.publish(topic, [Message(b"plain", key="k")])
+    first, last = harness.publish_chunked(topic, "k")
+    source = source_of(broker, topic)
+    with pytest.raises(ChunkedMessageError, match=f"Message {last.ledger}:{last.entry} of"):
+        values(source, plan_read(source))
+    before = plan_read(source, end=f"{first.ledger}:{first.entry}")
+    assert values(source, before) == [b"plain"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_encrypted_message_is_an_error_and_not_left_out(
+    broker: DevBroker, harness: PulsarHarness, tmp_path: Path, batched: bool
+) -> None:
+    topic = harness.create_topic()
+    harness.publish(topic, [Message(b"before", key="k")])
+    publish_encrypted(broker, topic, tmp_path, batched=batched)
+    harness.publish(topic, [Message(b"behind", key="k")])
+    source = source_of(broker, topic)
+    (whole,) = plan_read(source)
+    with pytest.raises(EncryptedMessageError, match=f"Message {whole.first.ledger}:1 of"):
+        values(source, [whole])
+    ledger = whole.first.ledger
+    assert values(source, plan_read(source, end=f"{ledger}:1")) == [b"before"]
+    assert values(source, plan_read(source, f"{ledger}:{whole.last.entry}")) == [b"behind"]
+
+
+def publish_encrypted(broker: DevBroker, topic: str, folder: Path, *, batched: bool) -> None:
+    key = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+    private, public = folder / "private.pem", folder / "public.pem"
+    private.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    client = pulsar.Client(
+        broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    producer = client.create_producer(
+        topic,
+        encryption_key="k",
+        crypto_key_reader=pulsar.CryptoKeyReader(str(public), str(private)),
+        batching_enabled=batched,
+        batching_max_publish_delay_ms=5_000,
+    )
+    for number in range(3):
+        producer.send_async(b"secret%d" % number, lambda *_: None, partition_key="k")
+    producer.flush()
+    client.close()
+
+
+def test_large_and_batched_entries_are_read_whole_in_bounded_steps(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic()
+    large = [Message(bytes([i]) * 3_000_000, key="k") for i in range(12)]
+    batch = [Message(b"%d" % i, key="k") for i in range(4_000)]
+    harness.publish(topic, large)
+    harness.publish(topic, batch, Batching.MIXED)
+    source = source_of(broker, topic)
+    batches = list(read_splits(source.how_to_connect(), cut(plan_read(source), 3), ["value"]))
+    found = [value for one in batches for value in one.column(0).to_pylist()]
+    assert found == [message.value for message in large + batch]
+    assert max(one.nbytes for one in batches) < 20_000_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_times_out_of_order_select_exactly_with_and_without_a_known_disorder(
+    broker: DevBroker, harness: PulsarHarness, seed: int
+) -> None:
+    """Without one nothing may be lost, wherever the broker's search by time ends."""
+    where, chance = TopicPartition(harness.create_topic()), random.Random(seed)
+    wild = [T0 + chance.randrange(1_000) for _ in range(60)]
+    harness.publish_at(where.name, wild)
+    source = source_of(broker, where.name)
+    for _ in range(6):
+        start = T0 + chance.randrange(1_000)
+        end = start + chance.randrange(300)
+        expected = [b"%d" % one for one in wild if start <= one < end]
+        assert values(source, plan_read(source, start, end)) == expected
+        pruned = plan_read(source, start, end, disorder_max_s=1)
+        assert values(source, pruned) == expected
