@@ -29,7 +29,7 @@ BLOCKS = re.findall(
 MESSAGES = 20_000
 DEADLINE_S = 120.0
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 @dataclass
@@ -188,6 +188,13 @@ def host(page: Page, text: str) -> None:
     assert rows(page.run(text)) == MESSAGES
 
 
+def ray(page: Page, text: str) -> None:
+    scoring = page.start(text)
+    page.until(scoring, lambda out: len(re.findall(r"^k\d+ ", out, re.MULTILINE)) >= MESSAGES)
+    page.end(scoring)
+    assert (page.folder / "scores.json").exists()
+
+
 def memory(page: Page, text: str) -> None:
     (page.folder / "test_orders.py").write_text(text)
     assert "1 passed" in page.run("$ python -m pytest -q test_orders.py")
@@ -227,7 +234,7 @@ def judge(page: Page, lines: list[str]) -> None:
 
 
 STEPS: list[Callable[..., None]] = [
-    make, install, export, spark, handler, batches, host, memory, look, judge,
+    make, install, export, spark, handler, batches, host, ray, memory, look, judge,
 ]  # fmt: skip
 """What each block must do, in the order of the page."""
 
