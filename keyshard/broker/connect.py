@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keyshard.broker.port import Broker
-from keyshard.broker.pulsar import at_exit  # noqa: F401 - before what ends a run at exit
+from keyshard.broker.pulsar import at_exit  # before what ends a run at exit
 from keyshard.config.connection import MEMORY, Connection
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ def connect(connection: Connection, workers: int = 0) -> Broker:
         from keyshard.broker.hosted.broker import HostedBroker  # noqa: PLC0415
         from keyshard.broker.hosted.worker import WorkerProcess  # noqa: PLC0415
 
-        return HostedBroker(
+        hosted = HostedBroker(
             connect(connection),
             lambda stop: WorkerProcess(connection, stop),
             workers,
             connection.operation_timeout_ms / 1000,
         )
+        at_exit.close_at_exit(hosted)
+        return hosted
     if connection.in_memory:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 

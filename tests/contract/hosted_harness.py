@@ -33,9 +33,12 @@ class LocalWorker(Worker):
     def kill(self) -> None:
         self._client.close()
 
+    def leave(self) -> None:
+        self.host.close()
+
     def end(self, timeout_s: float) -> None:
         del timeout_s
-        self.host.close()
+        self.leave()
         self._server.shutdown()
         self._thread.join(TIMEOUT_S)
         self._client.close()

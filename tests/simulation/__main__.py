@@ -17,7 +17,7 @@ from tests.simulation import faults
 from tests.simulation.handling import faults as handling_faults
 from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, run_verbosely
 
-FAULTS: dict[str, Any] = {"spark": faults, "handlers": handling_faults}
+FAULTS: dict[str, Any] = {"spark": faults, "handlers": handling_faults, "workers": faults}
 """What goes wrong in each world."""
 REPORT_S = 5.0
 """Time between two lines of progress, seconds."""

@@ -339,9 +339,13 @@ class Injector:
     """Each returns whether it hit anything."""
 
     def _client(self, process: Process) -> Client | None:
-        clients = [one for one in self._world.network.clients if one.process is process]
-        return clients[0] if clients else None
+        own = self._clients(process)
+        return self._random.choice(own) if len(own) > 1 else own[0] if own else None
+
+    def _clients(self, process: Process) -> list[Client]:
+        processes = self._world.processes_of(process)
+        return [one for one in self._world.network.clients if one.process in processes]
 
     def _consumers(self, process: Process) -> list[Consumer]:
-        client = self._client(process)
-        return [] if client is None else [one for one in client.consumers if one.is_live]
+        consumers = [one for client in self._clients(process) for one in client.consumers]
+        return [one for one in consumers if one.is_live]

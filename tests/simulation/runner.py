@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.simulation.handling.world import HandlerWorld
+from tests.simulation.workers import WorkersWorld
 from tests.simulation.world import Outcome, World
 
-WORLDS: dict[str, type[World] | type[HandlerWorld]] = {"spark": World, "handlers": HandlerWorld}
+WORLDS: dict[str, type[World] | type[HandlerWorld]] = {
+    "spark": World, "handlers": HandlerWorld, "workers": WorkersWorld,
+}  # fmt: skip
 CHUNK = 8
 """Seeds that a worker process takes at once."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.broker.port import Broker
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -142,6 +143,14 @@ class World:
         digest = hashlib.sha256(self.record.history().encode())
         digest.update("\n".join([*self.record.trace, str(self.scheduler.points)]).encode())
         return digest.hexdigest()[:16]
+
+    def connection(self, process: Process) -> Broker:
+        """What a process connects to."""
+        return Client(self.network, process)
+
+    def processes_of(self, process: Process) -> list[Process]:
+        """A process that runs the query, and those that have its consumers."""
+        return [process]
 
     def end(self, process: Process) -> None:
         """End a process, in whatever way: its connection ends with it."""
@@ -417,14 +426,14 @@ class World:
             raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
 
     def _source(self, process: Process, ranges: int) -> KeyShardSource:
-        network, shape = self.network, self.shape
+        world, network, shape = self, self.network, self.shape
 
         class Source(KeyShardSource):
             """A source whose runtime connects to the simulated broker."""
 
             def coordinator(self) -> Coordinator:
                 admin = Admin(network) if shape.admin else None
-                return Coordinator(self, lambda: Client(network, process), admin)
+                return Coordinator(self, lambda: world.connection(process), admin)
 
         lasting = self.topics.lasting
         topics: dict[str, Any] = {"topics": lasting}

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
-from keyshard.broker.hosted.consumer import HostedConsumer, Wanted
+from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.hosting import WorkerHosting
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import ANYHOW, Broker, HowToRead, Producer, Reader, StartPosition
-from keyshard.broker.pulsar.at_exit import close_at_exit
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 
@@ -40,11 +40,12 @@ class HostedBroker:
         operation_timeout_s: float,
     ) -> None:
         self._local = local
+        self._holders: WeakValueDictionary[TopicPartition, Holders] = WeakValueDictionary()
 
         def host(index: int) -> WorkerHosting:
             return WorkerHosting(start, operation_timeout_s, f"keyshard-worker-{index}")
 
-        with ThreadPoolExecutor(workers, thread_name_prefix="keyshard-start") as pool:
+        with ThreadPoolExecutor(workers, "keyshard-start") as pool:
             starting = [pool.submit(host, index) for index in range(workers)]
         errors = [one.exception() for one in starting]
         self._workers = [
@@ -54,7 +55,6 @@ class HostedBroker:
             if error is not None:
                 self.close()
                 raise error
-        close_at_exit(self)
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._local.missing(topics)
@@ -76,7 +76,8 @@ class HostedBroker:
             topic_partition, subscription, hash_range, consumer_name, receiver_queue_size
         )
         worker = self._workers[hash_range.start * len(self._workers) // RING_SIZE]
-        return worker.subscribe(wanted, start)
+        holders = self._holders.setdefault(topic_partition, Holders())
+        return worker.subscribe(wanted, start, holders)
 
     def reader(
         self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
@@ -93,7 +94,9 @@ class HostedBroker:
 
     def close(self) -> None:
         deadline_s = time.monotonic() + CLOSE_S
-        with ThreadPoolExecutor(thread_name_prefix="keyshard-end") as pool:
-            for worker in self._workers:
-                pool.submit(worker.close, deadline_s)
+        # Without threads of its own: it may be called at the end of the interpreter.
+        for worker in self._workers:
+            worker.leave()
+        for worker in self._workers:
+            worker.close(deadline_s)
         self._local.close()

@@ -25,6 +25,43 @@ class Wanted:
     receiver_queue_size: int
 
 
+class Holders:
+    """Which consumer of a topic partition has which entries in hand.
+
+    An acknowledgement has to go the way that the entry came: what a worker loses with its
+    connection then comes again through the same consumer, and is acknowledged again. Through
+    another worker it would be lost, while the broker waits for the consumer that has the entry.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: dict[EntryId, HostedConsumer] = {}
+
+    def took(self, consumer: HostedConsumer, blocks: Sequence[EntryBlock]) -> None:
+        """A consumer has handed out entries."""
+        with self._lock:
+            for block in blocks:
+                self._holders[block.id] = consumer
+
+    def release(
+        self, entries: Sequence[EntryId], other: HostedConsumer
+    ) -> dict[HostedConsumer, list[EntryId]]:
+        """Who acknowledges which of some entries; the other one what nobody has."""
+        shares: dict[HostedConsumer, list[EntryId]] = {}
+        with self._lock:
+            for entry_id in entries:
+                holder = self._holders.pop(entry_id, other)
+                shares.setdefault(holder if holder.is_connected() else other, []).append(entry_id)
+        return shares
+
+    def forget(self, consumer: HostedConsumer) -> None:
+        """A consumer has nothing in hand any more: it comes again, or was acknowledged."""
+        with self._lock:
+            gone = [entry_id for entry_id, one in self._holders.items() if one is consumer]
+            for entry_id in gone:
+                del self._holders[entry_id]
+
+
 class Hosting(Protocol):
     """The side of a worker that its consumers know."""
 
@@ -44,10 +81,12 @@ class HostedConsumer:
         wanted: What it consumes.
         hosting: The worker that has it.
         number: Its number there.
+        holders: Of its topic partition, for the consumers of all workers.
     """
 
-    def __init__(self, wanted: Wanted, hosting: Hosting, number: int) -> None:
+    def __init__(self, wanted: Wanted, hosting: Hosting, number: int, holders: Holders) -> None:
         self.wanted = wanted
+        self._holders = holders
         self._hosting = hosting
         self.number = number
         self._changed = threading.Condition()
@@ -73,8 +112,9 @@ class HostedConsumer:
                 return []
             # One delivery of the worker's: a reconnect lies between them.
             delivery = self._queue.popleft()
-            self._taken += 1
+            self._taken += sum(block.rows for block in delivery.blocks)
             number, taken = self.number, self._taken
+        self._holders.took(self, delivery.blocks)
         self._hosting.took(number, taken)
         if delivery.error is not None:
             raise delivery.error
@@ -90,6 +130,11 @@ class HostedConsumer:
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
+        for consumer, share in self._holders.release(entries, self).items():
+            consumer.hand_on(share)
+
+    def hand_on(self, entries: Sequence[EntryId]) -> None:
+        """Acknowledge entries through this consumer's worker."""
         self._hosting.acknowledge(self.number, entries)
 
     def last_entry(self) -> EntryId | None:
@@ -114,6 +159,8 @@ class HostedConsumer:
             self._callback = None
             self._queue.clear()
             self._changed.notify_all()
+        if new:
+            self._holders.forget(self)
         return new
 
     # -- told by its worker -----------------------------------------------------------------------
@@ -138,6 +185,7 @@ class HostedConsumer:
         with self._changed:
             self._connected = False
             self._queue.clear()
+        self._holders.forget(self)
 
     def regaining(self, number: int) -> None:
         """A worker is about to have it, under another number."""

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -18,8 +19,10 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, KeyShardError
 
-AHEAD = 2
-"""Deliveries of one consumer that nobody has taken, at most."""
+FULL_WAIT_S = 0.02
+"""Longest wait for something to give while a consumer waits until more of it was taken, seconds."""
+CLOSED_MAX = 10_000
+"""Numbers of closed consumers that are remembered: a question that is late opens none again."""
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 """Payload after which an answer is closed. An entry that is held keeps its whole answer in memory,
 as it keeps its delivery where the client is in the same process."""
@@ -29,6 +32,8 @@ RECEIVE_WAIT_MS = 10
 """Longest wait of one receive, milliseconds."""
 RECEIVE_THREADS = 2
 """Threads that receive."""
+CLOSE_THREADS = 8
+"""Consumers closed at the same time."""
 LOOK_S = 0.25
 """Time between two looks at who is connected, seconds."""
 
@@ -38,13 +43,15 @@ _log = logging.getLogger(__name__)
 class _Hosted:
     """One consumer."""
 
-    def __init__(self, number: int, consumer: Consumer) -> None:
+    def __init__(self, number: int, consumer: Consumer, ahead_max: int) -> None:
         self.number = number
         self.consumer = consumer
+        self.ahead_max = ahead_max
         self.using = threading.Lock()
         """Held while it is received from, and while it is closed."""
         self.given = self.taken = 0
-        """Deliveries that it gave, and that were taken."""
+        """Messages that it gave, and that were taken; so many more as its queue holds, and the rest
+        of a delivery."""
         self.connected = True
         """As it was told last."""
         self.full = self.closed = False
@@ -55,15 +62,18 @@ class Host:
 
     Args:
         broker: The connection; it is closed with the host.
-        clock: Monotonic time, seconds.
     """
 
-    def __init__(self, broker: Broker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._clock = clock
         self._changed = threading.Condition()
         self._hosted: dict[int, _Hosted] = {}
+        self._opening: dict[int, threading.Lock] = {}
+        """Of numbers that are subscribed or closed now; a question may come twice at once."""
+        self._closed: deque[int] = deque(maxlen=CLOSED_MAX)
         self._ready: deque[_Hosted] = deque()
+        self._full: set[int] = set()
+        """Who waits until more of it was taken."""
         self._waiting: deque[tuple[Delivery, int, int]] = deque()
         self._looked_s = 0.0
         self._taking = threading.Lock()
@@ -91,21 +101,34 @@ class Host:
         Raises:
             KeyShardError: What the broker raises.
         """
-        if number in self._hosted:
-            return
-        consumer = self._broker.subscribe(
-            TopicPartition(topic, partition), subscription, HashRange(start, end),
-            start=StartPosition(position), consumer_name=consumer_name,
-            receiver_queue_size=receiver_queue_size,
-        )  # fmt: skip
-        hosted = _Hosted(number, consumer)
-        with self._changed:
-            if not self._ended:
-                self._hosted[number] = hosted
-                self._ready.append(hosted)
-                self._changed.notify_all()
+        with self._alone_with(number):
+            if number in self._hosted or number in self._closed:
                 return
-        consumer.close()
+            consumer = self._broker.subscribe(
+                TopicPartition(topic, partition), subscription, HashRange(start, end),
+                start=StartPosition(position), consumer_name=consumer_name,
+                receiver_queue_size=receiver_queue_size,
+            )  # fmt: skip
+            hosted = _Hosted(number, consumer, receiver_queue_size)
+            with self._changed:
+                if not self._ended:
+                    self._hosted[number] = hosted
+                    self._ready.append(hosted)
+                    self._changed.notify_all()
+                    return
+            consumer.close()
+
+    @contextmanager
+    def _alone_with(self, number: int) -> Iterator[None]:
+        """One question about a number at a time."""
+        with self._changed:
+            gate = self._opening.setdefault(number, threading.Lock())
+        with gate:
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._opening.pop(number, None)
 
     def acknowledge(self, *, number: int, entries: list[list[int]]) -> None:
         """As the port's."""
@@ -118,14 +141,17 @@ class Host:
 
     def close_consumer(self, *, number: int, for_another: bool) -> None:
         """As the port's ``close``; nothing of it is given afterwards. Idempotent."""
-        with self._changed:
-            hosted = self._hosted.pop(number, None)
-            if hosted is None:
-                return
-            hosted.closed = True
-            self._waiting = deque(one for one in self._waiting if one[0].consumer != number)
-        with hosted.using:
-            hosted.consumer.close(for_another=for_another)
+        with self._alone_with(number):
+            with self._changed:
+                self._closed.append(number)
+                hosted = self._hosted.pop(number, None)
+                if hosted is None:
+                    return
+                hosted.closed = True
+                self._full.discard(number)
+                self._waiting = deque(one for one in self._waiting if one[0].consumer != number)
+            with hosted.using:
+                hosted.consumer.close(for_another=for_another)
 
     def _one(self, number: int) -> _Hosted:
         hosted = self._hosted.get(number)
@@ -143,7 +169,7 @@ class Host:
         Args:
             seq: Number of the answer that is asked for: 1 more than that of the last one that
                 arrived. The same number has the same answer.
-            taken: Deliveries taken of some consumers since their beginning.
+            taken: Messages taken of some consumers since their beginning.
             wait_s: Longest wait, seconds.
 
         Raises:
@@ -160,6 +186,8 @@ class Host:
             with self._changed:
                 self._let_on(taken)
                 if not connected:
+                    if self._full:
+                        wait_s = min(wait_s, FULL_WAIT_S)
                     self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
                 deliveries = self._next()
             connected |= self._changes()
@@ -174,14 +202,15 @@ class Host:
             hosted = self._hosted.get(number)
             if hosted is not None:
                 hosted.taken = count
-                if hosted.full and hosted.given - count < AHEAD:
+                if hosted.full and hosted.given - count < hosted.ahead_max:
                     hosted.full = False
+                    self._full.discard(number)
                     self._ready.append(hosted)
                     self._changed.notify_all()
 
     def _changes(self) -> dict[int, bool]:
         """Who has lost its connection, or has it again."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return {}
         self._looked_s = now_s
@@ -242,9 +271,11 @@ class Host:
             if hosted.closed:
                 return
             self._waiting.append((delivery, rows, payload))
-            hosted.given += 1
-            hosted.full = hosted.given - hosted.taken >= AHEAD
-            if not hosted.full and delivery.error is None:
+            hosted.given += rows
+            hosted.full = hosted.given - hosted.taken >= hosted.ahead_max
+            if hosted.full:
+                self._full.add(hosted.number)
+            elif delivery.error is None:
                 self._ready.append(hosted)
             self._changed.notify_all()
 
@@ -259,7 +290,7 @@ class Host:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(1.0)
-        with ThreadPoolExecutor(8, thread_name_prefix="keyshard-close") as pool:
+        with ThreadPoolExecutor(CLOSE_THREADS, thread_name_prefix="keyshard-close") as pool:
             for one in hosted:
                 pool.submit(_close, one.consumer)
         self._broker.close()

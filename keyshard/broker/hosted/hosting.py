@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from keyshard.broker.hosted.consumer import HostedConsumer, Wanted
+from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId
@@ -66,14 +66,14 @@ class WorkerHosting:
         worker = self._worker
         return None if worker is None else worker.name
 
-    def subscribe(self, wanted: Wanted, start: StartPosition) -> HostedConsumer:
+    def subscribe(self, wanted: Wanted, start: StartPosition, holders: Holders) -> HostedConsumer:
         """A consumer in this worker.
 
         Raises:
             BrokerError: What the broker raises, or the connection is closed.
             BrokerUnavailableError: There is no worker now (retriable).
         """
-        worker, consumer = self._living(), HostedConsumer(wanted, self, next(_numbers))
+        worker, consumer = self._living(), HostedConsumer(wanted, self, next(_numbers), holders)
         with self._lock:
             self._consumers[consumer.number] = consumer
         try:
@@ -230,14 +230,22 @@ class WorkerHosting:
         except BrokerError as exc:
             _log.debug("closing consumer %d of a worker failed: %s", number, exc)
 
-    def close(self, deadline_s: float) -> None:
-        """Let the worker give its ranges back, until a monotonic time. Idempotent."""
+    def leave(self) -> None:
+        """Close all its consumers, and tell the worker to give its ranges back. Idempotent."""
         with self._lock:
             self._ending.set()
-            worker, self._worker = self._worker, None
+            worker = self._worker
             consumers = list(self._consumers.values())
         for consumer in consumers:
             consumer.ended()
+        if worker is not None:
+            worker.leave()
+
+    def close(self, deadline_s: float) -> None:
+        """Wait for the end of the worker, until a monotonic time. Idempotent."""
+        self.leave()
+        with self._lock:
+            worker, self._worker = self._worker, None
         if worker is not None:
             worker.end(max(0.1, deadline_s - time.monotonic()))
         self._thread.join(max(0.1, deadline_s - time.monotonic()))

@@ -58,6 +58,10 @@ class Worker:
         """End it at once; who waits for an answer is told."""
         raise NotImplementedError
 
+    def leave(self) -> None:
+        """Tell it to give its ranges back and to end; returns at once. Idempotent."""
+        raise NotImplementedError
+
     def end(self, timeout_s: float) -> None:
         """Let it give its ranges back; then, or when time is up, it is gone. Idempotent.
 
@@ -96,7 +100,7 @@ class Worker:
         """What its consumers received, and which of them have lost or regained a connection.
 
         Args:
-            taken: Deliveries taken of some consumers since their beginning.
+            taken: Messages taken of some consumers since their beginning.
 
         Raises:
             WorkerUnreachableError: It does not answer in time.
@@ -178,13 +182,17 @@ class WorkerProcess(Worker):
     def kill(self) -> None:
         self._process.kill()
 
+    def leave(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
     def end(self, timeout_s: float) -> None:
         if timeout_s:
-            assert self._process.stdin is not None
+            self.leave()
             try:
-                self._process.stdin.close()
                 self._process.wait(timeout_s)
-            except (OSError, subprocess.TimeoutExpired) as exc:
+            except subprocess.TimeoutExpired as exc:
                 _log.debug("worker process %d did not end in order: %s", self._process.pid, exc)
         self._process.kill()
         self._process.wait()
