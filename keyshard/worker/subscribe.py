@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from keyshard.broker.port import Admin, Broker, Consumer, StartPosition
 from keyshard.broker.retry import retry_until
@@ -65,7 +66,16 @@ def open_range_consumers(
             pool.submit(subscribe, owned_range, StartPosition.EARLIEST)
             for owned_range in owned_ranges
         ]
-    outcomes = [future.exception() for future in made] + [future.exception() for future in futures]
+        wait(futures)
+        # A broker that went away meanwhile may come back as another one: what is in the queue of
+        # who lost the connection would be taken, and then acknowledged there.
+        again = [
+            pool.submit(reopen_range_consumer, broker, config, future.result(), stop)
+            for future in futures
+            if future.exception() is None and not future.result().consumer.is_connected()
+        ]
+    everything: list[Future[Any]] = [*made, *futures, *again]
+    outcomes = [future.exception() for future in everything]
     errors = [error for error in outcomes if error is not None]
     if errors:
         for future in futures:

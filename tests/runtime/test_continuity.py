@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from helpers import commit, config, key_in, received, rows_of, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.port import StartPosition
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import KeyShardError, TopicRecreatedError
 from keyshard.worker import continuity, reconnector
+from keyshard.worker.receiver import OwnedRange
+from keyshard.worker.subscribe import open_range_consumers
 from rescale_world import RescaleWorld
 
 LOW, HIGH = (key_in(hash_range) for hash_range in split_ring(2))
@@ -172,3 +178,34 @@ def test_a_process_that_stands_still_again_and_again_only_compares(
         world.check()
     finally:
         world.end()
+
+
+def test_what_came_before_a_wipe_is_not_taken_by_a_source_that_was_still_opening() -> None:
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders")
+    where = TopicPartition(topic)
+    ranges = split_ring(2)
+    cluster.publish(topic, *(Message(b"old", key=key_in(one)) for one in ranges))
+    wiped = threading.Lock()
+
+    class Late(MemoryBroker):
+        """The cluster is wiped after the first subscription."""
+
+        done = 0
+
+        def subscribe(self, *what: Any, **how: Any) -> Any:
+            with wiped:
+                Late.done += 1
+                if Late.done == 2:
+                    cluster.wipe()
+                    cluster.create_topic("orders")
+                    cluster.publish(topic, *(Message(b"new", key=key_in(one)) for one in ranges))
+                return super().subscribe(*what, **how)
+
+    opened = open_range_consumers(
+        Late(cluster), None, config(topic, parallelism=2),
+        [OwnedRange(where, i, one) for i, one in enumerate(ranges)], StartPosition.EARLIEST,
+        make_queue=lambda: ClientQueue(2**20, 10),
+    )  # fmt: skip
+    came = [block.values for one in opened for block in one.consumer.receive(1_000)]
+    assert came == [[b"new"], [b"new"]]
