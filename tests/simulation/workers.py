@@ -51,7 +51,9 @@ class SimulatedWorker(Worker):
         self.name = process.name
         self._seq = 0
         self.answers = True
-        """Whether it does; a process that was stopped does not."""
+        """Whether it does; a process that was stopped does not, and nobody notices but by that."""
+        self.gone = False
+        """Whether its connections have ended with it."""
         self._leaving: Task | None = None
         self.client = Client(world.network, process)
         self._host = self._made()
@@ -102,12 +104,16 @@ class SimulatedWorker(Worker):
         if self.answers:
             for _ in range(2 if self._random.random() < REPEATED else 1):
                 self._scheduler.spawn(self.process, "question", lambda: answers.append(act()))
-        while not answers and not self.process.dead and self._scheduler.now_s < end_s:
+        while not answers and not self._noticed_dead and self._scheduler.now_s < end_s:
             self._scheduler.sleep(LOOK_S)
         self._travel()
         if not answers or not self.answers or self._random.random() < LOST:
             raise WorkerUnreachableError(f"{self.name} does not answer.")
         return answers[0]
+
+    @property
+    def _noticed_dead(self) -> bool:
+        return self.process.dead and self.answers
 
     def _travel(self) -> None:
         late = self._random.random() < 0.01
@@ -186,14 +192,15 @@ class WorkersWorld(World):
             else:
                 self.record.note(f"FAULT {worker.name} is stopped")
                 worker.answers = False
-                self.record.add("crashed", worker=worker.name)
                 worker.client.freeze()
+                self.record.add("crashed", worker=worker.name)
+                self.scheduler.kill(worker.process)
 
     def end_worker(self, worker: SimulatedWorker) -> None:
         """End a worker at once; the broker notices now or later."""
-        if worker.process.dead:
+        if worker.gone:
             return
-        self._struck = True
+        worker.gone = self._struck = True
         unnoticed = self.strikes.random() < 0.3
         self.network.lose_client(
             worker.client, self.strikes.random() * UNNOTICED_S if unnoticed else 0.0
@@ -202,7 +209,7 @@ class WorkersWorld(World):
         self.scheduler.kill(worker.process)
 
     def end(self, process: Process) -> None:
-        left = [one for one in self._workers.get(process, ()) if not one.process.dead]
+        left = [one for one in self._workers.get(process, ()) if not one.gone]
 
         def leave() -> None:
             """Their input has ended, or else their lease does."""
