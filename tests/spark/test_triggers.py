@@ -89,6 +89,15 @@ def test_available_now_without_admin_url(spark: SparkSession, topic: SparkTopic)
     assert topic.backlog() == 0
 
 
+def test_worker_processes_receive_for_a_query(spark: SparkSession, topic: SparkTopic) -> None:
+    topic.produce(2_000)
+    ended(topic.start(topic.rows(spark, workers="processes:2")))
+    assert set(topic.values()) == set(topic.sent)
+    assert set(topic.values().values()) == {1}
+    assert all(map(in_order, topic.seen))
+    assert topic.backlog() == 0
+
+
 def test_a_self_union_gives_each_row_twice_in_order(spark: SparkSession, topic: SparkTopic) -> None:
     topic.produce(500)
     rows = topic.rows(spark)
