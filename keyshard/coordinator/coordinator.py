@@ -20,15 +20,18 @@ from keyshard.coordinator.partitions import Partitions
 from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.settler import Settler
-from keyshard.coordinator.topics import Catalog, look
+from keyshard.coordinator.topics import Catalog, Found, look
 from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.worker.receiver import RangeConsumer
 from keyshard.worker.shared_window import SharedWindow
 from keyshard.worker.worker import Worker
 
+ATTEMPTS = 5
+"""Times that topics are looked up at a start, where one goes after it was found."""
 LET_GO_S = 1.0
 """Longest wait for the threads that the client's end lets go, seconds."""
 
@@ -94,24 +97,23 @@ class Coordinator:
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
             catalog = Catalog(self._broker, self._admin, config)
-            found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
-            window = open_window(
-                self._broker, self._admin, config, checkpoint, found,
-                cluster=cluster, planned=planned, assignment=assignment,
-            )  # fmt: skip
-            shared = SharedWindow(window, self._stopping, self._failed)
-            ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
-            self.worker = Worker(self._broker, self._admin, config, shared, assignment)
-            opened = self.worker.open(
-                found.consumed,
-                start_position(self._admin, config, checkpoint, found),
-                found.kept & ending,
-            )
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    found, opened = self._open(
+                        catalog, checkpoint, cluster, planned=planned, assignment=assignment
+                    )
+                    break
+                except TopicNotFoundError as exc:
+                    # Of those that match a pattern one may go while the others are subscribed to.
+                    if not catalog.by_pattern or attempt == ATTEMPTS:
+                        raise
+                    _log.info("topics are looked up again: %s", exc)
             bounded: AvailableNow | None = None
             if available_now:
                 bounded = AvailableNow(
                     last_entries(opened, config.operation_timeout_ms / 1000), opened,
-                    config=config, broker=self._broker, admin=self._admin, shared=shared,
+                    config=config, broker=self._broker, admin=self._admin,
+                    shared=self.worker.shared,
                 )  # fmt: skip
             on_failure.pop_all()
         partitions = Partitions(self.worker, checkpoint, planned=planned, gone=found.gone)
@@ -134,6 +136,27 @@ class Coordinator:
             len(assignment), len(found.consumed),
             config.topics_pattern or ", ".join(config.topics), config.subscription,
         )  # fmt: skip
+
+    def _open(
+        self, catalog: Catalog, checkpoint: Checkpoint | None, cluster: str,
+        *, planned: bool, assignment: Assignment,
+    ) -> tuple[Found, list[RangeConsumer]]:  # fmt: skip
+        """Look topics up, and own every range of them."""
+        config = self._config
+        found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
+        window = open_window(
+            self._broker, self._admin, config, checkpoint, found,
+            cluster=cluster, planned=planned, assignment=assignment,
+        )  # fmt: skip
+        shared = SharedWindow(window, self._stopping, self._failed)
+        ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
+        self.worker = Worker(self._broker, self._admin, config, shared, assignment)
+        opened = self.worker.open(
+            found.consumed,
+            start_position(self._admin, config, checkpoint, found),
+            found.kept & ending,
+        )
+        return found, opened
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Hand over waiting acknowledgements, give the ranges back and disconnect. Idempotent."""

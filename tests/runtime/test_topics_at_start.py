@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from helpers import received, wait_until
+from keyshard.broker.memory import MemoryBroker
+from keyshard.broker.port import Consumer
 from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import DataLossTrimmedError, TopicNotFoundError
 from topic_world import PREFIX, World
 
@@ -146,3 +150,24 @@ def test_a_reconnect_to_a_recreated_topic_never_starts_at_latest(world: World) -
         received(coordinator, 6)
         world.take(coordinator)
         assert world.got == world.sent
+
+
+def test_a_topic_that_matches_and_goes_while_the_source_starts_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stays", "goes"):
+        world.cluster.create_topic(name)
+        world.publish(name, 4)
+    subscribe, goes = MemoryBroker.subscribe, PREFIX + "goes"
+
+    def gone(self: MemoryBroker, where: TopicPartition, *what: Any, **how: Any) -> Consumer:
+        if where.topic == goes and world.cluster.partitions(goes):
+            world.cluster.delete_topic(goes)
+            raise TopicNotFoundError("gone")
+        return subscribe(self, where, *what, **how)
+
+    monkeypatch.setattr(MemoryBroker, "subscribe", gone)
+    with world.running(world.matching(".*")) as coordinator:
+        received(coordinator, 4)
+        world.take(coordinator)
+    assert set(world.got) == {value for value in world.sent if "stays" in value}
