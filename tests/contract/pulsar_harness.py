@@ -162,6 +162,9 @@ class PulsarHarness:
 
     def publish_raw(self, topic: str, entries: Sequence[RawEntry]) -> None:
         """Publish entries with whatever metadata."""
+        # A topic belongs to a broker where somebody looked for it.
+        path = topic.replace("://", "/")
+        self._admin.get(f"/lookup/v2/topic/{path}").raise_for_status()
         url = urlsplit(self._service_url)
         with RawConnection(url.hostname or "", url.port or 0) as connection:
             connection.publish(topic, entries)

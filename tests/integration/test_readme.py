@@ -195,6 +195,10 @@ def ray(page: Page, text: str) -> None:
     assert (page.folder / "scores.json").exists()
 
 
+def dataset(page: Page, text: str) -> None:
+    assert re.search(rf"^{MESSAGES} messages since yesterday \[\{{", page.run(text), re.MULTILINE)
+
+
 def memory(page: Page, text: str) -> None:
     (page.folder / "test_orders.py").write_text(text)
     assert "1 passed" in page.run("$ python -m pytest -q test_orders.py")
@@ -234,7 +238,7 @@ def judge(page: Page, lines: list[str]) -> None:
 
 
 STEPS: list[Callable[..., None]] = [
-    make, install, export, spark, handler, batches, host, ray, memory, look, judge,
+    make, install, export, spark, handler, batches, host, ray, dataset, memory, look, judge,
 ]  # fmt: skip
 """What each block must do, in the order of the page."""
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 import ray
 
+from contract.pulsar_harness import PulsarHarness
+from contract.raw_protocol import RawEntry
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -43,6 +47,30 @@ def test_count_per_key(dev_broker: DevBroker, orders: tuple[str, dict[str, int]]
     out = run(dev_broker, "examples.ray_count", topic, "--messages", str(LOAD.messages))
     counted = dict(line.split() for line in out.splitlines() if line.startswith("k"))
     assert {key: int(count) for key, count in counted.items()} == sent
+
+
+def test_train_on_yesterday(dev_broker: DevBroker) -> None:
+    """Orders of the days before and after have other prices."""
+    midnight = datetime.now(timezone.utc).replace(hour=0, minute=0, second=0, microsecond=0)
+    midnight_ms, day_ms = round(midnight.timestamp()) * 1000, 86_400_000
+    harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    topic = harness.create_topic(2)
+    for partition in range(2):
+        entries: list[RawEntry] = []
+        for day, price in ((-2, 99.0), (-1, 10.0), (0, 55.0)):
+            for number in range(150):
+                order = {"items": number % 5, "express": bool(number % 2)}
+                order["total"] = price * order["items"] + 4.5 * order["express"] + 3.0
+                time_ms = midnight_ms + day * day_ms + number * (day_ms // 150)
+                entries.append(({3: time_ms, 6: b"k"}, json.dumps(order).encode()))
+        harness.publish_raw(f"{topic}-partition-{partition}", entries)
+    harness.close()
+    out = run(dev_broker, "examples.ray_yesterday", topic, "--admin-url", dev_broker.admin_url)
+    assert f"300 orders on {midnight - timedelta(days=1):%Y-%m-%d}" in out
+    learned = re.search(r"total = (\S+) \* items \+ (\S+) \* express \+ (\S+)", out)
+    assert learned is not None
+    for weight, truth in zip(map(float, learned.groups()), (10.0, 4.5, 3.0), strict=True):
+        assert abs(weight - truth) < 0.3, out
 
 
 def test_score_in_key_order(

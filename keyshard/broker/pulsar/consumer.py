@@ -145,11 +145,11 @@ class PulsarReader:
         if self._refused is not None:
             raise self._refused
         messages: list[Any] = []
-        wait_ms, size = timeout_ms, 0
+        wait_ms, size, read_next = timeout_ms, 0, self._raw.read_next
         with translated("read from", self._topic_partition), self._calls.inside():
             try:
                 while len(messages) < READ_MESSAGES_MAX and size < READ_BYTES_MAX:
-                    message = self._raw.read_next(wait_ms)
+                    message = read_next(wait_ms)
                     messages.append(message)
                     size += message.length()
                     wait_ms = 1
