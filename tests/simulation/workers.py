@@ -113,7 +113,7 @@ class SimulatedWorker(Worker):
 
     @property
     def _noticed_dead(self) -> bool:
-        return self.process.dead and self.answers
+        return self.gone or (self.process.dead and self.answers)
 
     def _travel(self) -> None:
         late = self._random.random() < 0.01
