@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any
@@ -17,12 +17,14 @@ from pyarrow import flight
 
 from helpers import wait_until
 from keyshard.arrow.content import entry_block
+from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import Lease, Setup, WorkerServer
 from keyshard.broker.hosted.wire import Delivery, heard, packed, told, unpacked
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -182,7 +184,7 @@ def test_who_has_room_again_does_not_wait_for_the_end_of_a_question() -> None:
         while rows_of(at.host.take(seq := seq + 1, {}, 5.0)[0]):
             pass
         began = time.monotonic()
-        at.host.take(seq + 1, {}, 60.0)
+        at.host.take(seq + 1, {}, 10.0)
         assert time.monotonic() - began < 5
 
 
@@ -226,6 +228,47 @@ def test_what_a_consumer_raises_is_given_as_a_delivery() -> None:
         (delivery,) = unpacked(at.host.take(1, {}, 5.0)[0]["deliveries"], None)
         assert isinstance(delivery.error, ChunkedMessageError)
         assert not delivery.blocks
+
+
+class Ends:
+    """The side of a worker that its consumers know; what is acknowledged through it."""
+
+    def __init__(self) -> None:
+        self.acknowledged: list[EntryId] = []
+        self.closed: list[int] = []
+
+    def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
+        assert number not in self.closed
+        self.acknowledged += entries
+
+    def last_entry(self, number: int) -> EntryId | None: ...
+
+    def close_consumer(self, number: int, *, for_another: bool) -> None:
+        assert not for_another
+        self.closed.append(number)
+
+    def took(self, number: int, count: int) -> None: ...
+
+
+def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> None:
+    """What a worker loses comes again only through the consumers that it had."""
+    where, holders, one, other = TopicPartition("persistent://a/b/c"), Holders(), Ends(), Ends()
+    low, high = (
+        HostedConsumer(Wanted(where, "s", each, "c", 10), ends, number, holders)
+        for number, (each, ends) in enumerate(zip(split_ring(2), (one, other), strict=True))
+    )
+    entries = [block_of(Random(seed)) for seed in range(5)]
+    low.arrived(Delivery(0, entries[:3]))
+    high.arrived(Delivery(1, entries[3:]))
+    assert len(low.receive(0)) == 3
+    assert len(high.receive(0)) == 2
+    high.acknowledge([entry.id for entry in entries[1:]])
+    assert one.acknowledged == [entry.id for entry in entries[1:3]]
+    assert other.acknowledged == [entry.id for entry in entries[3:]]
+    low.close()
+    high.acknowledge([entries[0].id])  # nobody has it: it comes again, or was acknowledged
+    assert other.acknowledged[-1] == entries[0].id
+    assert not holders._holders
 
 
 def test_a_lease_that_has_ended_never_begins_again() -> None:
