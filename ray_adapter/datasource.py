@@ -48,8 +48,8 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         return "KeyShard"
 
     def supports_projection_pushdown(self) -> bool:
-        """Columns that nothing selects are not built."""
-        return True
+        """Columns that nothing selects are not built; an older Ray asks in other words."""
+        return hasattr(Datasource, "get_projection_map")
 
     def estimate_inmemory_data_size(self) -> int:
         """Bytes by the ledger list; compressed entries take more in memory."""

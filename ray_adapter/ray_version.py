@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-_NEEDED = (2, 44)
+_NEEDED = (2, 50)
 
 
 def installed() -> str | None:
@@ -25,6 +25,6 @@ def check(found: str | None) -> None:
         return
     has = "has none" if found is None else f"has {found}"
     raise ImportError(
-        f"keyshard's Ray adapter needs Ray 2.44 or newer, and this environment {has}. Install it "
+        f"keyshard's Ray adapter needs Ray 2.50 or newer, and this environment {has}. Install it "
         "with pip install 'keyshard[ray]'."
     )

@@ -48,6 +48,7 @@ ZONE = timezone(timedelta(hours=1))
         (datetime(2026, 11, 21, 1, tzinfo=ZONE), NOV_21),
         (datetime(2026, 11, 21, microsecond=1, tzinfo=timezone.utc), NOV_21 + 1),
         (datetime(1969, 7, 20, tzinfo=timezone.utc), 0),
+        (datetime.max, 253_402_300_799_999),  # noqa: DTZ901 - so is this
         (datetime.min, 0),  # noqa: DTZ901 - so is this
     ],
 )
@@ -142,6 +143,12 @@ def test_a_start_after_its_end_is_told(start: Any, end: Any, ordered: bool) -> N
         return
     with pytest.raises(ConfigError, match=f"start of {P0} is .* after its end"):
         check_order({P0: start}, {P0: end})
+
+
+def test_times_far_away_are_told_as_well() -> None:
+    times = [parse_bound("start", one) for one in (datetime.max, "2026-11-21")]  # noqa: DTZ901
+    with pytest.raises(ConfigError, match="is 9999-12-31T23:59:59"):
+        check_order({P0: times[0]}, {P0: times[1]})
 
 
 def test_times_are_shown_as_people_read_them() -> None:

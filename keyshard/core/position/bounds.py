@@ -166,8 +166,8 @@ def _milliseconds(name: str, moment: datetime) -> int:
         microseconds = (aware - _EPOCH) // timedelta(microseconds=1)
     except (ValueError, OverflowError, TypeError) as exc:
         raise ConfigError(f"{name} is {shown(moment)}, which is no time: {exc}.") from exc
-    # Nothing was published before 1970.
-    return max(0, -(-microseconds // 1_000))
+    # Nothing was published before 1970, or behind what a datetime can say.
+    return min(max(0, -(-microseconds // 1_000)), _TIME_MS_END - 1)
 
 
 def check_order(
