@@ -68,6 +68,8 @@ class Feeder:
                         return done, results
                 outcome = self._crew.call(self._seat.actor, rows, done)
             except HandlerProcessError as exc:
+                if self._exchange.ending:
+                    return done, results
                 lost = True
                 self._seat.deaths += 1
                 failure = Failure.of(exc)

@@ -21,7 +21,7 @@ from typing import Any
 from keyshard import KeyShardSource, RetryPolicy
 from keyshard.core.option_checks import check_integer, check_seconds
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import ConfigError, NotRunningError
+from keyshard.errors import ClusterError, ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
 from keyshard.handlers.stop_signals import stopping_signals
 from keyshard.redaction import shown
@@ -248,6 +248,13 @@ class Job:
                 work()
             except GivenUp:
                 pass
+            except SystemExit as exc:  # what Ray raises where it is not there any more
+                error = ClusterError(
+                    "Ray was shut down while the job ran. What was not acknowledged comes again; "
+                    "end a job before ray.shutdown()."
+                )
+                error.__cause__ = exc
+                self._exchange.fail(error)
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
                 self._exchange.fail(exc)
 
@@ -261,7 +268,9 @@ class Job:
             if self._ended:
                 return
             self._exchange.stop()
-            self._crew.end([seat.actor for seat in self._exchange.seats if seat.actor is not None])
+            actors = [seat.actor for seat in self._exchange.seats if seat.actor is not None]
+            # In a thread: where the cluster is gone, Ray waits for it.
+            self._thread("end", lambda: self._crew.end(actors)).join(END_S)
             commit_s = self._source.operation_timeout_ms / 1000
             for threads, timeout_s in (
                 (self._feeders, END_S), (self._others[1:], commit_s), (self._others[:1], None)

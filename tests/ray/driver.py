@@ -32,6 +32,7 @@ def main() -> None:
     for name in ("address", "service-url", "topic", "history", "out", "checkpoint"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--actors", type=int, required=True)
+    parser.add_argument("--wait", action="store_true", help="drop results")
     arguments = parser.parse_args()
     ray.init(address=arguments.address, log_to_driver=False)
     source = KeyShardSource(
@@ -43,7 +44,9 @@ def main() -> None:
         source, partial(Located, arguments.history), parallelism=arguments.actors,
         checkpoint=arguments.checkpoint, max_rows=200,
     ) as job:  # fmt: skip
-        for result in job:
+        if arguments.wait:
+            job.wait()
+        for result in () if arguments.wait else job:
             os.write(out, (" ".join(map(str, result)) + "\n").encode())
 
 

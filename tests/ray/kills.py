@@ -76,7 +76,7 @@ class Kills:
         kills = (["actor"] * apart + ["driver"]) * driver_kills
         kills += ["actor"] * (actor_kills - apart * driver_kills)
         step = self.messages // (len(kills) + 1)
-        process = self._started(2)
+        process = self.start(2)
         for number, kind in enumerate(kills, start=1):
             self._wait(process, number * step)
             if kind == "actor":
@@ -89,7 +89,7 @@ class Kills:
                 if self.checkpoint.exists():
                     text = self.checkpoint.read_text()
                     self.durable.append((self.lines(), Checkpoint.from_json(text)))
-                process = self._started(2 + number % 2)
+                process = self.start(2 + number % 2)
         self._wait(process, self.messages)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -130,14 +130,15 @@ class Kills:
             f"Handled {completed.total():,} times, results taken {self.lines():,} times. {verdicts}"
         )
 
-    def _started(self, actors: int) -> subprocess.Popen[bytes]:
+    def start(self, actors: int, *more: str) -> subprocess.Popen[bytes]:
+        """A driver, with more arguments of its own."""
         address = ray.get_runtime_context().gcs_address
         with (self.folder / "driver.txt").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.ray.driver", "--address", address,
                  "--service-url", self.broker.service_url, "--topic", self.topic,
                  "--history", str(self.history), "--out", str(self.out),
-                 "--checkpoint", str(self.checkpoint), "--actors", str(actors)],
+                 "--checkpoint", str(self.checkpoint), "--actors", str(actors), *more],
                 cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
 

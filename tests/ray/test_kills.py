@@ -1,12 +1,17 @@
-"""Deaths of actors and of the driver, with a checkpoint, on a real broker."""
+"""Deaths of actors and of the driver, and signals, with a checkpoint and on a real broker."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from helpers import wait_until
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.history import Event, read_history
 from tests.ray.kills import Kills
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker, pytest.mark.timeout(180)]
@@ -20,3 +25,27 @@ def test_nothing_in_the_checkpoint_comes_again_and_the_order_stays(
     assert kills.broken() == []
     assert len(kills.durable) == 1
     assert kills.actors_killed == 2
+
+
+def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
+    dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    kills = Kills(dev_broker, tmp_path, messages=4_000, deadline_s=150.0)
+    kills.writer.close()
+
+    def completed() -> list[Event]:
+        events = read_history(kills.history, torn_end=True)
+        return [event for event in events if event.kind == "completed"]
+
+    driver = kills.start(2, "--wait")
+    wait_until(lambda: len(completed()) >= 1_000, 120.0)
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(60) == 0, (tmp_path / "driver.txt").read_text()
+    checkpoint = Checkpoint.from_json(kills.checkpoint.read_text())
+    left = [
+        event for event in completed()
+        if not checkpoint.partitions[TopicPartition(event.topic, event.partition)].settled(
+            EntryId(event.ledger, event.entry)
+        )
+    ]  # fmt: skip
+    assert not left
