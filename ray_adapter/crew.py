@@ -32,6 +32,8 @@ from ray_adapter.options import JobOptions
 
 LOOK_S = 0.2
 """Longest time in which a call to Ray does not notice that the job was given up, seconds."""
+UNSENDABLE_S = 10.0
+"""Longest time in which an actor finds out which result cannot be sent, seconds."""
 DEATHS = (
     exceptions.RayActorError,
     exceptions.WorkerCrashedError,
@@ -49,6 +51,23 @@ class GivenUp(Exception):  # noqa: N818 - ends a wait, no error
     """The job does not wait for actors any more."""
 
 
+class Unsendable(Exception):  # noqa: N818 - the feeder makes it an error that names the message
+    """What a handler returned for a row cannot be sent from its actor.
+
+    Args:
+        row: Which, of the rows of the call.
+        reason: Why.
+    """
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row = row
+        self.reason = (
+            f"what it returned cannot be sent from its actor: {reason}. Return plain values or "
+            "Arrow tables"
+        )
+
+
 class Crew:
     """Makes actors for one handler.
 
@@ -58,7 +77,7 @@ class Crew:
         given_up: Whether nobody waits for actors any more.
 
     Raises:
-        ConfigError: The handler cannot be sent to another process.
+        ConfigError: The handler cannot be sent to another process, or Ray refuses an option.
     """
 
     def __init__(self, handler: object, options: JobOptions, given_up: Callable[[], bool]) -> None:
@@ -67,9 +86,12 @@ class Crew:
         self._given_up = given_up
         self._pickled = _pickled(handler, self.handler_name)
         # By import: the class is found in ray_adapter.actor there.
-        self._class = ray.remote(HandlerActor).options(
-            max_restarts=-1, max_task_retries=0, **options.placement
-        )
+        try:
+            self._class = ray.remote(HandlerActor).options(
+                max_restarts=-1, max_task_retries=0, **options.placement
+            )
+        except Exception as exc:
+            raise _refused(exc) from exc
 
     def start(self, count: int) -> list[Handle]:
         """Actors that have loaded the handler.
@@ -84,7 +106,7 @@ class Crew:
         actors: list[Handle] = []
         try:
             for _ in range(count):
-                actors.append(self._class.remote(self._pickled))  # noqa: PERF401 - killed below
+                actors.append(self._made())  # noqa: PERF401 - killed below
             self._placed(actors, deadline_s)
             self._loaded(actors, deadline_s)
         except BaseException as exc:
@@ -121,7 +143,8 @@ class Crew:
 
         Raises:
             HandlerProcessError: The actor died.
-            KeyShardError: Its answer cannot be had.
+            Unsendable: What the handler returned cannot be had.
+            KeyShardError: Why else there is no answer.
             GivenUp: Nobody waits for it any more.
         """
         arrow = self._options.takes == "arrow"
@@ -134,7 +157,7 @@ class Crew:
                 "the memory limit."
             ) from exc
         except exceptions.RayError as exc:
-            raise self._unanswered(actor, exc) from exc
+            raise self._unanswered(actor, start, exc) from exc
         return outcome
 
     def end(self, actors: Sequence[Handle]) -> None:
@@ -143,22 +166,25 @@ class Crew:
             if ray.is_initialized():
                 ray.kill(actor, no_restart=True)
 
+    def _made(self) -> Handle:
+        try:
+            return self._class.remote(self._pickled)
+        except (TypeError, ValueError, AttributeError) as exc:
+            raise _refused(exc) from exc
+
     def _died_early(self, error: BaseException) -> HandlerProcessError:
         return HandlerProcessError(
             f"An actor ended while it loaded the handler {self.handler_name}: {text_of(error)}."
         )
 
-    def _unanswered(self, actor: Handle, error: exceptions.RayError) -> KeyShardError:
+    def _unanswered(self, actor: Handle, start: int, error: exceptions.RayError) -> Exception:
         unsendable = None
         with suppress(exceptions.RayError, TimeoutError):  # then what is known is said
-            unsendable = self._answer(actor.unsendable.remote(), time.monotonic() + 5.0)
-        if unsendable is None:
-            return KeyShardError(
-                f"What the handler {self.handler_name} returned cannot be had: {text_of(error)}."
-            )
-        return UnfitHandlerError(
-            f"What the handler {self.handler_name} returned cannot be sent from its actor: "
-            f"{unsendable[1]}. Return plain values or Arrow tables."
+            unsendable = self._answer(actor.unsendable.remote(), time.monotonic() + UNSENDABLE_S)
+        if unsendable is not None:
+            return Unsendable(start + unsendable[0], unsendable[1])
+        return KeyShardError(
+            f"What the handler {self.handler_name} returned cannot be had: {text_of(error)}."
         )
 
     def _placed(self, actors: Sequence[Handle], deadline_s: float) -> None:
@@ -248,6 +274,10 @@ def _pickled(handler: object, name: str) -> bytes:
             "the actor."
         ) from exc
     return data
+
+
+def _refused(error: Exception) -> ConfigError:
+    return ConfigError(f"Ray refuses what the actors ask for: {text_of(error)}.")
 
 
 def _first_line(error: BaseException) -> str:

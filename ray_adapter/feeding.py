@@ -9,7 +9,7 @@ from typing import Any
 from keyshard.arrow.messages import messages_of
 from keyshard.core.lanes.failure import Failure, FailureKind
 from keyshard.errors import HandlerFailedError, HandlerProcessError
-from ray_adapter.crew import Crew
+from ray_adapter.crew import Crew, Unsendable
 from ray_adapter.exchange import Done, Exchange, Seat
 from ray_adapter.options import JobOptions
 from ray_adapter.portions import Piece, rows_of, whole_pieces
@@ -73,6 +73,9 @@ class Feeder:
                 lost = True
                 self._seat.deaths += 1
                 failure = Failure.of(exc)
+            except Unsendable as exc:
+                failure = Failure(FailureKind.UNFIT, exc.reason, exc)
+                raise self._failed(pieces, exc.row, 1, failure, lost) from exc
             else:
                 results += outcome.results
                 if outcome.failed is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard import KeyShardSource, Message, RetryLater
+from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.entry import full_topic_name
@@ -158,10 +158,6 @@ class Fails:
             self.times -= 1
             raise self.error(f"no {self.value.decode()}")
         return key_and_seq(message)
-
-
-def later(message: Message) -> Result:
-    raise RetryLater(60.0)
 
 
 class Unpicklable(Exception):  # noqa: N818

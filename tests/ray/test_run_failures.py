@@ -149,8 +149,9 @@ def test_what_cannot_be_pickled_is_named(place: RayPlace) -> None:
     _, error = failing(place, partial(Fails, "k1:2:", error=ray_place.Unpicklable))
     assert "Unpicklable: no k1:2:" in error.message
     _, error = failing(place, ray_place.gives_a_lock)
-    assert isinstance(error, UnfitHandlerError)
-    assert "cannot pickle '_thread.lock' object" in error.message
+    assert isinstance(error, HandlerFailedError)
+    assert "cannot be sent from its actor: cannot pickle '_thread.lock' object" in error.message
+    assert "key 'k1'" in error.message
     _, error = failing(place, ray_place.gives_a_generator)
     assert "makes a generator" in error.message
     _, error = failing(place, ray_place.exits)
@@ -230,6 +231,9 @@ def test_an_actor_that_dies_while_it_loads_is_an_error(place: RayPlace) -> None:
         (key_and_seq, {"max_wait_s": -1}, "max_wait_s is -1"),
         (key_and_seq, {"num_cpus": "2"}, "num_cpus is '2'; it must be a number"),
         (key_and_seq, {"resources": {"tpu": -1}}, "resources"),
+        (key_and_seq, {"resources": {"CPU": 1}}, "Ray refuses what the actors ask for"),
+        (key_and_seq, {"scheduling_strategy": "NEAR"}, "Ray refuses what the actors ask for"),
+        (key_and_seq, {"runtime_env": {"conda": 3}}, "Ray refuses what the actors ask for"),
         (key_and_seq, {"runtime_env": "."}, "runtime_env is '.'; give a dict"),
         (key_and_seq, {"retry": 3}, "retry is 3; give a keyshard.RetryPolicy"),
         (key_and_seq, {"checkpoint": ""}, "checkpoint is ''"),
