@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from contract_harness import Harness, Received, read_to_end, receive, subscribe, wait_until
 
+from keyshard.arrow.content import only
 from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import HowToRead
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, ChunkedMessageError
 
@@ -104,6 +106,21 @@ def test_a_reader_of_an_empty_partition_is_at_the_end_until_something_comes(
     harness.publish(where.name, [Message(b"0", key="k")])
     assert read_to_end(reader).values == [b"0"]
     assert reader.at_end()
+
+
+def test_without_values_all_else_is_the_same(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    publish_mix(harness, where)
+    everything = read_to_end(broker.reader(where, FIRST)).blocks
+    found = read_to_end(broker.reader(where, FIRST, HowToRead(2, ["__key"]))).blocks
+    assert len(found) == len(everything)
+    for one, other in zip(found, everything, strict=True):
+        assert one.partition_keys == other.partition_keys
+        assert (one.id, one.indices, one.slots) == (other.id, other.indices, other.slots)
+        assert (one.payload_bytes, one.publish_ms) == (other.payload_bytes, other.publish_ms)
+        part = only(one, frozenset(one.indices[:1]))
+        assert part.partition_keys == other.partition_keys[:1]
+        assert one.values in ([None] * one.rows, other.values)
 
 
 def test_what_lies_before_a_chunked_message_can_be_read(harness: Harness) -> None:
