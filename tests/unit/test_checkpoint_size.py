@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from helpers import block
-from keyshard.core.position.entry import EntryBlock
+from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
 
@@ -13,7 +15,8 @@ Received = list[tuple[EntryBlock, int]]
 
 
 def received(*entries: int, index: int = 0) -> Received:
-    return [(block(1, entry), index) for entry in entries]
+    one = block(1, 0)
+    return [(replace(one, id=EntryId(1, entry)), index) for entry in entries]
 
 
 def text_bytes(delivered: EntrySet, taken: Received) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import ne
 from typing import Any
 
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
@@ -145,8 +146,7 @@ def slot_owners(assignment: Assignment) -> list[int]:
 
 def moved_ranges(old: Assignment, new: Assignment) -> tuple[HashRange, ...]:
     """The parts of the ring whose owner is another one in ``new``, ascending."""
-    owners = zip(slot_owners(old), slot_owners(new), strict=True)
-    moved = bytes(before != after for before, after in owners)
+    moved = bytes(map(ne, slot_owners(old), slot_owners(new)))
     parts: list[HashRange] = []
     start = moved.find(1)
     while start >= 0:
