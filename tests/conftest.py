@@ -128,5 +128,5 @@ def _spark_environment() -> None:
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["PYSPARK_SUBMIT_ARGS"] = (
         "--conf 'spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC' "
-        "pyspark-shell"
+        "--conf spark.python.authenticate.socketTimeout=60s pyspark-shell"
     )

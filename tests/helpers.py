@@ -229,6 +229,11 @@ def running(
         coordinator.stop()
 
 
+def keyshard_threads() -> set[threading.Thread]:
+    """Threads of keyshard in this process; some of tests before live as long as it does."""
+    return {one for one in threading.enumerate() if one.name.startswith("keyshard-")}
+
+
 def received(coordinator: Coordinator, rows: int) -> None:
     """Wait until this many rows were accepted since the start."""
     wait_until(lambda: coordinator.status()["rowsReceived"] >= rows)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from helpers import wait_until
+from helpers import keyshard_threads, wait_until
 from keyshard import KeyShardSource, SourceStream
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import (
@@ -103,6 +103,7 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
     dev_broker: DevBroker, topic: str
 ) -> None:
     load = Workload(messages=2_000, keys=50)
+    before = keyshard_threads()
     produce(load, dev_broker.service_url, topic)
     taken = Taken()
     with source(dev_broker, topic, "processes:3").open() as stream:
@@ -110,7 +111,7 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
         assert len(children) == 3
         taken.take(stream, 2_000)
     assert not any(one.is_running() for one in children)
-    assert not [one for one in threading.enumerate() if one.name.startswith("keyshard-")]
+    assert not keyshard_threads() - before
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

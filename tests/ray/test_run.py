@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import ray_adapter
-from helpers import wait_until
+from helpers import keyshard_threads, wait_until
 from keyshard import Message
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
@@ -37,6 +37,7 @@ def place(topic_name: str, tmp_path: Path) -> RayPlace:
 
 
 def test_results_come_in_order_per_key_and_are_acknowledged(place: RayPlace) -> None:
+    before = keyshard_threads()
     place.publish(keys=20, per_key=50)
     with ray_adapter.run(place.source(), key_and_seq, parallelism=3, max_rows=40) as job:
         place.take(job, job)
@@ -47,7 +48,7 @@ def test_results_come_in_order_per_key_and_are_acknowledged(place: RayPlace) -> 
         assert sum(actor["rows"] for actor in status["actors"]) == 1_000
     place.check_taken()
     assert place.backlog() == 0
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("keyshard")]
+    assert not keyshard_threads() - before
 
 
 def test_a_class_begins_once_in_each_actor_and_a_function_may_be_async(place: RayPlace) -> None:

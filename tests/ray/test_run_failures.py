@@ -13,7 +13,7 @@ import tenacity
 
 import keyshard
 import ray_adapter
-from helpers import wait_until
+from helpers import keyshard_threads, wait_until
 from keyshard import RetryPolicy
 from keyshard.errors import (
     ClusterError,
@@ -42,6 +42,7 @@ def place(topic_name: str, tmp_path: Path) -> RayPlace:
 
 def failing(place: RayPlace, handler: Any, **options: Any) -> tuple[list[Any], KeyShardError]:
     """Results before a job ends, and the error that ends it."""
+    before = keyshard_threads()
     place.publish(keys=3, per_key=5)
     given: dict[str, Any] = {"parallelism": 1, "retry": TWICE}
     results: list[Any] = []
@@ -50,7 +51,7 @@ def failing(place: RayPlace, handler: Any, **options: Any) -> tuple[list[Any], K
         ray_adapter.run(place.source(), handler, **(given | options)) as job,
     ):
         results.extend(job)
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("keyshard")]
+    assert not keyshard_threads() - before
     return results, failed.value
 
 

@@ -15,7 +15,7 @@ from keyshard.testing.verify.file_sink import SinkCheck, committed_files, messag
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_process import SparkProcess, eventually
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
 TOPIC, SUBSCRIPTION, PARTITIONS = "exactly-once", "keyshard-test", 5
 LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
