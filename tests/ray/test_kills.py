@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.history import Event, read_history
-from tests.ray.kills import Kills
+from tests.ray.kills import ROOT, Kills
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker, pytest.mark.timeout(180)]
 
@@ -49,3 +51,11 @@ def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
         )
     ]  # fmt: skip
     assert not left
+
+
+def test_a_node_that_dies_costs_no_message_and_no_order(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray.node_death", str(tmp_path)],
+        cwd=ROOT, check=False, timeout=170, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
