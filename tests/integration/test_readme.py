@@ -113,6 +113,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     }  # fmt: skip
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["PYTHONUNBUFFERED"] = "1"
+    environ["RAY_ADDRESS"] = "local"  # not another one that runs here, or is remembered
     ports: list[int] = []
     while len(ports) < 3:
         ports.append(free_port(ports))
