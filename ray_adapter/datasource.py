@@ -51,6 +51,14 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         """Columns that nothing selects are not built; an older Ray asks in other words."""
         return hasattr(Datasource, "get_projection_map")
 
+    def apply_projection(self, projection_map: dict[str, str] | None) -> KeyShardDatasource:
+        """Only the selected columns, in the order in which they are selected."""
+        chosen: KeyShardDatasource = super().apply_projection(projection_map)
+        if projection_map is not None:
+            names = [name for name in projection_map if name in (chosen._projection_map or ())]
+            chosen._projection_map = {name: name for name in names}
+        return chosen
+
     def estimate_inmemory_data_size(self) -> int:
         """Bytes by the ledger list; compressed entries take more in memory."""
         return sum(one.size_bytes for one in self._stretches)

@@ -131,6 +131,10 @@ def test_columns_are_pruned_by_name_and_by_what_is_selected(
     named = ray_adapter.read(source, columns=["__partition", "value"])
     assert named.schema().names == ["__partition", "value"]
     assert set(named.take(1)[0]) == {"__partition", "value"}
+    assert list(named.select_columns(["value", "__partition"]).take(1)[0]) == [
+        "value",
+        "__partition",
+    ]
     selected = ray_adapter.read(source).select_columns(["__key"])
     assert set(selected.take(1)[0]) == {"__key"}
     assert selected.count() == EACH
