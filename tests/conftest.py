@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -61,7 +61,8 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]
     """Gives a process the next test, or all of those that go together.
 
     A process always has a test that waits behind the one that runs. What lasts long never waits
-    behind something else that lasts long, as another process may have nothing to do meanwhile.
+    behind something else that lasts long, as another process may have nothing to do meanwhile. And
+    half the processes are for the rest while there is any: that mostly waits, the other computes.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -69,11 +70,18 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]
         return TOGETHER.get(file) or TOGETHER.get(file.rpartition("/")[0], nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        waiting = self.assigned_work.get(node, {})
-        if any(lasts(unit) and not all(unit.values()) for unit in waiting.values()):
+        at_it = [
+            each for each, work in self.assigned_work.items() if any(map(goes_on, work.values()))
+        ]
+        if node in at_it or 2 * len(at_it) >= len(self.assigned_work):
             short = (scope for scope, unit in self.workqueue.items() if not lasts(unit))
             self.workqueue.move_to_end(next(short, next(iter(self.workqueue))), last=False)
         super()._assign_work_unit(node)
+
+
+def goes_on(unit: Mapping[str, bool]) -> bool:
+    """Whether these tests last long, and not all of them have run."""
+    return lasts(unit) and not all(unit.values())
 
 
 def lasts(unit: Iterable[str]) -> bool:
