@@ -32,7 +32,7 @@ from keyshard.reading.replay import replay
 from keyshard.reading.split_reader import read_split
 from tests.chaos.cluster import TOPIC, Cluster
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.broker]
 
 ENTRIES = 2_500
 STEPS = range(8)

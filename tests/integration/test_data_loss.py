@@ -21,7 +21,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, TopicRecreatedError
 from keyshard.testing.devbroker import DevBroker
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker]
 
 RING = split_ring(1)[0]
 SUBSCRIPTION = "losses"

@@ -29,7 +29,7 @@ BLOCKS = re.findall(
 MESSAGES = 20_000
 DEADLINE_S = 120.0
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.ray]
 
 
 @dataclass

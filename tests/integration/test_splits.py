@@ -29,7 +29,7 @@ from keyshard.errors import (
 from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker]
 
 T0 = 1_700_000_000_000
 

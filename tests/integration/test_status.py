@@ -20,7 +20,7 @@ from keyshard.observe.control import running_source
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker]
 
 PARTITIONS, RANGES = 2, 3
 

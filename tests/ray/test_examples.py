@@ -18,7 +18,7 @@ from contract.raw_protocol import RawEntry
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
-pytestmark = [pytest.mark.ray, pytest.mark.broker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
 LOAD = Workload(2_000, keys=40)
 

@@ -16,7 +16,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.history import Event, read_history
 from tests.ray.kills import ROOT, Kills
 
-pytestmark = [pytest.mark.ray, pytest.mark.broker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.broker]
 
 
 def test_nothing_in_the_checkpoint_comes_again_and_the_order_stays(

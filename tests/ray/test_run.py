@@ -28,7 +28,7 @@ from tests.ray.ray_place import (
     soon,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray]
 
 
 @pytest.fixture

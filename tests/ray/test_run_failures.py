@@ -31,7 +31,7 @@ from ray_adapter import cluster
 from tests.ray import ray_place
 from tests.ray.ray_place import Fails, RayPlace, Recorded, key_and_seq
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray]
 TWICE = RetryPolicy(wait=tenacity.wait_fixed(0.01), stop=tenacity.stop_after_attempt(2))
 
 

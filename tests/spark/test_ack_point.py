@@ -15,7 +15,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_process import SparkProcess, eventually
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
 PARTITIONS = 5
 IDLE_BACKLOG_S = 2.0

@@ -19,7 +19,7 @@ from keyshard.errors import WorkerEnvironmentError
 from keyshard.testing.devbroker import DevBroker
 from spark_topic import SparkTopic, ended, failed
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from keyshard.testing.devbroker import DevBroker
 from spark_process import eventually
 from spark_topic import SparkTopic, ended, failed, in_order
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
 
 @pytest.fixture
