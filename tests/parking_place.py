@@ -140,7 +140,8 @@ class Run:
 
     def __init__(self, place: Place, handle: Any, options: dict[str, Any]) -> None:
         self.error: KeyShardError | None = None
-        names = {field.name for field in fields(SourceConfig)}
+        # run() has an option workers of its own, which is meant here.
+        names = {field.name for field in fields(SourceConfig)} - {"workers"}
         settings = {name: options.pop(name) for name in names & options.keys()}
         given = {"parallelism": 3, "starting_position": "earliest", "service_url": place.url}
         if "topics_pattern" not in settings:

@@ -128,6 +128,14 @@ class PulsarHarness:
     def unload(self, topic_partition: TopicPartition) -> None:
         self._put(f"{_path(topic_partition.name)}/unload")
 
+    def keep_all(self) -> None:
+        """Topics that are created from now on keep their messages, though nobody subscribes."""
+        self._namespace = f"public/{uuid.uuid4().hex}"
+        path = f"/admin/v2/namespaces/{self._namespace}"
+        self._put(path)
+        kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
+        self._admin.post(f"{path}/retention", json=kept).raise_for_status()
+
     def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
         self._namespace = f"public/{uuid.uuid4().hex}"
         path = f"/admin/v2/namespaces/{self._namespace}"

@@ -214,8 +214,8 @@ def test_a_topic_created_again_where_reconnects_may_not_create_it(
                 api.delete(f"persistent/{path}", params={"force": "true"}).raise_for_status()
             create_partitioned_topic(dev_broker.admin_url, parted, 2)
             api.put(f"persistent/{plain}").raise_for_status()
-            wait_until(lambda: published(dev_broker, parted))
-            wait_until(lambda: published(dev_broker, plain))
+            wait_until(lambda: published(dev_broker, parted), DEADLINE_S)
+            wait_until(lambda: published(dev_broker, plain), DEADLINE_S)
             job.pump(lambda: job.got.total() >= 2 * LOAD.messages)
             assert set(job.got.values()) == {1}
             assert job.status("topicPartitions") == 3

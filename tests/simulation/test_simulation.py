@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.simulation.faults import CELLS, Reached, missing, table
 from tests.simulation.install import installed, real_ones
-from tests.simulation.runner import describe, run_seed, run_seeds, silent
+from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, silent
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.world import World
 
@@ -37,7 +37,7 @@ def test_a_seed_gives_the_same_course_of_events_in_every_process() -> None:
         for seed in ("1", "2")
     }  # fmt: skip
     assert len(courses) == 1
-    assert courses.pop().count(b"course") == 12
+    assert courses.pop().count(b"course") == 6 * len(WORLDS)
 
 
 def test_a_seed_gives_the_same_course_of_events_twice_in_one_process() -> None:
