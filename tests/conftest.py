@@ -53,8 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means: two thirds of the time of all tests is waiting."""
-    return min(2 * len(os.sched_getaffinity(0)), PROCESSES_MAX)
+    """What ``-n auto`` means: one for each core, and one for what waits.
+
+    Each has brokers, a Spark or a Ray beside it: more keep each other waiting until deadlines pass.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, PROCESSES_MAX)
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
