@@ -33,3 +33,16 @@ def test_a_batch_names_its_own_entries_and_no_hole_that_is_settled_with_it(
     state = end.partitions[P0]
     assert (state.floor, str(state.delivered)) == (floor, delivered)
     assert str(state.batch) == "1:3"
+
+
+def test_what_was_proved_before_an_absence_settles_nothing_of_what_is_there_after_it() -> None:
+    """A cluster that was wiped meanwhile hands out the same ids, from below what was proved."""
+    window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
+    window.add_partition(P0)
+    window.prove(P0, Proofs(base=EntryId(17, 0)))
+    window.known[P0].doubt()
+    window.receive(P0, 0, block(13, 6))
+    end = window.cut()
+    window.validate()
+    assert end is not None
+    assert not end.partitions[P0].settled(EntryId(13, 3))

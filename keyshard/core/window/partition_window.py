@@ -186,7 +186,11 @@ class PartitionWindow:
         return (known if known and entry_id in known else self.state).published_ms
 
     def doubt(self) -> None:
-        """Nothing shows any longer that this is the topic partition that was received from."""
+        """Nothing shows any longer that this is the topic partition that was received from.
+
+        What was proved of it and is in no checkpoint yet is proved anew, of whatever is there then.
+        """
+        self.proofs = Proofs()
         if self.doubted is None:
             newest_ms = max([self.state.published_ms, *self.held.values()])
             known = Known(self.state, EntrySet.of(self.held), newest_ms)
