@@ -13,6 +13,7 @@ import threading
 import uuid
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ class JavaPublisher(Publisher):
             # Without it, every handle that is freed later is told to a JVM that is gone.
             self._gateway.shutdown()
             self._process.kill()
-            self._process.communicate(timeout=_END_S)
+            self._process.wait(_END_S)
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):  # the gateway may have closed it, too
+                    if pipe is not None:
+                        pipe.close()
 
     def launch(self) -> None:
         """Start the JVM."""

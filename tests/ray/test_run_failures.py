@@ -25,8 +25,6 @@ from keyshard.errors import (
     WorkerEnvironmentError,
 )
 from keyshard.testing.devbroker.ports import free_port
-from keyshard.testing.verify.history import HistoryWriter
-from keyshard.testing.verify.recorder import Recorder
 from ray_adapter import cluster
 from tests.ray import ray_place
 from tests.ray.ray_place import Fails, RayPlace, Recorded, key_and_seq
@@ -73,18 +71,16 @@ def test_an_actor_that_dies_in_a_batch_handles_it_again_before_anything_else(
 
 
 def test_actors_that_somebody_kills_are_replaced(place: RayPlace) -> None:
+    """What is judged is what the caller took: nobody can tell when exactly Ray ends an actor."""
     place.publish(keys=20, per_key=60)
     recorded = partial(Recorded, str(place.history), seconds=0.002)
     with ray_adapter.run(place.source(), recorded, parallelism=2, max_rows=100) as job:
         results = iter(job)
         for no_restart in (True, False):
             place.taken += [next(results) for _ in range(200)]
-            with HistoryWriter(place.history) as writer:
-                Recorder(writer, "test").crashed()
             ray.kill(job._exchange.seats[0].actor, no_restart=no_restart)
         place.take(results, job)
     place.check_taken()
-    place.check_history()
     assert place.backlog() == 0
 
 
