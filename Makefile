@@ -25,7 +25,7 @@ demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker kill
 test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 20 minutes on 2 cores; PROCESSES=0: in one process, 35)
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 
-unit: $(INSTALLED) ## unit and property tests only (half a minute)
+unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=spark, handlers or workers, VERBOSE=1
