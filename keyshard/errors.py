@@ -337,3 +337,11 @@ class NotRunningError(KeyShardError):
     """What was asked for needs a running source."""
 
     code = "KEYSHARD_NOT_RUNNING"
+
+
+BY_CODE = {
+    value.code: value
+    for value in list(globals().values())
+    if isinstance(value, type) and issubclass(value, KeyShardError)
+}
+"""Every error by its code, which is what crosses process borders as text."""

@@ -65,6 +65,11 @@ def redacted(text: str) -> str:
     return _PARAMETER.sub(r"\1***", _USER.sub("://***@", text))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says before it explains itself, as those of gRPC do at length."""
+    return str(error).split("\n", 1)[0]
+
+
 def shown(value: object, length_max: int = SHOWN_MAX) -> str:
     """``repr`` of a value, short, without secrets; never raises."""
     try:

@@ -17,19 +17,14 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyarrow import flight
 
-from keyshard import errors
 from keyshard.arrow.columns import select
-from keyshard.errors import ConfigError, KeyShardError, WorkerUnreachableError
+from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
+from keyshard.redaction import first_line
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for the endpoint to begin to answer; the data may then take what it takes."""
 
 _CODE = re.compile(r"\[(KEYSHARD_[A-Z_]+)\] ([^\n]*?)(?:\. gRPC client debug context|\. Detail:|$)")
-_BY_CODE = {
-    value.code: value
-    for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, KeyShardError)
-}
 
 
 class Batches(Protocol):
@@ -130,7 +125,7 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
                 yield chunk.data
     except (flight.FlightUnavailableError, flight.FlightTimedOutError) as exc:
         raise WorkerUnreachableError(
-            f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {_first_line(exc)}. If "
+            f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {first_line(exc)}. If "
             "this task runs on another machine than the driver, set worker_host to an address of "
             "the driver that it can reach; if the driver has just ended, nothing is wrong.",
             endpoint=ticket.endpoint,
@@ -139,14 +134,10 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
         match = _CODE.search(str(exc))
         if match is None:
             raise WorkerUnreachableError(
-                f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {_first_line(exc)}"
+                f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {first_line(exc)}"
             ) from exc
-        raise _BY_CODE.get(match[1], KeyShardError)(match[2]) from exc
+        raise BY_CODE.get(match[1], KeyShardError)(match[2]) from exc
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).split("\n", 1)[0]

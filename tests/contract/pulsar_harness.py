@@ -130,16 +130,19 @@ class PulsarHarness:
 
     def keep_all(self) -> None:
         """Topics that are created from now on keep their messages, though nobody subscribes."""
-        self._namespace = f"public/{uuid.uuid4().hex}"
-        path = f"/admin/v2/namespaces/{self._namespace}"
-        self._put(path)
+        path = self._new_namespace()
         kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
         self._admin.post(f"{path}/retention", json=kept).raise_for_status()
 
-    def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
+    def _new_namespace(self) -> str:
+        """Topics that are created from now on are in a namespace of their own; its path."""
         self._namespace = f"public/{uuid.uuid4().hex}"
         path = f"/admin/v2/namespaces/{self._namespace}"
         self._put(path)
+        return path
+
+    def limit_unacked(self, per_consumer: int, per_subscription: int) -> None:
+        path = self._new_namespace()
         for name, limit in (
             ("maxUnackedMessagesPerConsumer", per_consumer),
             ("maxUnackedMessagesPerSubscription", per_subscription),

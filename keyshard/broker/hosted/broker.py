@@ -87,11 +87,6 @@ class HostedBroker:
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
 
-    @property
-    def worker_names(self) -> list[str | None]:
-        """What people know the workers by; ``None`` where one is just replaced."""
-        return [worker.name for worker in self._workers]
-
     def close(self) -> None:
         deadline_s = time.monotonic() + CLOSE_S
         # Without threads of its own: it may be called at the end of the interpreter.

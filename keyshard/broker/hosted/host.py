@@ -54,7 +54,7 @@ class _Hosted:
         of a delivery."""
         self.connected = True
         """As it was told last."""
-        self.full = self.closed = False
+        self.closed = False
 
 
 class Host:
@@ -202,8 +202,7 @@ class Host:
             hosted = self._hosted.get(number)
             if hosted is not None:
                 hosted.taken = count
-                if hosted.full and hosted.given - count < hosted.ahead_max:
-                    hosted.full = False
+                if number in self._full and hosted.given - count < hosted.ahead_max:
                     self._full.discard(number)
                     self._ready.append(hosted)
                     self._changed.notify_all()
@@ -272,8 +271,7 @@ class Host:
                 return
             self._waiting.append((delivery, rows, payload))
             hosted.given += rows
-            hosted.full = hosted.given - hosted.taken >= hosted.ahead_max
-            if hosted.full:
+            if hosted.given - hosted.taken >= hosted.ahead_max:
                 self._full.add(hosted.number)
             elif delivery.error is None:
                 self._ready.append(hosted)

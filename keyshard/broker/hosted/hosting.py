@@ -60,12 +60,6 @@ class WorkerHosting:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def name(self) -> str | None:
-        """What people know its worker by; ``None`` while there is none."""
-        worker = self._worker
-        return None if worker is None else worker.name
-
     def subscribe(self, wanted: Wanted, start: StartPosition, holders: Holders) -> HostedConsumer:
         """A consumer in this worker.
 

@@ -8,16 +8,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from keyshard import errors
 from keyshard.arrow.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
-from keyshard.errors import BrokerError, KeyShardError
-
-_BY_CODE = {
-    value.code: value
-    for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, KeyShardError)
-}
+from keyshard.errors import BY_CODE, BrokerError, KeyShardError
 
 NOTHING = pa.RecordBatch.from_pylist([], schema=CONTENT)
 """The content of no messages."""
@@ -89,4 +82,4 @@ def told(error: KeyShardError) -> list[Any]:
 def heard(error: Sequence[Any]) -> KeyShardError:
     """What :func:`told` was given."""
     code, message, facts = error
-    return _BY_CODE.get(code, BrokerError)(message, **facts)
+    return BY_CODE.get(code, BrokerError)(message, **facts)

@@ -21,6 +21,7 @@ from keyshard.broker.hosted.process import Setup
 from keyshard.broker.hosted.wire import Delivery, heard, unpacked
 from keyshard.config.connection import Connection
 from keyshard.errors import WorkerUnreachableError
+from keyshard.redaction import first_line
 
 LEASE_S = 4.0
 """Longest time without a question to a worker, seconds; and without an answer of it."""
@@ -89,7 +90,7 @@ class Worker:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The {self.name} did not answer: {_first_line(exc)}."
+                f"The {self.name} did not answer: {first_line(exc)}."
             ) from exc
         answer = json.loads(result.body.to_pybytes())
         if "error" in answer:
@@ -115,7 +116,7 @@ class Worker:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The {self.name} gives no answer within {LEASE_S:.0f} s: {_first_line(exc)}."
+                f"The {self.name} gives no answer within {LEASE_S:.0f} s: {first_line(exc)}."
             ) from exc
         self._seq += 1
         header = json.loads(chunk.app_metadata.to_pybytes())
@@ -200,7 +201,3 @@ class WorkerProcess(Worker):
             with suppress(OSError):  # what it did not read is thrown away
                 if pipe is not None:
                     pipe.close()
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).split("\n", 1)[0]
