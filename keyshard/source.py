@@ -68,7 +68,7 @@ class KeyShardSource(SourceConfig):
 
         connection = self.how_to_connect()
         admin = None if self.admin_url is None else connect_admin(connection)
-        return Coordinator(self, lambda: connect(connection, self.worker_processes), admin)
+        return Coordinator(self, lambda: connect(connection, self.hosting()), admin)
 
     def run(
         self,

@@ -107,7 +107,7 @@ OPTIONS = (
         "workers",
         "workers",
         "What has the consumers: `embedded`, the query's process on the driver; `processes:4`, so "
-        "many processes beside it, each a core for receiving.",
+        "many processes beside it, each a core for receiving; or another place that is installed.",
     ),
     Option(
         "workerHost",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import at_exit  # before what ends a run at exit
 from keyshard.config.connection import MEMORY, Connection
+from keyshard.config.workers import Workers
 
 if TYPE_CHECKING:
     from keyshard.broker.memory import MemoryCluster
@@ -14,26 +15,25 @@ if TYPE_CHECKING:
     from keyshard.broker.pulsar.admin import PulsarAdmin
 
 
-def connect(connection: Connection, workers: int = 0) -> Broker:
+def connect(connection: Connection, workers: Workers | None = None) -> Broker:
     """Connect to a cluster; only the client that the URL asks for is loaded.
 
     Args:
         connection: How the cluster is reached.
-        workers: Worker processes that have the consumers; 0: this process has them.
+        workers: What has the consumers; ``None``: this process.
 
     Raises:
         BrokerError: The client refuses.
-        WorkerUnreachableError: A worker process does not start.
+        ConfigError: The place of the workers is not installed, or refuses an option.
+        WorkerUnreachableError: A worker does not start.
     """
-    if workers:
+    if workers is not None:
         from keyshard.broker.hosted.broker import HostedBroker  # noqa: PLC0415
-        from keyshard.broker.hosted.worker import WorkerProcess  # noqa: PLC0415
+        from keyshard.broker.hosted.places import start_of  # noqa: PLC0415
 
+        start = start_of(connection, workers)
         hosted = HostedBroker(
-            connect(connection),
-            lambda stop: WorkerProcess(connection, stop),
-            workers,
-            connection.operation_timeout_ms / 1000,
+            connect(connection), start, workers.count, connection.operation_timeout_ms / 1000
         )
         at_exit.close_at_exit(hosted)
         return hosted

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, field, fields
 
 from keyshard.config.connection import SERVICE_URL, Connection
 from keyshard.config.field_types import in_both
+from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
 from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.hash_range import RING_SIZE
@@ -59,7 +60,8 @@ class SourceConfig:
     """Time between two looks for new topics and topic partitions, milliseconds."""
     workers: str = field(default="embedded", kw_only=True)
     """What has the consumers: ``embedded``, this process; ``processes:4``, so many processes of
-    this machine, each a core for receiving, and started again when one dies."""
+    this machine, each a core for receiving, and started again when one dies; or another place
+    that is installed. Not the threads or processes of handlers, which ``run`` is told."""
     worker_host: str = field(default="127.0.0.1", kw_only=True)
     """Address under which the host's tasks reach the process that holds the window."""
     subscribe_timeout_ms: int = field(default=20_000, kw_only=True)
@@ -189,23 +191,15 @@ class SourceConfig:
 
     def _check_workers(self) -> None:
         """Workers are of a kind that there is, and can reach the broker."""
-        check_text("workers", self.workers, _WORKERS)
-        kind, _, count = self.workers.partition(":")
-        if self.workers == EMBEDDED:
-            return
-        if kind != "processes" or not re.fullmatch("[0-9]{1,9}", count):
-            raise ConfigError(f"workers is {shown(self.workers)}; {_WORKERS}.")
-        check_integer("workers", int(count), 1, WORKER_PROCESSES_MAX)
-        if self.in_memory:
+        if self.hosting() is not None and self.in_memory:
             raise ConfigError(
-                f"workers is {self.workers!r}, and the broker is an in-memory cluster of this "
+                f"workers is {shown(self.workers)}, and the broker is an in-memory cluster of this "
                 f"process, which no other process reaches. Use workers={EMBEDDED!r}."
             )
 
-    @property
-    def worker_processes(self) -> int:
-        """Processes that have the consumers; 0: this one has them."""
-        return 0 if self.workers == EMBEDDED else int(self.workers.partition(":")[2])
+    def hosting(self) -> Workers | None:
+        """Where the consumers are; ``None``: in this process."""
+        return Workers.parse(self.workers)
 
     def _check_numbers(self) -> None:
         for name, low, high in _LIMITS:
@@ -227,11 +221,6 @@ def _topic_names(topics: object) -> tuple[str, ...]:
 
 SHORTHANDS = in_both(Connection, SourceConfig)
 """Fields of a source that its connection has, too."""
-EMBEDDED = "embedded"
-"""Ranges are consumed by the process that runs the source."""
-WORKER_PROCESSES_MAX = 256
-"""Most worker processes of one source."""
-_WORKERS = "write 'embedded', or 'processes:4' for four processes of this machine"
 _SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
 _OPTIONAL = {one.name for one in fields(SourceConfig) if one.default is None}
 _LIMITS = (
