@@ -76,5 +76,5 @@ def _forms() -> str:
     others = ", ".join(repr(f"{name}:4") for name in sorted(places()))
     return (
         "write 'embedded', 'processes:4' for four processes of this machine"
-        f"{f', or another installed place: {others}' if others else ''}"
+        f"{f', or {others}' if others else ''}"
     )

@@ -30,6 +30,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.fingerprint import check_ledgers
 from keyshard.core.position.target import Gap, Target
 from keyshard.core.reception import Rest
 from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
@@ -191,6 +192,7 @@ class AvailableNow:
 
         Raises:
             AvailableNowTimeoutError: The broker did not take them in time.
+            TopicRecreatedError: The broker has never made what was delivered: it was wiped.
         """
         if self.finished:
             return
@@ -260,14 +262,17 @@ class AvailableNow:
             self._lock.wait_for(lambda: False, ACKNOWLEDGE_WAIT_S)
         complete = True
         for where in self._targets:
+            with self._lock:
+                state = self._window.known[where].state
             try:
                 broker_state = self._broker_state(where)
             except BrokerError as exc:
                 _log.warning("the cursor of %s is unknown: %s", where, exc)
                 return False
-            with self._lock:
-                delivered = self._window.known[where].state.delivered
-            if broker_state is not None and (lacking := broker_state.lacks(delivered)):
+            if broker_state is None:
+                continue
+            check_ledgers(where, state, broker_state)
+            if lacking := broker_state.lacks(state.delivered):
                 complete = False
                 acknowledger.submit(where, list(lacking))
         return complete

@@ -241,12 +241,13 @@ class Receiver:
             return
         if turn is Turn.RECEIVE_ANEW:
             self._reopen(range_consumer)
+        connected = range_consumer.consumer.is_connected()
         blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
         if not blocks:
             self._ask_to_ring(range_consumer)
             return
         reception.heard(time.monotonic())
-        rest = self._take(range_consumer, blocks)
+        rest = (self._take if connected else self._let_pass)(range_consumer, blocks)
         if rest is not None:
             self._rest(range_consumer, rest)
             return
@@ -271,6 +272,16 @@ class Receiver:
         except RedeliveryNeeded as need:
             return self._ask_again(range_consumer, entries, need)
         return self._sink.deliver(range_consumer, entries) if entries else None
+
+    def _let_pass(self, range_consumer: RangeConsumer, _: Sequence[EntryBlock]) -> None:
+        """Take nothing of what a client kept from before it lost its connection.
+
+        It comes again with the next connection, unless the cluster was wiped meanwhile: then others
+        have its ids.
+        """
+        if range_consumer.consumer.is_connected():
+            # It may have come since.
+            self._reopen(range_consumer)
 
     def _ask_to_ring(self, range_consumer: RangeConsumer) -> None:
         """Let the client ring for a range consumer that has nothing."""

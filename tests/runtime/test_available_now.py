@@ -18,7 +18,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
-from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError
+from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
 
 KEYS = keys_of(4)
 QUIET_MS = 400
@@ -227,6 +227,28 @@ def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -
         assert coordinator.batches.cut_available() is None
     assert sorted(got) == sorted(before)
     assert bench.backlog == 0
+
+
+def test_a_cluster_that_was_wiped_before_the_end_is_named_at_once() -> None:
+    """Its acknowledgements never show: there is nothing that could be acknowledged."""
+    bench = Bench()
+    before = bench.publish(20)
+    with bounded(bench, admin=MemoryAdmin(bench.cluster)) as coordinator:
+        got = 0
+        while got < len(before):
+            end = coordinator.batches.cut_available()
+            assert end is not None
+            got += sum(map(len, rows_of(coordinator, end).values()))
+            with coordinator.worker.shared.lock:
+                coordinator.worker.shared.window.release(end)
+        bench.cluster.wipe()
+        bench.cluster.create_topic("orders", partitions=3)
+        for consumers in coordinator.worker.range_consumers.by_partition.values():
+            for one in consumers:
+                assert isinstance(one.consumer, MemoryConsumer)
+                one.consumer.reconnect()
+        with pytest.raises(TopicRecreatedError, match=r"has 0 entries|newest ledger"):
+            coordinator.batches.cut_available()
 
 
 def test_a_row_that_never_comes_ends_in_a_named_error() -> None:

@@ -15,6 +15,7 @@ from keyshard.broker.port import StartPosition
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.reception import State
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import KeyShardError, TopicRecreatedError
@@ -128,6 +129,42 @@ def test_what_is_the_same_goes_on_after_an_absence(world: World) -> None:
     commit(world.coordinator)
     wait_until(lambda: not world.backlog)
     assert world.error is None
+
+
+def test_what_a_client_kept_from_before_a_wipe_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is known of the topic partition yet, and receiving pauses until it is away."""
+    monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
+    cluster = MemoryCluster()
+    where = TopicPartition(cluster.create_topic("orders"))
+    broker = MemoryBroker(cluster)
+    coordinator = Coordinator(
+        config(TOPIC, parallelism=2, discovery_interval_ms=86_400_000), lambda: broker
+    )
+    coordinator.start()
+    try:
+        consumers = coordinator.worker.range_consumers
+        served = consumers.by_partition[where]
+        wait_until(lambda: all(one.reception.state is State.IDLE for one in served))
+        consumers.suspend(consumers.owned)
+        for key in (LOW, HIGH):
+            cluster.publish(where, Message(b"old", key=key), publish_ms=BEFORE_MS)
+        cluster.wipe()
+        broker.drop()
+        cluster.create_topic("orders")
+        consumers.suspend(())
+        wait_until(lambda: all(one.reception.state is State.IDLE for one in served))
+        broker.reconnect()
+        for key in (LOW, HIGH):
+            cluster.publish(where, Message(b"new", key=key), publish_ms=AFTER_MS)
+        received(coordinator, 2)
+        end = coordinator.batches.cut()
+        assert end is not None
+        rows = rows_of(coordinator, end).values()
+        assert [row["value"] for part in rows for row in part] == [b"new"] * 2
+    finally:
+        coordinator.stop()
 
 
 @pytest.mark.parametrize("early", [True, False])

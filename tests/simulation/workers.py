@@ -86,15 +86,13 @@ class SimulatedWorker(Worker):
             raise heard(error)
         return result
 
-    def take(self, taken: Mapping[int, int]) -> tuple[list[Delivery], dict[int, bool]]:
+    def take(self, taken: Mapping[int, int]) -> list[Delivery]:
         seq = self._seq + 1
         answer, content = self._crossed(
             lambda: self._host.take(seq, dict(taken), TAKE_WAIT_S), LEASE_S
         )
         self._seq = seq
-        answer = json.loads(json.dumps(answer))
-        connected = {int(number): value for number, value in answer["connected"].items()}
-        return unpacked(answer["deliveries"], content), connected
+        return unpacked(json.loads(json.dumps(answer["deliveries"])), content)
 
     def _crossed(self, act: Callable[[], Any], timeout_s: float) -> Any:
         """Let the worker do something, and hear of it."""

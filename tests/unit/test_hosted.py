@@ -106,7 +106,8 @@ class Place:
     def __init__(self) -> None:
         self.cluster = MemoryCluster()
         self.topic = self.cluster.create_topic("orders")
-        self.host = Host(MemoryBroker(self.cluster))
+        self.broker = MemoryBroker(self.cluster)
+        self.host = Host(self.broker)
         self.subscribe(1)
 
     def subscribe(self, number: int, queue: int = QUEUE) -> None:
@@ -130,14 +131,15 @@ def place() -> Iterator[Place]:
 
 def test_the_same_question_has_the_same_answer_and_a_late_one_none() -> None:
     with place() as at:
+        at.host.take(1, {}, 5.0)
         at.publish(1)
-        first = at.host.take(1, {}, 5.0)
-        assert len(first[0]["deliveries"]) == 1
-        assert at.host.take(1, {}, 5.0) is first
+        first = at.host.take(2, {}, 5.0)
+        assert rows_of(first[0]) == 1
+        assert at.host.take(2, {}, 5.0) is first
         at.publish(1)
-        assert len(at.host.take(2, {1: 1}, 5.0)[0]["deliveries"]) == 1
-        for late in (1, 4):
-            with pytest.raises(BrokerError, match="was asked for after answer 2"):
+        assert rows_of(at.host.take(3, {1: 1}, 5.0)[0]) == 1
+        for late in (2, 5):
+            with pytest.raises(BrokerError, match="was asked for after answer 3"):
                 at.host.take(late, {}, 0.0)
 
 
@@ -157,7 +159,7 @@ def test_two_who_ask_at_once_get_one_answer() -> None:
 
 
 def rows_of(answer: dict[str, Any]) -> int:
-    return sum(len(entries) for _, entries, _ in answer["deliveries"])
+    return sum(len(entries) for _, entries, *_ in answer["deliveries"])
 
 
 def test_nobody_receives_far_ahead_of_who_takes() -> None:
@@ -225,7 +227,10 @@ def test_subscribing_twice_under_a_number_is_subscribing_once() -> None:
 def test_what_a_consumer_raises_is_given_as_a_delivery() -> None:
     with place() as at:
         at.cluster.publish_chunked(TopicPartition(at.topic), Message(b"x" * 10, "k"), 2)
-        (delivery,) = unpacked(at.host.take(1, {}, 5.0)[0]["deliveries"], None)
+        seq, came = 0, []
+        while not any(one.error for one in came):
+            came = unpacked(at.host.take(seq := seq + 1, {}, 5.0)[0]["deliveries"], None)
+        delivery = came[-1]
         assert isinstance(delivery.error, ChunkedMessageError)
         assert not delivery.blocks
 
@@ -236,6 +241,7 @@ class Ends:
     def __init__(self) -> None:
         self.acknowledged: list[EntryId] = []
         self.closed: list[int] = []
+        self.taken = 0
 
     def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
         assert number not in self.closed
@@ -247,7 +253,54 @@ class Ends:
         assert not for_another
         self.closed.append(number)
 
-    def took(self, number: int, count: int) -> None: ...
+    def took(self, number: int, count: int) -> None:
+        self.taken = count if number not in self.closed else 0
+
+
+def test_without_a_connection_nothing_is_given_that_came_before() -> None:
+    """It comes again with the next one, and may be something else by then: not twice in hand."""
+    ends = Ends()
+    where = TopicPartition("persistent://a/b/c")
+    wanted = Wanted(where, "s", split_ring(1)[0], "c", 10)
+    consumer = HostedConsumer(wanted, ends, 1, Holders())
+    before, after = [block_of(Random(1))], [block_of(Random(2))]
+    rows = before[0].rows
+    consumer.arrived(Delivery(1, before))
+    consumer.arrived(Delivery(1, (), connected=False))
+    assert not consumer.is_connected()
+    assert not consumer.receive(0)
+    assert ends.taken == rows  # or its worker would wait until they are taken
+    consumer.arrived(Delivery(1, before))  # was on its way
+    consumer.arrived(Delivery(1, (), BrokerUnavailableError("told all the same")))
+    with pytest.raises(BrokerUnavailableError, match="told all the same"):
+        consumer.receive(0)
+    assert ends.taken == 2 * rows
+    consumer.arrived(Delivery(1, (), connected=True))
+    consumer.arrived(Delivery(1, after))
+    assert consumer.receive(0) == after
+
+
+def test_a_host_tells_a_lost_connection_between_what_came_before_and_after() -> None:
+    with place() as at:
+        seq, came = 0, []
+
+        def asked(count: int) -> None:
+            nonlocal seq
+            deadline = time.monotonic() + 10
+            while len(came) < count:
+                assert time.monotonic() < deadline, came
+                answer, content = at.host.take(seq := seq + 1, {}, 0.05)
+                came.extend(unpacked(answer["deliveries"], content))
+
+        at.publish(1)
+        asked(2)
+        at.broker.drop()
+        asked(3)
+        at.broker.reconnect()
+        asked(5)
+        assert [len(one.blocks) if one.connected is None else one.connected for one in came] == [
+            True, 1, False, True, 1,
+        ]  # fmt: skip
 
 
 def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> None:

@@ -141,9 +141,9 @@ def test_a_thread_whose_partitions_are_all_full_wakes_up_again(start: Started) -
 @pytest.mark.parametrize("full", [False, True])
 def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full: bool) -> None:
     range_consumer, lost = lane_of([block(1, 0)])
-    lost.connected = False
     start(range_consumer)
     wait_until(lambda: start.sink.of(range_consumer))
+    lost.connected = False
     if full:
         start.sink.full.add(P0)
         lost.give([block(1, 1)])
@@ -156,6 +156,38 @@ def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full
     assert lost.closed
     start.sink.full.clear()
     wait_until(lambda: ids(start.sink.of(range_consumer)) == [(1, 0), (1, 1)])
+
+
+def test_what_comes_without_a_connection_is_not_taken_and_may_come_again(start: Started) -> None:
+    range_consumer, lost = lane_of()
+    start(range_consumer)
+    wait_until(lambda: lost.bell)
+    lost.connected = False
+    lost.give([block(1, 0)])
+    wait_until(lambda: lost.bell)
+    assert start.sink.delivered == []
+    lost.connected = True
+    lost.give([block(1, 0)])
+    wait_until(lambda: start.sink.of(range_consumer))
+
+
+def test_what_came_while_a_connection_came_back_is_asked_for_again(start: Started) -> None:
+    """Nothing tells whether the client kept it, or got it now."""
+
+    class Returning(FakeConsumer):
+        def receive(self, timeout_ms: int) -> list[EntryBlock]:
+            blocks = super().receive(timeout_ms)
+            self.connected = True
+            return blocks
+
+    consumer = Returning(script=[[block(1, 0)]])
+    consumer.connected = False
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ClientQueue(10**6, 100))
+    start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
+    start(range_consumer)
+    wait_until(lambda: start.sink.of(range_consumer))
+    assert consumer.closed
+    assert ids(start.sink.of(range_consumer)) == [(1, 0)]
 
 
 def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Started) -> None:
@@ -269,11 +301,14 @@ def test_silence_without_a_connection_is_no_early_end(
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.01)
     range_consumer, consumer = lane_of([part(1, 0, of=2)])
-    consumer.connected = False
     start(range_consumer)
-    wait_until(lambda: consumer.asked_connected > 3)
+    wait_until(lambda: consumer.bell)
+    consumer.connected = False
+    asked = consumer.asked_connected
+    wait_until(lambda: consumer.asked_connected > asked + 3)
     assert start.sink.delivered == []
-    consumer.give([part(1, 1, of=2)])
+    consumer.connected = True
+    consumer.give([part(1, 0, of=2), part(1, 1, of=2)])
     wait_until(lambda: start.sink.of(range_consumer))
     assert start.sink.of(range_consumer)[0].whole
 

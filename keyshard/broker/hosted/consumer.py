@@ -170,15 +170,29 @@ class HostedConsumer:
         with self._changed:
             if self.closed:
                 return
-            self._queue.append(delivery)
-            callback, self._callback = self._callback, None
-            self._changed.notify_all()
+            if delivery.connected is not None:
+                self._connected = delivery.connected
+            if delivery.connected is None:
+                self._queue.append(delivery)
+            if not self._connected:
+                self._let_pass()
+            number, taken, callback = self.number, self._taken, None
+            if self._queue:
+                callback, self._callback = self._callback, None
+                self._changed.notify_all()
+        if not self._connected:
+            self._hosting.took(number, taken)
         if callback is not None:
             callback()
 
-    def told_connected(self, *, connected: bool) -> None:
-        """Whether the worker's consumer has a connection."""
-        self._connected = connected
+    def _let_pass(self) -> None:
+        """Without a connection: what is here comes again with the next one."""
+        passed, self._queue = self._queue, deque()
+        for delivery in passed:
+            if delivery.error is None:
+                self._taken += sum(block.rows for block in delivery.blocks)
+            else:
+                self._queue.append(delivery)
 
     def lost(self) -> None:
         """Its worker is gone: what is unacknowledged comes again, through another one."""

@@ -113,6 +113,7 @@ class Host:
             with self._changed:
                 if not self._ended:
                     self._hosted[number] = hosted
+                    self._waiting.append((Delivery(number, (), connected=True), 0, 0))
                     self._ready.append(hosted)
                     self._changed.notify_all()
                     return
@@ -182,18 +183,16 @@ class Host:
                 raise BrokerError(
                     f"Answer {seq} of a worker was asked for after answer {self._answered}."
                 )
-            connected = self._changes()
+            self._look()
             with self._changed:
                 self._let_on(taken)
-                if not connected:
-                    if self._full:
-                        wait_s = min(wait_s, FULL_WAIT_S)
-                    self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
+                if self._full:
+                    wait_s = min(wait_s, FULL_WAIT_S)
+                self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
                 deliveries = self._next()
-            connected |= self._changes()
             listed, content = packed(deliveries)
             self._answered = seq
-            self._answer = {"deliveries": listed, "connected": connected}, content
+            self._answer = {"deliveries": listed}, content
             return self._answer
 
     def _let_on(self, taken: Mapping[int, int]) -> None:
@@ -207,21 +206,29 @@ class Host:
                     self._ready.append(hosted)
                     self._changed.notify_all()
 
-    def _changes(self) -> dict[int, bool]:
-        """Who has lost its connection, or has it again."""
+    def _look(self) -> None:
+        """Tell who has lost its connection, or has it again."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
-            return {}
+            return
         self._looked_s = now_s
         with self._changed:
             all_hosted = list(self._hosted.values())
-        changes: dict[int, bool] = {}
         for hosted in all_hosted:
-            # Without the lock: a client may hold one of its own here, and where it rings.
-            connected = hosted.consumer.is_connected()
-            if connected != hosted.connected:
-                hosted.connected = changes[hosted.number] = connected
-        return changes
+            # Who receives from it tells it, too, and must not be told something older.
+            if hosted.using.acquire(blocking=False):
+                try:
+                    # Without the other lock: a client may hold one here, and where it rings.
+                    self._tell(hosted, connected=hosted.consumer.is_connected())
+                finally:
+                    hosted.using.release()
+
+    def _tell(self, hosted: _Hosted, *, connected: bool) -> None:
+        """It was seen with or without a connection."""
+        with self._changed:
+            if connected != hosted.connected and not hosted.closed:
+                hosted.connected = connected
+                self._waiting.append((Delivery(hosted.number, (), connected=connected), 0, 0))
 
     def _next(self) -> list[Delivery]:
         deliveries: list[Delivery] = []
@@ -252,10 +259,14 @@ class Host:
         with hosted.using:
             if hosted.closed:
                 return
+            self._tell(hosted, connected=hosted.consumer.is_connected())
             blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
             if not blocks:
                 hosted.consumer.when_ready(lambda: self._ring(hosted))
                 return
+            if not hosted.connected:
+                # Kept from before it lost its connection, unless it has one again.
+                self._tell(hosted, connected=hosted.consumer.is_connected())
         self._give(hosted, Delivery(hosted.number, blocks))
 
     def _ring(self, hosted: _Hosted) -> None:

@@ -146,15 +146,10 @@ class WorkerHosting:
     def _take(self, worker: Worker) -> None:
         with self._lock:
             taken, self._taken = self._taken, {}
-        deliveries, connected = worker.take(taken)
-        for delivery in deliveries:
+        for delivery in worker.take(taken):
             consumer = self._consumers.get(delivery.consumer)
             if consumer is not None:
                 consumer.arrived(delivery)
-        for number, value in connected.items():
-            consumer = self._consumers.get(number)
-            if consumer is not None:
-                consumer.told_connected(connected=value)
 
     def _lose(self, worker: Worker | None, error: KeyShardError | None) -> None:
         if worker is None or self._ending.is_set():
@@ -213,7 +208,6 @@ class WorkerHosting:
                 self._ending.wait(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, most_s)
                 continue
-            consumer.told_connected(connected=True)
             break
         if consumer.closed:
             self._close_quietly(worker, consumer.number)

@@ -23,6 +23,9 @@ class Delivery(NamedTuple):
     blocks: Sequence[EntryBlock]
     error: KeyShardError | None = None
     """What it raised instead."""
+    connected: bool | None = None
+    """Nothing came, but it has lost its connection, or has one: what comes before is from before.
+    """
 
 
 def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
@@ -30,7 +33,7 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
     listed: list[Any] = []
     contents: list[pa.RecordBatch] = []
     rows = 0
-    for consumer, blocks, error in deliveries:
+    for consumer, blocks, error, connected in deliveries:
         entries: list[Any] = []
         base: dict[int, int] = {}
         for block in blocks:
@@ -46,7 +49,7 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
                 block.mixed_slots, block.publish_ms, block.payload_bytes, start + part.start,
                 block.redelivered, block.keys_of_bytes, block.unreadable,
             ))  # fmt: skip
-        listed.append((consumer, entries, None if error is None else told(error)))
+        listed.append((consumer, entries, None if error is None else told(error), connected))
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
 
 
@@ -57,8 +60,9 @@ def unpacked(listed: Sequence[Any], content: pa.RecordBatch) -> list[Delivery]:
             consumer,
             [_block(entry, content) for entry in entries],
             None if error is None else heard(error),
+            connected,
         )
-        for consumer, entries, error in listed
+        for consumer, entries, error, connected in listed
     ]
 
 

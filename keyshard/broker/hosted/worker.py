@@ -97,8 +97,8 @@ class Worker:
             raise heard(answer["error"])
         return answer["result"]
 
-    def take(self, taken: Mapping[int, int]) -> tuple[list[Delivery], dict[int, bool]]:
-        """What its consumers received, and which of them have lost or regained a connection.
+    def take(self, taken: Mapping[int, int]) -> list[Delivery]:
+        """What its consumers received, and who has lost or regained a connection, in order.
 
         Args:
             taken: Messages taken of some consumers since their beginning.
@@ -122,8 +122,7 @@ class Worker:
         header = json.loads(chunk.app_metadata.to_pybytes())
         for name, level, line in header["log"]:
             logging.getLogger(name).log(level, "%s (%s)", line, self.name)
-        connected = {int(number): value for number, value in header["connected"].items()}
-        return unpacked(header["deliveries"], chunk.data), connected
+        return unpacked(header["deliveries"], chunk.data)
 
 
 class WorkerProcess(Worker):
