@@ -14,10 +14,11 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
 from keyshard.redaction import Secret
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream
+from keyshard.version import VERSION
 
 __all__ = [
     "Basic", "Checkpoint", "Connection", "HandlerConfig", "KeyShardError", "KeyShardSource",
     "Message", "MessageId", "OAuth2", "Reject", "RetryLater", "RetryPolicy", "Secret",
     "SourceBatch", "SourceStream", "Token",
 ]  # fmt: skip
-__version__ = "0.1.0"
+__version__ = VERSION

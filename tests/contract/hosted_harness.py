@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 
 from memory_harness import MemoryHarness
 
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.process import Setup, WorkerServer
+from keyshard.broker.hosted.process import LOOPBACK, Setup, WorkerServer, at
 from keyshard.broker.hosted.worker import LEASE_S, Worker
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.port import Broker
@@ -28,7 +30,8 @@ class LocalWorker(Worker):
         self._server = WorkerServer(self.host, setup)
         self._thread = threading.Thread(target=self._server.serve, daemon=True)
         self._thread.start()
-        super().__init__(f"grpc://127.0.0.1:{self._server.port}", setup.token, "local worker")
+        hello = {"endpoint": at(LOOPBACK, self._server.port), "pid": os.getpid(), "host": "here"}
+        super().__init__(json.dumps(hello), setup.token, "local worker")
 
     def kill(self) -> None:
         self._client.close()

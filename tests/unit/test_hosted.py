@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import flight
 
+import keyshard
 from helpers import wait_until
 from keyshard.arrow.content import entry_block
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.process import Lease, Setup, WorkerServer
+from keyshard.broker.hosted.process import LOOPBACK, Lease, Setup, WorkerServer, at, begun
 from keyshard.broker.hosted.wire import Delivery, heard, packed, told, unpacked
+from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -31,6 +34,8 @@ from keyshard.errors import (
     ChunkedMessageError,
     KeyShardError,
     RangeConflictError,
+    WorkerEnvironmentError,
+    WorkerUnreachableError,
 )
 
 QUEUE = 2
@@ -382,3 +387,53 @@ def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None
         with pytest.raises(flight.FlightUnavailableError, match="lease"):
             list(client.do_get(flight.Ticket(json.dumps(question).encode())))
         assert at.cluster.backlog(TopicPartition(at.topic), "s") == 1
+
+
+def test_a_worker_of_another_version_is_refused_by_name() -> None:
+    """Before anything of what the other version packed is read."""
+    server, hello = begun("0.0.9", b"no pickle of this version")
+    assert server is None
+    with pytest.raises(WorkerEnvironmentError) as caught:
+        Asked(hello)
+    for told_too in ("0.0.9", keyshard.__version__, socket.gethostname(), "same version"):
+        assert told_too in caught.value.message
+
+
+class Asked(Worker):
+    """A worker that nobody started."""
+
+    def __init__(self, hello: str) -> None:
+        super().__init__(hello, "token", "worker")
+
+
+@pytest.mark.parametrize("hello", ["", "Welcome to Python!\n", "\0"])
+def test_what_is_no_hello_is_refused(hello: str) -> None:
+    with pytest.raises(WorkerUnreachableError, match="not what a worker says"):
+        Asked(hello)
+
+
+def test_an_address_that_nobody_answers_at_is_named_with_the_option() -> None:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        endpoint = at(LOOPBACK, free.getsockname()[1])
+    with pytest.raises(WorkerUnreachableError, match=f"{endpoint} within .* option workers"):
+        Asked(json.dumps({"endpoint": endpoint, "pid": 7, "host": "there"}))
+
+
+def test_a_worker_that_is_told_to_leave_gives_its_ranges_back() -> None:
+    with place() as at_place:
+        setup = Setup(Connection("pulsar://nobody"), 60.0, level=30)
+        server = WorkerServer(at_place.host, setup)
+        gave_back: list[bool] = []
+        main = threading.Thread(target=lambda: gave_back.append(server.serve_to_the_end()))
+        main.start()
+        hello = {"endpoint": at(LOOPBACK, server.port), "pid": 7, "host": "there"}
+        worker = Worker(json.dumps(hello), setup.token, "worker")
+        worker.leave()
+        worker.end(5.0)
+        worker.end(5.0)
+        main.join(10)
+        server.shutdown()
+        assert gave_back == [True]
+        at_place.host = Host(MemoryBroker(at_place.cluster))
+        at_place.subscribe(1)  # the range is free

@@ -10,13 +10,11 @@ from weakref import WeakValueDictionary
 
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.hosting import WorkerHosting
+from keyshard.broker.hosted.process import LEAVE_S
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import ANYHOW, Broker, HowToRead, Producer, Reader, StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
-
-CLOSE_S = 8.0
-"""Longest time that all workers get to end in order, seconds."""
 
 
 class HostedBroker:
@@ -88,7 +86,7 @@ class HostedBroker:
         return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
 
     def close(self) -> None:
-        deadline_s = time.monotonic() + CLOSE_S
+        deadline_s = time.monotonic() + LEAVE_S
         # Without threads of its own: it may be called at the end of the interpreter.
         for worker in self._workers:
             worker.leave()

@@ -114,9 +114,7 @@ class WorkerHosting:
         if self._ending.is_set():
             raise BrokerError("The connection is closed, and its workers with it.")
         if worker is None:
-            raise BrokerUnavailableError(
-                "A worker process has ended, and the next one is not there yet."
-            )
+            raise BrokerUnavailableError("A worker has ended, and the next one is not there yet.")
         return worker
 
     def _ask(self, worker: Worker, command: str, **arguments: Any) -> Any:
@@ -140,8 +138,9 @@ class WorkerHosting:
             except WorkerUnreachableError as exc:
                 self._lose(worker, exc)
             except Exception:  # noqa: BLE001 - the loop goes on, with another worker
-                _log.exception("asking a worker process ended unexpectedly")
+                _log.exception("asking a worker ended unexpectedly")
                 self._lose(worker, None)
+                self._ending.wait(START_AGAIN_S)
 
     def _take(self, worker: Worker) -> None:
         with self._lock:
@@ -171,7 +170,7 @@ class WorkerHosting:
         try:
             worker = self._start(self._ending)
         except KeyShardError as exc:
-            _log.warning("no worker process in the place of the one that is gone yet: %s", exc)
+            _log.warning("no worker in the place of the one that is gone yet: %s", exc)
             self._ending.wait(START_AGAIN_S)
             return
         with self._lock:

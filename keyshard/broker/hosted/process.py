@@ -1,9 +1,12 @@
-"""A worker process: a host behind an Arrow Flight server, on the lease of the process that asks.
+"""A worker, where it lives: a host behind an Arrow Flight server, on the lease of who asks.
 
-It begins with a pickled :class:`Setup` on its standard input, answers with a line of JSON on its
-standard output, and ends when its input ends, or when nobody has asked it anything for as long as
-the lease: its consumers may have successors by then. A process that was stopped and goes on finds
-the lease ended before it does anything for anybody.
+It begins with what :meth:`Setup.packed` gave, says where it listens or why not, and ends when it is
+told to, or when nobody has asked it anything for as long as the lease: its consumers may have
+successors by then. One that was stopped and goes on finds the lease ended before it does anything
+for anybody.
+
+As a process of its own it has the first on its standard input, says the second in a line on its
+standard output, and is told to end by the end of its input, too.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,25 +33,34 @@ from keyshard.broker.connect import connect
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.wire import told
 from keyshard.config.connection import Connection
-from keyshard.errors import BrokerError, KeyShardError
+from keyshard.errors import BrokerError, KeyShardError, WorkerEnvironmentError
+from keyshard.version import VERSION
 
 LOG_LINES_MAX = 1_000
 """Log records that wait to be told, at most; the oldest go first."""
+LOOPBACK = "127.0.0.1"
+"""Address that this machine alone reaches."""
+LEAVE_S = 8.0
+"""Longest time in which a worker gives its ranges back, seconds."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker process has to know."""
+    """What a worker has to know."""
 
     connection: Connection
     lease_s: float
     """Time without a question after which it ends, seconds."""
     level: int
     """Log level from which records are told."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     """Who asks without it is refused."""
+
+    def packed(self) -> tuple[str, bytes]:
+        """What travels to the worker; the version can be read there whatever else is different."""
+        return VERSION, pickle.dumps(self)
 
 
 class Lease:
@@ -83,20 +96,27 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
 
     Args:
         host: What is asked.
-        setup: Token, address and lease.
+        setup: Token and lease.
+        address: Where to listen.
     """
 
-    def __init__(self, host: Host, setup: Setup) -> None:
-        super().__init__(f"grpc://{setup.host}:0")
+    def __init__(self, host: Host, setup: Setup, address: str = LOOPBACK) -> None:
+        super().__init__(at(address, 0))
         self._host = host
-        self._token = setup.token
+        self._setup = setup
         self.lease = Lease(setup.lease_s)
         self._refused = False
+        self.leaving = threading.Event()
+        """It was told to give its ranges back and to end."""
+        self._given_back = threading.Event()
         self._commands: dict[str, Callable[..., Any]] = {
             "subscribe": host.subscribe,
             "acknowledge": host.acknowledge,
             "last_entry": host.last_entry,
             "close_consumer": host.close_consumer,
+            "ready": lambda: None,
+            "leave": self.leaving.set,
+            "given_back": lambda: self._given_back.wait(LEAVE_S),
         }
         self.log: deque[tuple[str, int, str]] = deque(maxlen=LOG_LINES_MAX)
 
@@ -120,6 +140,30 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             answer["error"] = told(exc)
         return [json.dumps(answer).encode()]
 
+    def serve_to_the_end(self) -> bool:
+        """Answer until it is told to leave, or the lease ends. The server is to be shut down then.
+
+        Returns:
+            Whether it gave its ranges back. If not, nothing more may leave this process: who has
+            them now would meet it.
+        """
+        level = self._setup.level
+        lines = _Told(self.log, level)
+        logging.getLogger().addHandler(lines)
+        logging.getLogger("keyshard").setLevel(level)
+        threading.Thread(target=self.serve, name="keyshard-worker", daemon=True).start()
+        while not self.leaving.is_set() and self.lease.left_s() > 0:
+            self.leaving.wait(min(1.0, max(0.01, self.lease.left_s())))
+        if self.lease.left_s() <= 0:
+            return False
+        try:
+            self._host.close()
+        except BrokerError as exc:
+            _log.debug("the connection ended: %s", exc)
+        self._given_back.set()
+        logging.getLogger().removeHandler(lines)
+        return True
+
     def _asked(self, body: bytes) -> dict[str, Any]:
         """What is asked by somebody who may."""
         try:
@@ -127,10 +171,10 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             token = str(asked["token"])
         except (ValueError, KeyError, TypeError, RecursionError):
             asked, token = {}, ""
-        if not secrets.compare_digest(token.encode(errors="replace"), self._token.encode()):
+        if not secrets.compare_digest(token.encode(errors="replace"), self._setup.token.encode()):
             if not self._refused:
                 self._refused = True
-                logging.getLogger(__name__).warning("a question with another token was refused")
+                _log.warning("a question with another token was refused")
             raise flight.FlightUnauthenticatedError("The token is of another run.")
         if not self.lease.asked():
             raise flight.FlightUnavailableError("The lease of this worker has ended.")
@@ -148,32 +192,48 @@ class _Told(logging.Handler):
         self._lines.append((record.name, record.levelno, self.format(record)))
 
 
+def begun(version: str, packed: bytes, address: str = LOOPBACK) -> tuple[WorkerServer | None, str]:
+    """A host and its server, and what who asked for them has to hear: a line of JSON.
+
+    Args:
+        version: Of keyshard, where it was packed.
+        packed: A :class:`Setup`.
+        address: Where to listen.
+    """
+    try:
+        if version != VERSION:
+            raise WorkerEnvironmentError(
+                f"keyshard is {version} in the process that runs the source, and "
+                f"{VERSION} in a worker on {socket.gethostname()} ({sys.executable}). "
+                "Install the same version on every machine, then start the source again."
+            )
+        setup: Setup = pickle.loads(packed)
+        server = WorkerServer(Host(connect(setup.connection)), setup, address)
+    except KeyShardError as exc:
+        return None, json.dumps({"error": told(exc)})
+    hello = {
+        "endpoint": at(address, server.port), "pid": os.getpid(), "host": socket.gethostname(),
+    }  # fmt: skip
+    return server, json.dumps(hello)
+
+
+def at(address: str, port: int) -> str:
+    """Where a server listens, as Flight writes it."""
+    return f"grpc://[{address}]:{port}" if ":" in address else f"grpc://{address}:{port}"
+
+
 def main() -> None:
-    """Host consumers until the input or the lease ends."""
+    """Be a worker until the input or the lease ends."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # The process that asks decides what becomes of it.
-    setup: Setup = pickle.load(sys.stdin.buffer)
-    try:
-        host = Host(connect(setup.connection))
-    except KeyShardError as exc:
-        print(json.dumps({"error": told(exc)}), flush=True)
+    server, hello = begun(*pickle.load(sys.stdin.buffer))
+    print(hello, flush=True)
+    if server is None:
         return
-    server = WorkerServer(host, setup)
-    logging.basicConfig(level=setup.level, handlers=[_Told(server.log, setup.level)])
-    threading.Thread(target=server.serve, name="keyshard-worker", daemon=True).start()
-    print(json.dumps({"port": server.port}), flush=True)
-    ended = threading.Event()
     threading.Thread(
-        target=_wait_for_end, args=(ended,), name="keyshard-input", daemon=True
+        target=_wait_for_end, args=(server.leaving,), name="keyshard-input", daemon=True
     ).start()
-    while not ended.is_set() and server.lease.left_s() > 0:
-        ended.wait(min(1.0, max(0.01, server.lease.left_s())))
-    if server.lease.left_s() > 0:
-        try:
-            host.close()
-        except BrokerError as exc:
-            logging.getLogger(__name__).debug("the connection ended: %s", exc)
-    # Nothing more may leave this process: who has its ranges now would meet it.
+    server.serve_to_the_end()
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ from keyshard.broker.hosted.process import Setup
 from keyshard.broker.hosted.wire import Delivery, heard, unpacked
 from keyshard.config.connection import Connection
 from keyshard.errors import WorkerUnreachableError
-from keyshard.redaction import first_line
+from keyshard.redaction import first_line, shown
 
 LEASE_S = 4.0
 """Longest time without a question to a worker, seconds; and without an answer of it."""
@@ -32,6 +32,10 @@ START_TIMEOUT_S = 60.0
 
 START_LOOK_S = 0.1
 """Time between two looks whether anybody still waits for it, seconds."""
+REACH_S = 10.0
+"""Longest time in which a worker that has begun is reached, seconds."""
+LEAVE_ASK_S = 1.0
+"""Longest time in which a worker hears that it is to end, seconds."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -41,27 +45,56 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Who asks one worker; wherever that lives, a subclass says how it ends.
+    """Who asks one worker; a subclass starts it, wherever it lives, and can end it there.
 
     Args:
-        endpoint: Where it is asked: ``grpc://host:port``.
+        hello: What it said when it began: a line of JSON.
         token: Secret of this run.
-        name: What people know it by.
+        kind: What people know it by: ``worker process``.
+
+    Raises:
+        KeyShardError: It said that it cannot begin.
+        WorkerUnreachableError: It cannot be reached where it says.
     """
 
-    def __init__(self, endpoint: str, token: str, name: str) -> None:
-        self._client = flight.connect(endpoint)
+    def __init__(self, hello: str | bytes, token: str, kind: str) -> None:
+        try:
+            said: dict[str, Any] = json.loads(hello)
+        except ValueError as exc:
+            raise WorkerUnreachableError(
+                f"A {kind} began with {shown(hello)}, which is not what a worker says. Look at "
+                "what its interpreter does before it runs keyshard."
+            ) from exc
+        if "error" in said:
+            raise heard(said["error"])
+        self._client = flight.connect(said["endpoint"])
         self._token = token
-        self.name = name
         self._seq = 0
+        self.pid: int = said["pid"]
+        self.machine: str = said["host"]
+        self.name = f"{kind} {self.pid} on {self.machine}"
+        try:
+            self.ask("ready", REACH_S)
+        except WorkerUnreachableError as exc:
+            self._client.close()
+            raise WorkerUnreachableError(
+                f"The {self.name} cannot be reached at {said['endpoint']} within {REACH_S:.0f} s: "
+                f"{first_line(exc.__cause__ or exc)}. The process that runs the source connects to "
+                "every worker that its option workers asks for, on a port of that machine which "
+                "the system chooses. Open the way, or run the source on that side of it."
+            ) from exc
 
     def kill(self) -> None:
-        """End it at once; who waits for an answer is told."""
-        raise NotImplementedError
+        """End it at once; who waits for an answer is told.
+
+        Nobody asks it any more, so it ends with its lease, if nothing else ends it.
+        """
+        self._client.close()
 
     def leave(self) -> None:
-        """Tell it to give its ranges back and to end; returns at once. Idempotent."""
-        raise NotImplementedError
+        """Tell it to give its ranges back and to end; returns soon. Idempotent."""
+        with suppress(WorkerUnreachableError):  # then it is gone, or its lease ends
+            self.ask("leave", LEAVE_ASK_S)
 
     def end(self, timeout_s: float) -> None:
         """Let it give its ranges back; then, or when time is up, it is gone. Idempotent.
@@ -69,7 +102,11 @@ class Worker:
         Args:
             timeout_s: Longest wait for its orderly end, seconds; 0 ends it at once.
         """
-        raise NotImplementedError
+        if timeout_s:
+            self.leave()
+            with suppress(WorkerUnreachableError):  # it is gone, so they are given back
+                self.ask("given_back", timeout_s)
+        self.kill()
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
         """Let its host do something.
@@ -125,6 +162,11 @@ class Worker:
         return unpacked(header["deliveries"], chunk.data)
 
 
+def setup_of(connection: Connection) -> Setup:
+    """What another worker of this process has to know."""
+    return Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
+
+
 class WorkerProcess(Worker):
     """A process of this machine; it is asked over loopback.
 
@@ -138,7 +180,7 @@ class WorkerProcess(Worker):
     """
 
     def __init__(self, connection: Connection, stop: threading.Event) -> None:
-        setup = Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
+        setup = setup_of(connection)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
@@ -147,36 +189,34 @@ class WorkerProcess(Worker):
             start_new_session=True,
         )
         try:
-            hello = self._started(setup, stop)
-            if "error" in hello:
-                raise heard(hello["error"])
+            super().__init__(self._started(setup, stop), setup.token, "worker process")
         except BaseException:
             self.end(0.0)
             raise
-        endpoint = f"grpc://{setup.host}:{hello['port']}"
-        super().__init__(endpoint, setup.token, f"worker process {self._process.pid}")
 
-    def _started(self, setup: Setup, stop: threading.Event) -> dict[str, Any]:
+    def _started(self, setup: Setup, stop: threading.Event) -> bytes:
         to, out = self._process.stdin, self._process.stdout
         assert to is not None
         assert out is not None
-        line = b""
+        hello = b""
+        broken: OSError | None = None
         try:
-            to.write(pickle.dumps(setup))
+            to.write(pickle.dumps(setup.packed()))
             to.flush()
             end_s = time.monotonic() + START_TIMEOUT_S
             while time.monotonic() < end_s and not stop.is_set():
                 if select.select([out], [], [], START_LOOK_S)[0]:
-                    line = out.readline()
+                    hello = out.readline()
                     break
-            hello: dict[str, Any] = json.loads(line)
-        except (OSError, ValueError) as exc:
+        except OSError as exc:
+            broken = exc
+        if not hello.endswith(b"\n"):
             status = self._process.poll()
             raise WorkerUnreachableError(
                 f"A worker process did not start: it ended with status {status}, or was not ready "
                 f"within {START_TIMEOUT_S:.0f} s. Its error stands in the output above this one; "
                 "look for the memory limit, too."
-            ) from exc
+            ) from broken
         return hello
 
     def kill(self) -> None:
