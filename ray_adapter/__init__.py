@@ -1,4 +1,4 @@
-"""Ray on keyshard: jobs over what topics deliver, and datasets of what they hold.
+"""Ray on keyshard: jobs over what topics deliver, datasets of what they hold, workers of a source.
 
 Usage::
 
@@ -9,6 +9,8 @@ Usage::
             store(result)
 
     yesterday = ray_adapter.read(source, start="2026-11-20", end="2026-11-21")
+
+    source = KeyShardSource("orders", workers=ray_adapter.workers(4))
 
 What is here is imported when it is asked for: actors import only what they run.
 """
@@ -21,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 from ray_adapter import ray_version
 
 if TYPE_CHECKING:
+    from ray_adapter.hosting import workers
     from ray_adapter.job import Job, run
     from ray_adapter.reading import read
 
 ray_version.check(ray_version.installed())  # else later imports fail in words of Python
 
-__all__ = ["Job", "read", "run"]
-_MODULES = {"Job": "ray_adapter.job", "read": "ray_adapter.reading", "run": "ray_adapter.job"}
+__all__ = ["Job", "read", "run", "workers"]
+_MODULES = {
+    "Job": "ray_adapter.job", "read": "ray_adapter.reading", "run": "ray_adapter.job",
+    "workers": "ray_adapter.hosting",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

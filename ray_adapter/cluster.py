@@ -63,9 +63,16 @@ def shortage(ready: int, wanted: int, each: Mapping[str, Any], within_s: float) 
     asked = resources_text(each) if each else "no resources by name"
     return ClusterError(
         f"Only {ready} of {wanted} actors found a place within {within_s:g} s. Each asks for "
-        f"{asked}. The cluster has {resources_text(ray.cluster_resources())}; free are "
-        f"{resources_text(ray.available_resources())}. Ask for fewer actors (parallelism) or less "
-        "for each, add nodes, or raise start_timeout_s."
+        f"{asked}. {capacity()} Ask for fewer actors (parallelism) or less for each, add nodes, or "
+        "raise start_timeout_s."
+    )
+
+
+def capacity() -> str:
+    """What the cluster has for actors, and what of it is free."""
+    return (
+        f"The cluster has {resources_text(ray.cluster_resources())}; free are "
+        f"{resources_text(ray.available_resources())}."
     )
 
 

@@ -66,6 +66,7 @@ def progress() -> Progress:
         "partitionsGone": 0,
         "discoveryError": "",
         "backlogEntries": None,
+        "sourceWorkers": [],
     }
 
 

@@ -184,8 +184,28 @@ class Producer(Protocol):
         """Free the handle. Idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A worker that has consumers of a connection."""
+
+    kind: str
+    """What it is: ``worker process``."""
+    pid: int | None
+    """Its process; ``None`` while there is none."""
+    host: str | None
+    """The machine of that process."""
+    consumers: int
+    since_s: float
+    """Monotonic time since when it is there, or away."""
+    restarts: int
+    """How many were started in its place before."""
+
+
 class Broker(Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
+
+    def workers(self) -> Sequence[WorkerFacts]:
+        """Who has the consumers; nobody: this process has them."""
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         """Those of some full topic names that do not exist, where the broker can tell.

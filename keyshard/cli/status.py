@@ -16,9 +16,11 @@ from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from keyshard.coordinator.progress import SourceWorker
     from keyshard.observe.status_types import RangeStatus, Status
 
 _PARKED_MAX = 10
+_SOURCE_WORKERS_MAX = 8
 _STYLES = {
     "stalled": "red",
     "disconnected": "red",
@@ -64,6 +66,8 @@ def _view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
     parts: list[RenderableType] = [Text(_head(told)), Text(_counts(told))]
     if rates is not None:
         parts.append(Text(_paces(told, rates)))
+    if told["window"] and told["window"]["sourceWorkers"]:
+        parts.append(Text(_source_workers(told["window"]["sourceWorkers"])))
     circuit = told["circuit"]
     if circuit["state"] != "closed":
         parts.append(
@@ -93,6 +97,18 @@ def _head(told: Status) -> str:
         f"{plural(told['workers'], 'worker')} ({told['executor']}), epoch {told['epoch']}, "
         f"pid {told['pid']} on {told['host']}"
     )
+
+
+def _source_workers(all_of_them: list[SourceWorker]) -> str:
+    shown = [
+        f"{one['kind']} {one['pid']} on {one['host']} ({plural(one['consumers'], 'consumer')}, for "
+        f"{one['forSeconds']:.0f} s, {plural(one['restarts'], 'restart')})"
+        if one["pid"] is not None
+        else f"{one['kind']} gone for {one['forSeconds']:.0f} s"
+        for one in all_of_them[:_SOURCE_WORKERS_MAX]
+    ]
+    more = len(all_of_them) - len(shown)
+    return "received by " + "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def _counts(told: Status) -> str:

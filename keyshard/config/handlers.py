@@ -29,7 +29,8 @@ class HandlerConfig:
     """Keys worked on at the same time in each range; 1 to 10,000."""
     workers: int | None = None
     """Threads or processes that run the handler, over all ranges; ``None``: for threads as many as
-    all lanes, at most 256; for processes the number of cores. Coroutines need none."""
+    all lanes, at most 256; for processes the number of cores. Coroutines need none. What has the
+    consumers is ``workers`` of the source."""
     executor: str = "auto"
     """``threads``, ``async`` (for ``async def``) or ``processes`` (for CPU-bound functions);
     ``auto``: by the handler, threads or async."""
@@ -60,6 +61,11 @@ class HandlerConfig:
         check_choice("on_failure", self.on_failure, "park", "dead_letter", "stop")
         check_choice("null_keys", self.null_keys, "spread", "serialise", "reject")
         check_integer("lanes", self.lanes, 1, 10_000)
+        if isinstance(self.workers, str):
+            raise ConfigError(
+                f"workers is {shown(self.workers)}; it is how many handlers run at the same time, "
+                "an integer from 1 to 10000. What has the consumers is workers of KeyShardSource."
+            )
         if self.workers is not None:
             check_integer("workers", self.workers, 1, 10_000)
         if self.metrics_port is not None:

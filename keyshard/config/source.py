@@ -60,8 +60,9 @@ class SourceConfig:
     """Time between two looks for new topics and topic partitions, milliseconds."""
     workers: str = field(default="embedded", kw_only=True)
     """What has the consumers: ``embedded``, this process; ``processes:4``, so many processes of
-    this machine, each a core for receiving, and started again when one dies; or another place
-    that is installed. Not the threads or processes of handlers, which ``run`` is told."""
+    this machine, each a core for receiving, and started again when one dies; ``ray:4``, so many
+    actors of a Ray cluster (``ray_adapter.workers``); or another place that is installed. How many
+    handlers run at the same time is ``workers`` of :meth:`KeyShardSource.run`."""
     worker_host: str = field(default="127.0.0.1", kw_only=True)
     """Address under which the host's tasks reach the process that holds the window."""
     subscribe_timeout_ms: int = field(default=20_000, kw_only=True)

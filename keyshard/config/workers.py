@@ -46,6 +46,11 @@ class Workers:
         Raises:
             ConfigError: It means nothing, there is no such place, or the number is out of bounds.
         """
+        if isinstance(text, int):
+            raise ConfigError(
+                f"workers is {shown(text)}; it is what has the consumers: write 'embedded', or "
+                "'processes:4'. How many handlers run at the same time is workers of run()."
+            )
         given = check_text("workers", text, "write 'embedded', or 'processes:4'")
         if given == EMBEDDED:
             return None
@@ -73,8 +78,5 @@ def places() -> dict[str, EntryPoint]:
 
 
 def _forms() -> str:
-    others = ", ".join(repr(f"{name}:4") for name in sorted(places()))
-    return (
-        "write 'embedded', 'processes:4' for four processes of this machine"
-        f"{f', or {others}' if others else ''}"
-    )
+    all_places = ", ".join(repr(f"{name}:4") for name in (PROCESSES, *sorted(places())))
+    return f"write 'embedded', or how many workers and where: {all_places}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from keyshard.broker.port import Admin, Broker
+from keyshard.broker.port import Admin, Broker, WorkerFacts
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
@@ -17,7 +17,7 @@ from keyshard.coordinator.evidence import Evidence
 from keyshard.coordinator.handed_out import HandedOut
 from keyshard.coordinator.opening import cluster_of, open_window, start_position
 from keyshard.coordinator.partitions import Partitions
-from keyshard.coordinator.progress import Progress
+from keyshard.coordinator.progress import Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.settler import Settler
 from keyshard.coordinator.topics import Catalog, Found, look
@@ -252,7 +252,20 @@ class Coordinator:
                 "entriesAcknowledged": worker.acknowledger.acknowledged,
                 "entriesToAcknowledge": worker.acknowledger.waiting,
                 **self.discovery.status(),
+                "sourceWorkers": list(map(_told, self._broker.workers())),
             }
+
+
+def _told(facts: WorkerFacts) -> SourceWorker:
+    """What the status says of a worker."""
+    return {
+        "kind": facts.kind,
+        "pid": facts.pid,
+        "host": facts.host,
+        "consumers": facts.consumers,
+        "forSeconds": round(time.monotonic() - facts.since_s, 1),
+        "restarts": facts.restarts,
+    }
 
 
 def _batch_of(checkpoint: Checkpoint) -> frozenset[TopicPartition]:

@@ -33,6 +33,18 @@ class DiscoveryProgress(TypedDict):
     backlogEntries: int | None
 
 
+class SourceWorker(TypedDict):
+    """What has consumers of the source outside its process; ``pid`` and ``host`` are ``None`` while
+    it is gone."""
+
+    kind: str
+    pid: int | None
+    host: str | None
+    consumers: int
+    forSeconds: float
+    restarts: int
+
+
 class Progress(WindowProgress, DiscoveryProgress):
     """All of it, of one source; counts are since its start."""
 
@@ -41,3 +53,4 @@ class Progress(WindowProgress, DiscoveryProgress):
     settlingError: str
     entriesAcknowledged: int
     entriesToAcknowledge: int
+    sourceWorkers: list[SourceWorker]

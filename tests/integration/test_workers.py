@@ -16,19 +16,18 @@ import psutil
 import pytest
 
 from helpers import keyshard_threads, wait_until
-from keyshard import KeyShardSource, SourceStream
+from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import (
     Workload,
     create_partitioned_topic,
-    parse_value,
     produce,
 )
+from taken import Taken
 
 pytestmark = pytest.mark.broker
 
 PARTITIONS = 5
-WAIT_S = 60.0
 GONE_S = 5.0
 """Longest time until a worker that is dead, or does not answer, is noticed."""
 
@@ -53,27 +52,6 @@ def worker_processes() -> list[psutil.Process]:
         for one in psutil.Process().children()
         if one.status() != psutil.STATUS_ZOMBIE and "hosted.process" in " ".join(one.cmdline())
     ]
-
-
-class Taken:
-    """Rows of a stream; each key's numbers have to come once, in order."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, int] = {}
-        self.rows = 0
-
-    def take(self, stream: SourceStream, count: int) -> None:
-        """Take and commit batches until there are so many rows."""
-        while self.rows < count:
-            batch = stream.next_batch(WAIT_S)
-            assert batch is not None, f"{self.rows} of {count} rows came"
-            for part in batch:
-                for value in part.column("value").to_pylist():
-                    key, number = parse_value(value)
-                    assert number == self.last.get(key, -1) + 1, (key, number, self.last.get(key))
-                    self.last[key] = number
-                    self.rows += 1
-            stream.commit(batch)
 
 
 @contextmanager
@@ -109,6 +87,9 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
     with source(dev_broker, topic, "processes:3").open() as stream:
         children = worker_processes()
         assert len(children) == 3
+        told = stream.status()["sourceWorkers"]
+        assert {one["pid"] for one in told} == {one.pid for one in children}
+        assert sum(one["consumers"] for one in told) == 10 * PARTITIONS
         taken.take(stream, 2_000)
     assert not any(one.is_running() for one in children)
     assert not keyshard_threads() - before

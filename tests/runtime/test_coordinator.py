@@ -708,6 +708,7 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "partitionsGone": 0,
             "backlogEntries": None,
             "discoveryError": "",
+            "sourceWorkers": [],
         }
         assert 0 < status["windowFill"] < 1
         coordinator.batches.release(end)

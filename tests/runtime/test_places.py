@@ -10,7 +10,7 @@ import pytest
 from hosted_harness import LocalWorker
 
 from helpers import wait_until
-from keyshard import KeyShardSource
+from keyshard import HandlerConfig, KeyShardSource
 from keyshard.broker.connect import connect
 from keyshard.broker.hosted.places import Start
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
@@ -65,6 +65,13 @@ def test_what_means_no_place_is_refused_with_what_may_be_written(text: str) -> N
 def test_a_number_of_workers_has_bounds(count: str) -> None:
     with pytest.raises(ConfigError, match=f"workers is {count}; .* 1 to {WORKERS_MAX}"):
         KeyShardSource("t", workers=f"processes:{count}")
+
+
+def test_workers_of_a_source_and_of_its_handlers_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match=r"workers is 4; it is what has the consumers.* of run"):
+        KeyShardSource("t", workers=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"workers is 'ray:4'; .*handlers.* of KeyShardSource"):
+        HandlerConfig(workers="ray:4")  # type: ignore[arg-type]
 
 
 def test_an_unknown_place_is_refused_with_those_that_are_installed(install: Install) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import Producer, Reader, StartPosition
+from keyshard.broker.port import Producer, Reader, StartPosition, WorkerFacts
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
@@ -222,6 +222,9 @@ class Client:
     def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
         inner = self.network.request(lambda: self._inner.reader(topic_partition, start, *how))
         return _Reader(self.network, inner)
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return ()
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         inner = self.network.request(

@@ -48,7 +48,8 @@ class SimulatedWorker(Worker):
         self._scheduler = world.scheduler
         self._random = world.strikes
         self.process = process
-        self.name = process.name
+        self.kind = self.name = process.name
+        self.pid, self.machine = 0, "here"
         self._seq = 0
         self.answers = True
         """Whether it does; a process that was stopped does not, and nobody notices but by that."""

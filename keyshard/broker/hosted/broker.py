@@ -12,7 +12,15 @@ from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.hosting import WorkerHosting
 from keyshard.broker.hosted.process import LEAVE_S
 from keyshard.broker.hosted.worker import Worker
-from keyshard.broker.port import ANYHOW, Broker, HowToRead, Producer, Reader, StartPosition
+from keyshard.broker.port import (
+    ANYHOW,
+    Broker,
+    HowToRead,
+    Producer,
+    Reader,
+    StartPosition,
+    WorkerFacts,
+)
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 
@@ -84,6 +92,9 @@ class HostedBroker:
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return tuple(worker.facts() for worker in self._workers)
 
     def close(self) -> None:
         deadline_s = time.monotonic() + LEAVE_S

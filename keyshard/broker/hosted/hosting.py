@@ -13,7 +13,7 @@ from typing import Any
 
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.worker import Worker
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, WorkerFacts
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import (
     BrokerError,
@@ -56,7 +56,10 @@ class WorkerHosting:
         self._consumers: dict[int, HostedConsumer] = {}
         self._taken: dict[int, int] = {}
         self._ending = threading.Event()
-        self._worker: Worker | None = start(self._ending)
+        self._restarts = 0
+        worker = start(self._ending)
+        self._kind = worker.kind
+        self._now_has(worker)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -103,6 +106,18 @@ class WorkerHosting:
         worker = self._worker
         if worker is not None:
             self._ask(worker, "close_consumer", number=number, for_another=for_another)
+
+    def facts(self) -> WorkerFacts:
+        """What the status tells of it."""
+        with self._lock:
+            worker, consumers = self._worker, len(self._consumers)
+            since_s, restarts = self._since_s, self._restarts
+        pid, host = (None, None) if worker is None else (worker.pid, worker.machine)
+        return WorkerFacts(self._kind, pid, host, consumers, since_s, restarts)
+
+    def _now_has(self, worker: Worker | None) -> None:
+        self._worker: Worker | None = worker
+        self._since_s = time.monotonic()
 
     def took(self, number: int, count: int) -> None:
         with self._lock:
@@ -154,8 +169,8 @@ class WorkerHosting:
         if worker is None or self._ending.is_set():
             return
         worker.end(0.0)
-        self._worker = None
         with self._lock:
+            self._now_has(None)
             lost = list(self._consumers.values())
             self._taken.clear()
         for consumer in lost:
@@ -175,7 +190,8 @@ class WorkerHosting:
             return
         with self._lock:
             ending = self._ending.is_set()
-            self._worker = None if ending else worker
+            self._restarts += 1
+            self._now_has(None if ending else worker)
         if ending:
             worker.end(0.0)
             return

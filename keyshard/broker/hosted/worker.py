@@ -70,6 +70,7 @@ class Worker:
         self._client = flight.connect(said["endpoint"])
         self._token = token
         self._seq = 0
+        self.kind = kind
         self.pid: int = said["pid"]
         self.machine: str = said["host"]
         self.name = f"{kind} {self.pid} on {self.machine}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from keyshard.broker.memory.client import Connection, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.producer import MemoryProducer
-from keyshard.broker.port import ANYHOW, HowToRead, StartPosition
+from keyshard.broker.port import ANYHOW, HowToRead, StartPosition, WorkerFacts
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, ConfigError
@@ -91,6 +91,9 @@ class MemoryBroker:
             reader = MemoryReader(self._cluster.lock, log, topic_partition, start)
             self._readers.append(reader)
         return reader
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return ()
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> MemoryProducer:
         with self._cluster.lock:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import _pulsar
 import pulsar
 
-from keyshard.broker.port import ANYHOW, HowToRead, StartPosition
+from keyshard.broker.port import ANYHOW, HowToRead, StartPosition, WorkerFacts
 from keyshard.broker.pulsar.at_exit import close_at_exit
 from keyshard.broker.pulsar.calls import calls_of
 from keyshard.broker.pulsar.client import client_of
@@ -109,6 +109,9 @@ class PulsarBroker:
                 crypto_failure_action=failed.CONSUME if how.encrypted_too else failed.FAIL,
             )
         return PulsarReader(reader, topic_partition, self._calls, how)
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return ()
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
         topic = topic_partition.topic

@@ -18,6 +18,7 @@ from keyshard.broker.port import (
     Producer,
     Reader,
     StartPosition,
+    WorkerFacts,
 )
 from keyshard.core.dead_letter.letters import PREFIX
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -123,6 +124,9 @@ class RecordingBroker:
         self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
     ) -> Reader:
         return self._broker.reader(topic_partition, start, how)
+
+    def workers(self) -> Sequence[WorkerFacts]:
+        return self._broker.workers()
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         producer = self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)

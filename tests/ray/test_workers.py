@@ -1,0 +1,90 @@
+"""Consumers in actors: a real Ray and a real broker, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import ray
+
+import ray_adapter
+from helpers import keyshard_threads, wait_until
+from keyshard import KeyShardSource
+from keyshard.broker.connect import connect
+from keyshard.config.connection import Connection
+from keyshard.config.workers import Workers
+from keyshard.coordinator.progress import SourceWorker
+from keyshard.errors import ConfigError
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from ray_adapter.hosting import WorkerActor
+from taken import Taken
+
+MESSAGES = 6_000
+PARTITIONS = 2
+
+
+@pytest.mark.broker
+def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
+    dev_broker: DevBroker, topic_name: str
+) -> None:
+    create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
+    load = Workload(messages=MESSAGES, keys=100, rate_per_s=2_000.0)
+    before, taken = keyshard_threads(), Taken()
+    source = KeyShardSource(
+        topic_name, subscription="workers", service_url=dev_broker.service_url,
+        starting_position="earliest", workers=ray_adapter.workers(2, num_cpus=0.5),
+    )  # fmt: skip
+    with source.open() as stream:
+
+        def workers() -> list[SourceWorker]:
+            return stream.status()["sourceWorkers"]
+
+        first, other = workers()
+        assert first["kind"] == "Ray worker"
+        assert first["pid"] not in (None, other["pid"], os.getpid())
+        assert first["consumers"] == other["consumers"] == 5 * PARTITIONS
+        publisher = threading.Thread(
+            target=produce, args=(load, dev_broker.service_url, topic_name)
+        )
+        publisher.start()
+        taken.take(stream, MESSAGES // 3)
+        assert first["pid"] is not None
+        os.kill(first["pid"], signal.SIGKILL)
+        taken.take(stream, MESSAGES)
+        publisher.join()
+        wait_until(lambda: workers()[0]["pid"] not in (None, first["pid"]), 30)
+        assert [one["restarts"] for one in workers()] == [1, 0]
+    assert taken.rows == MESSAGES
+    assert not keyshard_threads() - before
+
+
+def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
+    actor = ray.remote(WorkerActor).remote()
+    said = ray.get(actor.begin.remote("0.0.9", b"", ""))
+    ray.kill(actor)
+    assert "keyshard is 0.0.9 in the process that runs the source" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"num_cpus": -1}, "num_cpus of workers is '-1'; it must be a number"),
+        ({"num_cpus": "many"}, "num_cpus of workers is 'many'"),
+        ({"resources": {"gate": float("nan")}}, "resources.gate of workers is 'nan'"),
+        ({"resources": ["gate"]}, "resources is .*; give a dict"),
+        ({"resources": {"": 1}}, r"the options of Ray's workers are 'num_cpus' and 'resources\."),
+    ],
+)
+def test_what_is_no_amount_is_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ray_adapter.workers(2, **options)  # type: ignore[arg-type]
+
+
+def test_the_public_way_is_a_text_that_spark_takes_too() -> None:
+    text = ray_adapter.workers(3, num_cpus=0.5, resources={"a & b": 1})
+    assert text == "ray:3?num_cpus=0.5&resources.a+%26+b=1"
+    with pytest.raises(ConfigError, match="options of Ray's workers are 'num_cpus'"):
+        connect(Connection("pulsar://nobody"), Workers.parse("ray:2?num_gpus=1"))
