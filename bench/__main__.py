@@ -12,12 +12,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import bounded, growth, idle, ingest, lanes, ray_jobs, rescale, skew, wide, workers
+from bench import (
+    bounded,
+    growth,
+    idle,
+    ingest,
+    lanes,
+    ray_jobs,
+    rescale,
+    scale_sim,
+    skew,
+    wide,
+    workers,
+)
 
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
-    "ray": ray_jobs.run, "bounded": bounded.run,
+    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
 }  # fmt: skip
 
 

@@ -115,10 +115,14 @@ class RangeConsumers:
         with self._lock:
             if self._stopped:
                 return
+            more: dict[TopicPartition, list[RangeConsumer]] = {}
             for range_consumer in range_consumers:
-                where = range_consumer.owned_range.topic_partition
-                self.by_partition[where] = [*self.by_partition.get(where, ()), range_consumer]
+                more.setdefault(range_consumer.owned_range.topic_partition, []).append(
+                    range_consumer
+                )
                 self._owned_ranges.add(range_consumer.owned_range)
+            for where, added in more.items():
+                self.by_partition[where] = [*self.by_partition.get(where, ()), *added]
             threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))
             new = [
                 Receiver(f"keyshard-receive-{i}", (), self.sink)

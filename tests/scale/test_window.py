@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
+from keyshard.config.source import SourceConfig
 from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.window.budget import Budget
+from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.partition_window import PartitionWindow
 from keyshard.core.window.window import Window
+from keyshard.worker.range_consumers import RangeConsumers
+from keyshard.worker.receiver import RangeConsumer
 
 START = Checkpoint("c", "s", 4)
 DEFAULTS = Budget(200_000, 256 * 1024 * 1024)
@@ -197,3 +202,45 @@ def test_a_batch_of_any_size_costs_as_much_as_its_runs() -> None:
     assert peak < 1_000_000
     assert window.counters.entries_lost == 999_999_999
     window.validate()
+
+
+def test_a_reassignment_walks_the_ring_once_however_many_topic_partitions() -> None:
+    walks = 0
+
+    class Owners(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    window = window_of(partitions(100))
+    window.reassign(Owners(slot_owners(assign(3))), DEFAULTS)
+    assert walks == 1
+    assert window.ranges == 3
+
+
+def test_consumers_that_begin_replace_the_list_of_a_topic_partition_once() -> None:
+    class Lists(dict[TopicPartition, list[RangeConsumer]]):
+        replaced = 0
+
+        def __setitem__(self, where: TopicPartition, consumers: list[RangeConsumer]) -> None:
+            self.replaced += 1
+            super().__setitem__(where, consumers)
+
+    class Served:
+        range_consumers = 0
+
+        def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
+            self.range_consumers += len(range_consumers)
+
+    config = SourceConfig(topics="orders", subscription="s", receive_threads=1)
+    consumers = RangeConsumers(None, None, config, assign(50))  # type: ignore[arg-type]
+    served = Served()
+    consumers.receivers = [served]  # type: ignore[list-item]
+    lists = consumers.by_partition = Lists()
+    consumers.serve([
+        RangeConsumer(one, None, ClientQueue(1, 1))  # type: ignore[arg-type]
+        for one in consumers.owned_ranges(partitions(4), assign(50))
+    ])  # fmt: skip
+    assert served.range_consumers == len(consumers.owned) == 4 * 50
+    assert lists.replaced == 4

@@ -36,12 +36,19 @@ class Holders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: dict[EntryId, HostedConsumer] = {}
+        self._held: dict[HostedConsumer, set[EntryId]] = {}
+        """The same by consumer: one that loses its worker is forgotten beside all others."""
 
     def took(self, consumer: HostedConsumer, blocks: Sequence[EntryBlock]) -> None:
         """A consumer has handed out entries."""
         with self._lock:
+            own = self._held.setdefault(consumer, set())
             for block in blocks:
+                before = self._holders.get(block.id)
+                if before is not None:
+                    self._held[before].discard(block.id)
                 self._holders[block.id] = consumer
+                own.add(block.id)
 
     def release(
         self, entries: Sequence[EntryId], other: HostedConsumer
@@ -50,15 +57,18 @@ class Holders:
         shares: dict[HostedConsumer, list[EntryId]] = {}
         with self._lock:
             for entry_id in entries:
-                holder = self._holders.pop(entry_id, other)
+                holder = self._holders.pop(entry_id, None)
+                if holder is None:
+                    holder = other
+                else:
+                    self._held[holder].discard(entry_id)
                 shares.setdefault(holder if holder.is_connected() else other, []).append(entry_id)
         return shares
 
     def forget(self, consumer: HostedConsumer) -> None:
         """A consumer has nothing in hand any more: it comes again, or was acknowledged."""
         with self._lock:
-            gone = [entry_id for entry_id, one in self._holders.items() if one is consumer]
-            for entry_id in gone:
+            for entry_id in self._held.pop(consumer, ()):
                 del self._holders[entry_id]
 
 

@@ -100,8 +100,7 @@ class PartitionCheckpoint:
         return result
 
 
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _parse_id(text: str) -> EntryId:

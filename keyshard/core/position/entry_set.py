@@ -137,7 +137,9 @@ class EntrySet:
     @property
     def first(self) -> EntryId | None:
         """Lowest entry, ``None`` when empty."""
-        return next((EntryId(ledger, first) for ledger, first, _ in self.runs()), None)
+        for ledger, runs in self._ledgers.items():
+            return EntryId(ledger, runs[0][0])
+        return None
 
     @property
     def last(self) -> EntryId | None:
@@ -157,6 +159,9 @@ class EntrySet:
     def above(self, entry_id: EntryId) -> EntrySet:
         """The entries after ``entry_id``."""
         ledger, entry = entry_id
+        first = self.first
+        if first is None or first > entry_id:
+            return self
         kept = {other: runs for other, runs in self._ledgers.items() if other > ledger}
         own = tuple(
             (max(first, entry + 1), last)
@@ -185,12 +190,16 @@ class EntrySet:
         return bool(self._ledgers)
 
     def __or__(self, other: EntrySet) -> EntrySet:
+        if not self or not other:
+            return self or other
         return self._merged(other, _union, self._ledgers.keys() | other._ledgers.keys())
 
     def __and__(self, other: EntrySet) -> EntrySet:
         return self._merged(other, _intersection, self._ledgers.keys() & other._ledgers.keys())
 
     def __sub__(self, other: EntrySet) -> EntrySet:
+        if not self or not other:
+            return self
         return self._merged(other, _difference, self._ledgers.keys())
 
     def __le__(self, other: EntrySet) -> bool:

@@ -100,13 +100,13 @@ class PartitionWindow:
         self.received_bytes += memory
         self.received_payload += block.payload_bytes
 
-    def reassign(self, owners: Sequence[int]) -> None:
+    def reassign(self, owners: Sequence[int], ranges: int) -> None:
         """Others own the ring now: what is received is theirs, keyless entries stay as they are.
 
         Args:
             owners: The range that owns each slot.
+            ranges: Number of ranges.
         """
-        ranges = max(owners) + 1
         received = [
             (block, index % ranges if block.slot is None else owners[block.slot])
             for block, index in self.received

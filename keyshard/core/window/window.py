@@ -108,7 +108,7 @@ class Window:
         self.ranges = max(owners) + 1
         self.budget = budget
         for window in self.known.values():
-            window.reassign(owners)
+            window.reassign(owners, self.ranges)
         self.pauses.shared_anew()
 
     def receive(
