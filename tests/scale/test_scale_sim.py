@@ -6,18 +6,25 @@ workers.
 
 from __future__ import annotations
 
+import re
 from operator import itemgetter
+from pathlib import Path
 
 from bench.scale_sim import cuts, death, moves, run
 
+DOCS = Path(__file__).parents[2] / "docs/scaling.md"
 LOST = "death_lost_ms"
 
 SMALL, LARGE = 30, 300
 """Topic partitions."""
 
 
-def test_a_small_run_has_every_figure() -> None:
+def test_a_small_run_has_every_figure_that_the_docs_name() -> None:
     figures = run(ranges=60, partitions=4, workers=6)
+    named = re.findall(r"\(`([a-z_*]+_(?:ms|us|mb|bytes|slots))`\)", DOCS.read_text())
+    assert len(named) > 8
+    for name in named:
+        assert any(re.fullmatch(name.replace("*", ".*"), one) for one in figures), name
     assert all(value >= 0 for value in figures.values())
     assert figures["plan_workers_moved_slots"] == figures["plan_workers_fewest_slots"]
     assert figures["plan_ranges_moved_slots"] == figures["plan_ranges_fewest_slots"]
