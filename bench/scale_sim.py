@@ -17,6 +17,7 @@ import json
 import threading
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -203,15 +204,19 @@ class InstantWorker(Worker):
     def __init__(self, name: str) -> None:
         self.name = name
         self._dead = threading.Event()
+        self._new: deque[int] = deque()
         self.subscribed = 0
 
-    def ask(self, command: str, _timeout_s: float, **_arguments: Any) -> Any:
-        self.subscribed += command == "subscribe"
+    def ask(self, command: str, _timeout_s: float, **arguments: Any) -> Any:
+        if command == "subscribe":
+            self.subscribed += 1
+            self._new.append(arguments["number"])
 
-    def take(self, _taken: Mapping[int, int]) -> tuple[list[Delivery], dict[int, bool]]:
-        if self._dead.wait(0.05):
+    def take(self, _taken: Mapping[int, int]) -> list[Delivery]:
+        if self._dead.wait(0.0 if self._new else 0.02):
             raise WorkerUnreachableError(f"{self.name} was killed.")
-        return [], {}
+        new = [self._new.popleft() for _ in range(len(self._new))]
+        return [Delivery(number, (), connected=True) for number in new]
 
     def kill(self) -> None:
         self._dead.set()
