@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import sys
 import time
 import uuid
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pulsar
 
 from keyshard import KeyShardSource
 from keyshard.source import SourceStream
@@ -31,9 +34,10 @@ def source(service_url: str, topic: str, ranges: int = RANGES, **settings: Any) 
     )
 
 
-def busy_s() -> float:
-    """Processor time of the worker processes so far, seconds."""
-    return sum(sum(one.cpu_times()[:2]) for one in psutil.Process().children())
+def busy_s(stream: SourceStream) -> float:
+    """Processor time of the workers so far, seconds."""
+    pids = [one["pid"] for one in stream.status()["sourceWorkers"]]
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def ingest(
@@ -43,7 +47,7 @@ def ingest(
     opening = time.perf_counter()
     with source(service_url, topic, ranges, workers=workers).open() as stream:
         began = time.perf_counter()
-        busy, workers_busy_s = time.process_time(), busy_s()
+        busy, workers_busy_s = time.process_time(), busy_s(stream)
         rows = 0
         while rows < messages:
             batch = stream.next_batch(60)
@@ -54,9 +58,27 @@ def ingest(
         return {
             "rows_per_s": rows / (time.perf_counter() - began),
             "cpu_us_per_row": (time.process_time() - busy) / rows * 1e6,
-            "workers_us_per_row": (busy_s() - workers_busy_s) / rows * 1e6,
+            "workers_us_per_row": (busy_s(stream) - workers_busy_s) / rows * 1e6,
             "open_s": began - opening,
         }
+
+
+def single(service_url: str, topic: str, messages: int, workers: str) -> dict[str, float]:
+    """Batches of one message each: milliseconds from its publishing until it is read, at most."""
+    client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    taken_ms: list[float] = []
+    with source(service_url, topic, workers=workers).open() as stream:
+        producer = client.create_producer(topic, batching_enabled=False)
+        for number in range(messages):
+            began = time.perf_counter()
+            producer.send(b"content", partition_key=str(number))
+            batch = stream.next_batch(60)
+            if batch is None or sum(part.num_rows for part in batch) != 1:
+                sys.exit(f"message {number} did not come alone")
+            taken_ms.append((time.perf_counter() - began) * 1e3)
+            stream.commit(batch)
+    client.close()
+    return {"single_ms": statistics.median(taken_ms)}
 
 
 def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
@@ -110,5 +132,9 @@ def peak_rss_kb() -> int:
 
 
 if __name__ == "__main__":
-    what = {"ingest": ingest, "checkpoint": checkpoint, "stalled": stalled}[sys.argv[1]]
+    # Else Ray's processes give way to every other one of the machine, the broker included.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
+    what = {
+        "ingest": ingest, "single": single, "checkpoint": checkpoint, "stalled": stalled,
+    }[sys.argv[1]]  # fmt: skip
     print(json.dumps(what(**json.loads(sys.argv[2]))))

@@ -82,11 +82,13 @@ def rows_of(rows: Any) -> int:
 class Measured:
     """The ways to consume a topic; each gives the seconds for all of it, without starting up."""
 
-    def __init__(self, service_url: str, topic: str, messages: int) -> None:
+    def __init__(
+        self, service_url: str, topic: str, messages: int, workers: str = "embedded"
+    ) -> None:
         self._messages = messages
         self._source = KeyShardSource(
             topic, service_url=service_url, subscription=f"ray-{uuid.uuid4().hex[:8]}",
-            parallelism=RANGES, starting_position="earliest",
+            parallelism=RANGES, starting_position="earliest", workers=workers,
         )  # fmt: skip
 
     def batches(self) -> float:
@@ -160,5 +162,5 @@ class Measured:
 if __name__ == "__main__":
     # Else Ray's processes give way to every other one of the machine, the broker included.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
-    name, service_url, topic, messages = json.loads(sys.argv[1])
-    print(json.dumps({"seconds": getattr(Measured(service_url, topic, messages), name)()}))
+    name, *given = json.loads(sys.argv[1])
+    print(json.dumps({"seconds": getattr(Measured(*given), name)()}))

@@ -67,7 +67,7 @@ def redacted(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error says before it explains itself, as those of gRPC do at length."""
-    return str(error).split("\n", 1)[0]
+    return str(error).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]
 
 
 def shown(value: object, length_max: int = SHOWN_MAX) -> str:

@@ -185,6 +185,8 @@ class WorkerHosting:
         try:
             worker = self._start(self._ending)
         except KeyShardError as exc:
+            if self._ending.is_set():
+                return
             _log.warning("no worker in the place of the one that is gone yet: %s", exc)
             self._ending.wait(START_AGAIN_S)
             return

@@ -154,7 +154,7 @@ class Worker:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The {self.name} gives no answer within {LEASE_S:.0f} s: {first_line(exc)}."
+                f"The {self.name} gives no answer: {first_line(exc)}."
             ) from exc
         self._seq += 1
         header = json.loads(chunk.app_metadata.to_pybytes())

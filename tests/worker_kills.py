@@ -1,0 +1,163 @@
+"""Kills of workers of a source, on a real broker; the checkers judge.
+
+``python -m tests.worker_kills --workers ray:2 --messages 100000``: while that many messages come,
+workers are killed (SIGKILL) and stopped for longer than their lease (SIGSTOP, SIGCONT), in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from keyshard import KeyShardSource, SourceStream
+from keyshard.broker.connect import connect
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.progress import SourceWorker
+from keyshard.core.position.entry import full_topic_name
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import HistoryWriter, read_history
+from keyshard.testing.verify.recorder import Recorder
+from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+
+PARTITIONS = 3
+STOPPED_S = 6.0
+"""How long a worker is stopped: beyond its lease, seconds."""
+WAIT_S = 60.0
+"""Longest wait for a batch, seconds."""
+
+
+def run(
+    broker: DevBroker, folder: Path, workers: str, load: Workload, every_s: float
+) -> tuple[str, bool]:
+    """Take all messages while workers are killed; figures, and whether everything held."""
+    topic = f"workers-{uuid.uuid4().hex[:8]}"
+    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+    source = KeyShardSource(
+        topic, subscription="kills", service_url=broker.service_url, admin_url=broker.admin_url,
+        starting_position="earliest", workers=workers,
+    )  # fmt: skip
+    history = folder / "history.jsonl"
+    with HistoryWriter(history) as writer:
+        recorder = Recorder(writer, "source")
+        coordinator = Coordinator(
+            source, lambda: recorder.broker(connect(source.how_to_connect(), source.hosting()))
+        )
+        coordinator.start()
+        struck = Struck(lambda: coordinator.status()["sourceWorkers"], every_s)
+        publishing = threading.Thread(
+            target=lambda: recorder.sent(
+                full_topic_name(topic), produce(load, broker.service_url, topic).per_key
+            )
+        )
+        began_s = time.monotonic()
+        publishing.start()
+        struck.start()
+        try:
+            _take(SourceStream(coordinator), recorder, load.messages)
+            took_s = time.monotonic() - began_s
+        finally:
+            struck.end()
+            publishing.join()
+        told = coordinator.status()
+        coordinator.stop()
+    verdicts = check(list(read_history(history)))
+    broken = [verdict for verdict in verdicts if not verdict.holds]
+    restarts = sum(one["restarts"] for one in told["sourceWorkers"])
+    report = (
+        f"{workers}: {load.messages:,} messages in {took_s:.0f} s, {struck.counts['SIGKILL']} "
+        f"workers killed, {struck.counts['SIGSTOP']} stopped for {STOPPED_S:.0f} s, {restarts} "
+        f"restarts, {told['duplicatesDropped']:,} redeliveries dropped.\n"
+        + "\n".join(map(str, verdicts))
+    )
+    return report, not broken
+
+
+def _take(stream: SourceStream, recorder: Recorder, messages: int) -> None:
+    rows = 0
+    while rows < messages:
+        batch = stream.next_batch(WAIT_S)
+        assert batch is not None, f"{rows} of {messages} rows came"
+        rows += sum(part.num_rows for part in recorder.rows(batch))
+        recorder.checkpointed(batch)
+        stream.commit(batch)
+
+
+class Struck:
+    """Strikes at workers, one after the other, every few seconds.
+
+    Args:
+        workers: Those that there are.
+        every_s: Time between two strikes, seconds.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[SourceWorker]], every_s: float) -> None:
+        self.counts: Counter[str] = Counter()
+        self._workers = workers
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin."""
+        self._spawn(self._strike)
+
+    def end(self) -> None:
+        """Until everyone that was stopped goes on."""
+        self._ended.set()
+        while self._threads:
+            self._threads.pop().join()
+
+    def _spawn(self, action: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=action))
+        self._threads[-1].start()
+
+    def _strike(self) -> None:
+        hows = itertools.cycle((signal.SIGKILL, signal.SIGSTOP))
+        for turn in itertools.count():
+            if self._ended.wait(self._every_s):
+                return
+            workers = self._workers()
+            pid = workers[turn // 2 % len(workers)]["pid"]
+            if pid is None:
+                continue
+            how = next(hows)
+            os.kill(pid, how)
+            self.counts[how.name] += 1
+            if how is signal.SIGSTOP:
+                self._spawn(lambda pid=pid: self._let_go_on(pid))
+
+    def _let_go_on(self, pid: int) -> None:
+        self._ended.wait(STOPPED_S)
+        with suppress(ProcessLookupError):  # who asked it has killed it
+            os.kill(pid, signal.SIGCONT)
+
+
+def main() -> int:
+    """Kill, and judge."""
+    parser = argparse.ArgumentParser(prog="python -m tests.worker_kills", description=__doc__)
+    parser.add_argument("--workers", default="processes:2")
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--rate", type=float, default=2_500.0)
+    parser.add_argument("--every", type=float, default=4.0)
+    arguments = parser.parse_args()
+    load = Workload(arguments.messages, keys=500, entry_messages=4, rate_per_s=arguments.rate)
+    with tempfile.TemporaryDirectory() as folder, DevBroker() as broker:
+        report, held = run(broker, Path(folder), arguments.workers, load, arguments.every)
+    print(report)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
