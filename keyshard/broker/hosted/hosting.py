@@ -57,6 +57,7 @@ class WorkerHosting:
         self._taken: dict[int, int] = {}
         self._ending = threading.Event()
         self._restarts = 0
+        self._why_none = ""
         worker = start(self._ending)
         self._kind = worker.kind
         self._now_has(worker)
@@ -177,7 +178,8 @@ class WorkerHosting:
             consumer.lost()
         _log.warning(
             "%s is gone (%s): its %d consumers go to another one",
-            worker.name, "it answered nonsense" if error is None else error.message, len(lost),
+            worker.name, "it answered nonsense" if error is None else error.message.rstrip("."),
+            len(lost),
         )  # fmt: skip
 
     def _replace(self) -> None:
@@ -187,12 +189,15 @@ class WorkerHosting:
         except KeyShardError as exc:
             if self._ending.is_set():
                 return
-            _log.warning("no worker in the place of the one that is gone yet: %s", exc)
+            again, self._why_none = str(exc) == self._why_none, str(exc)
+            level = logging.DEBUG if again else logging.WARNING
+            _log.log(level, "no worker in the place of the one that is gone yet: %s", exc)
             self._ending.wait(START_AGAIN_S)
             return
         with self._lock:
             ending = self._ending.is_set()
             self._restarts += 1
+            self._why_none = ""
             self._now_has(None if ending else worker)
         if ending:
             worker.end(0.0)
