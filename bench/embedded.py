@@ -66,9 +66,9 @@ def ingest(
 def single(service_url: str, topic: str, messages: int, workers: str) -> dict[str, float]:
     """Batches of one message each: milliseconds from its publishing until it is read, at most."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    producer = client.create_producer(topic, batching_enabled=False)  # the topic is there with it
     taken_ms: list[float] = []
     with source(service_url, topic, workers=workers).open() as stream:
-        producer = client.create_producer(topic, batching_enabled=False)
         for number in range(messages):
             began = time.perf_counter()
             producer.send(b"content", partition_key=str(number))

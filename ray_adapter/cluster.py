@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +34,15 @@ def connect() -> None:
         return
     address = os.environ.get("RAY_ADDRESS", "")
     _answers(address)
+    minds = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=True)
     except Exception as exc:
         raise _unreachable(address, text_of(exc)) from exc
+    finally:
+        # Ray puts its own in the place of one that ends a run in order.
+        if callable(minds) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, minds)
     _log.info("connected to Ray with %s", resources_text(ray.cluster_resources()))
 
 

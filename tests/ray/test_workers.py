@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,21 @@ def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
         assert [one["restarts"] for one in workers()] == [1, 0]
     assert taken.rows == MESSAGES
     assert not keyshard_threads() - before
+
+
+def test_a_program_that_minds_sigterm_minds_it_after_connecting_to_ray() -> None:
+    """Else the end of a container would end a run in the middle of its handlers."""
+    program = (
+        "import signal; from ray_adapter.cluster import connect\n"
+        "def mine(*_): ...\n"
+        "signal.signal(signal.SIGTERM, mine); connect()\n"
+        "assert signal.getsignal(signal.SIGTERM) is mine, signal.getsignal(signal.SIGTERM)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, timeout=60, capture_output=True, text=True,
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
