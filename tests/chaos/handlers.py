@@ -35,7 +35,15 @@ from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.recording_broker import message_name
 from keyshard.testing.verify.workloads import parse_value
-from tests.chaos.stream import CLIENT_TIMEOUT_S, TRY_AGAIN, WORKER, Settings, Status, replace_file
+from tests.chaos.stream import (
+    CLIENT_TIMEOUT_S,
+    TRY_AGAIN,
+    WORKER,
+    Settings,
+    Status,
+    replace_file,
+    with_workers,
+)
 from tests.recorded_source import RecordedSource
 
 _LOOK_S = 0.2
@@ -160,7 +168,7 @@ class Handlers:
         )
         self._source = RecordedSource(**settings.fields())
         self._source.record(
-            lambda: TellingBroker(settings.service_url, history),
+            lambda: with_workers(TellingBroker(settings.service_url, history), self._source),
             Recorder(self._passing, WORKER),
             settings.number * _EPOCHS,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from keyshard.broker.hosted.worker import LEASE_S
 from tests.chaos import handlers, stream
 
 PARTITIONS = 2
@@ -21,6 +22,12 @@ KEEP_ALIVE_S = 4
 _FREEZE_S = (2.2 * KEEP_ALIVE_S, 3 * KEEP_ALIVE_S)
 _SHORT_S = (2.0, 6.0)
 _BEYOND_THE_CLIENT_S = (32.0, 45.0)
+# A worker that was stopped for longer than its lease was replaced before it goes on.
+_WITHIN_THE_LEASE_S = (0.2 * LEASE_S, 0.8 * LEASE_S)
+_BEYOND_THE_LEASE_S = (1.2 * LEASE_S, 2 * LEASE_S)
+
+WORKERS = ("embedded", "processes:2")
+"""What may have the consumers of the program."""
 
 
 class Kind(Enum):
@@ -37,9 +44,12 @@ class Kind(Enum):
     RESTARTED = "program ended and started again"
     RESCALED = "rescaled"
     UNPARKED = "keys unparked"
+    WORKER_KILLED = "worker process killed"
+    WORKER_STOPPED = "worker process stopped and continued"
 
 
 _OF_HANDLERS = frozenset({Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED})
+_OF_WORKERS = frozenset({Kind.WORKER_KILLED, Kind.WORKER_STOPPED})
 
 
 class Subject(Enum):
@@ -53,10 +63,12 @@ class Subject(Enum):
         """What is started."""
         return f"tests.chaos.{self.value}"
 
-    @property
-    def kinds(self) -> list[Kind]:
-        """The faults that may befall it."""
-        return [kind for kind in Kind if self is Subject.HANDLERS or kind not in _OF_HANDLERS]
+    def kinds(self, workers: str) -> list[Kind]:
+        """The faults that may befall it, with what has its consumers."""
+        others = set() if self is Subject.HANDLERS else _OF_HANDLERS
+        if workers == "embedded":
+            others = others | _OF_WORKERS
+        return [kind for kind in Kind if kind not in others]
 
     @property
     def steps(self) -> list[Enum]:
@@ -83,9 +95,13 @@ class Fault:
     """The program is killed at this step; ``None``: at any time."""
     ranges: int = RANGES[0]
     """Ranges of the program's next start, or from now on."""
+    workers_too: bool = False
+    """A program that is stopped has its workers stopped with it, and they go on first."""
 
 
-def faults(seed: int, subject: Subject = Subject.STREAM) -> Iterator[list[Fault]]:
+def faults(
+    seed: int, subject: Subject = Subject.STREAM, workers: str = "embedded"
+) -> Iterator[list[Fault]]:
     """Rounds without end: in each every kind at least once, in another order.
 
     The first has only short ones. Its first kill of the program comes inside a batch, or a handler.
@@ -95,7 +111,7 @@ def faults(seed: int, subject: Subject = Subject.STREAM) -> Iterator[list[Fault]
     steps: list[Enum | None] = [subject.first_step]
     first = True
     while True:
-        kinds = [*subject.kinds, Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
+        kinds = [*subject.kinds(workers), Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
         if partitions >= PARTITIONS_MAX:
             kinds.remove(Kind.PARTITIONS_ADDED)
         partitions += 1
@@ -114,6 +130,7 @@ def faults(seed: int, subject: Subject = Subject.STREAM) -> Iterator[list[Fault]
                 lasts_s=_duration_s(kind, chooser, long=not first),
                 step=step,
                 ranges=chooser.randint(*RANGES),
+                workers_too=workers != "embedded" and chooser.random() < 0.5,
             )
             drawn.append(fault)
         yield drawn
@@ -123,6 +140,9 @@ def faults(seed: int, subject: Subject = Subject.STREAM) -> Iterator[list[Fault]
 def _duration_s(kind: Kind, chooser: random.Random, *, long: bool) -> float:
     if kind is Kind.STREAM_STOPPED:
         return chooser.uniform(*_FREEZE_S)
+    if kind is Kind.WORKER_STOPPED:
+        within = chooser.random() < 0.3
+        return chooser.uniform(*(_WITHIN_THE_LEASE_S if within else _BEYOND_THE_LEASE_S))
     if kind in {Kind.BROKER_STOPPED, Kind.CONNECTIONS_STALLED}:
         beyond = long and chooser.random() < 0.3
         return chooser.uniform(*(_BEYOND_THE_CLIENT_S if beyond else _SHORT_S))

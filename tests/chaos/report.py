@@ -32,6 +32,8 @@ class Report:
 
     seed: int
     subject: str
+    workers: str
+    """What had the program's consumers."""
     seconds: float
     faults: dict[str, int]
     """Faults of each kind that were injected."""

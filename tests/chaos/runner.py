@@ -9,12 +9,15 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from keyshard.errors import DevBrokerError
 from keyshard.testing.verify.history import HistoryWriter, read_history
@@ -40,6 +43,11 @@ FORGOTTEN = "acknowledgements forgotten"
 """A kind of fault that is not injected but found in the history of broker deaths."""
 
 _PROXY = "proxy"
+_WORKER_PROCESS = "worker process"
+_WAKING_S = 0.5
+"""Time that worker processes go on before the program that was stopped with them, seconds."""
+_OUTLIVE_S = 10.0
+"""Longest time that worker processes may live on after their program, seconds."""
 _KEYS = 60
 _CHECKPOINTS = 0.75
 """Share of the seeds whose handlers keep a checkpoint."""
@@ -62,12 +70,20 @@ class Chaos:
         subject: The program.
         seed: Decides the faults and the load.
         say: Told what happens.
+        workers: What has the consumers of the program.
     """
 
     def __init__(
-        self, directory: Path, subject: Subject, seed: int, say: Callable[[str], None]
+        self,
+        directory: Path,
+        subject: Subject,
+        seed: int,
+        say: Callable[[str], None],
+        workers: str,
     ) -> None:
         self._subject = subject
+        self._workers = workers
+        self._strike = random.Random(f"{seed}: which worker?")
         self._seed = seed
         # Without one, what the broker forgets is handled again.
         self._checkpoint = random.Random(f"{seed}: keep one?").random() < _CHECKPOINTS
@@ -83,6 +99,7 @@ class Chaos:
             ranges=RANGES[1],
             directory=str(directory),
             checkpoint=self._checkpoint,
+            workers=workers,
         )
         self._history, self._healed = settings.history, settings.healed
         self._stream = StreamProcess(subject.module, settings)
@@ -124,9 +141,13 @@ class Chaos:
                     history.write_all(publisher.confirmed)
         return self._judge(problems)
 
+    @property
+    def _kinds(self) -> list[Kind]:
+        return self._subject.kinds(self._workers)
+
     def _rounds(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        for number, drawn in enumerate(faults(self._seed, self._subject)):
+        for number, drawn in enumerate(faults(self._seed, self._subject, self._workers)):
             for fault in drawn:
                 if number and time.monotonic() >= end:
                     return
@@ -159,7 +180,15 @@ class Chaos:
             self._stream.restart(RANGES[0])
             end = time.monotonic() + LIVENESS_S
             self._until(lambda: not self._cluster.resting(end), LIVENESS_S, "letters that are done")
+        if self._workers != "embedded":
+            count = int(self._workers.partition(":")[2])
+            self._until(
+                lambda: len(self._stream.workers()) == count, LIVENESS_S, "all worker processes"
+            )
         self._stream.stop()
+        _, outlive = psutil.wait_procs(self._stream.all_workers, _OUTLIVE_S)
+        if outlive:
+            raise TimeoutError(f"worker processes outlive their program: {outlive}")
         left = self._cluster.backlog(end)
         if left:
             raise TimeoutError(f"the backlog is {left} after the end")
@@ -174,7 +203,7 @@ class Chaos:
         events = list(read_history(self._history))
         verdicts = judge(events)
         forgot = [entries for entries in forgotten(events) if entries]
-        injected = {kind.value: self._injected[kind] for kind in self._subject.kinds}
+        injected = {kind.value: self._injected[kind] for kind in self._kinds}
         injected[FORGOTTEN] = len(forgot)
         total, host = self._stream.total(), Host.BATCHES
         whole = not problems  # It was not broken off.
@@ -190,6 +219,7 @@ class Chaos:
         return Report(
             seed=self._seed,
             subject=self._subject.value,
+            workers=self._workers,
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,
@@ -222,11 +252,35 @@ class Chaos:
 
     def _stop_stream(self, fault: Fault) -> None:
         self._stream.freeze()
+        workers = self._stream.workers() if fault.workers_too else []
         try:
+            for one in workers:
+                signalled(one, signal.SIGSTOP)
             time.sleep(fault.lasts_s)
         finally:
+            for one in workers:
+                signalled(one, signal.SIGCONT)
+            self._pause(_WAKING_S if workers else 0.0)
             self._stream.thaw()
         write(self._history, "disconnected", WORKER)
+
+    def _kill_worker(self, _fault: Fault) -> None:
+        signalled(self._one_worker(), signal.SIGKILL)
+        write(self._history, "disconnected", _WORKER_PROCESS)
+
+    def _stop_worker(self, fault: Fault) -> None:
+        """Beyond its lease it is replaced, and killed; it must not do anything if it wakes."""
+        worker = self._one_worker()
+        signalled(worker, signal.SIGSTOP)
+        write(self._history, "disconnected", _WORKER_PROCESS)
+        try:
+            self._pause(fault.lasts_s)
+        finally:
+            signalled(worker, signal.SIGCONT)
+
+    def _one_worker(self) -> psutil.Process:
+        self._until(self._stream.workers, _PROGRESS_S, "a worker process")
+        return self._strike.choice(sorted(self._stream.workers(), key=lambda one: one.pid))
 
     def _kill_broker(self, _fault: Fault) -> None:
         before = self._stream.total().acknowledged
@@ -325,7 +379,15 @@ _INJECT: dict[Kind, Callable[[Chaos, Fault], None]] = {
     Kind.RESTARTED: Chaos._restart,
     Kind.RESCALED: Chaos._rescale,
     Kind.UNPARKED: Chaos._unpark,
+    Kind.WORKER_KILLED: Chaos._kill_worker,
+    Kind.WORKER_STOPPED: Chaos._stop_worker,
 }
+
+
+def signalled(process: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to who may have ended."""
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
 
 
 def _details(fault: Fault) -> str:

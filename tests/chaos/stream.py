@@ -20,6 +20,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from keyshard.broker.hosted.broker import HostedBroker
+from keyshard.broker.hosted.places import start_of
+from keyshard.broker.port import Broker
 from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.source import SourceConfig
@@ -64,6 +67,8 @@ class Settings:
     """Which start this is."""
     checkpoint: bool = True
     """Whether handlers keep one; a stream always does."""
+    workers: str = "embedded"
+    """What has the consumers."""
 
     @property
     def state(self) -> Path:
@@ -93,6 +98,7 @@ class Settings:
             "service_url": self.service_url,
             "admin_url": self.admin_url,
             "parallelism": self.ranges,
+            "workers": self.workers,
             "starting_position": "earliest",
             "batch_rows_min": 50,
             "batch_rows_max": 500,
@@ -133,7 +139,7 @@ class Stream:
         connection = config.how_to_connect()
         self._coordinator = Coordinator(
             config,
-            lambda: self._recorder.broker(PulsarBroker(connection)),
+            lambda: self._recorder.broker(with_workers(PulsarBroker(connection), config)),
             PulsarAdmin(connection),
         )
 
@@ -206,6 +212,15 @@ class Stream:
         self._status.duplicates_dropped = counts["duplicatesDropped"]
         self._status.misrouted = counts["misrouted"]
         replace_file(self._settings.status, json.dumps(asdict(self._status)), durable=False)
+
+
+def with_workers(local: Broker, config: SourceConfig) -> Broker:
+    """A connection whose consumers are where the source wants them."""
+    workers, connection = config.hosting(), config.how_to_connect()
+    if workers is None:
+        return local
+    start = start_of(connection, workers)
+    return HostedBroker(local, start, workers.count, connection.operation_timeout_ms / 1_000)
 
 
 def replace_file(path: Path, text: str, *, durable: bool) -> None:

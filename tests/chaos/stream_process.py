@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 
+import psutil
+
 from keyshard.testing.verify.history import Event, HistoryWriter
 from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status
 
@@ -39,6 +41,8 @@ class StreamProcess:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: list[Status] = []
+        self.all_workers: set[psutil.Process] = set()
+        """Worker processes that were seen."""
         self.gave_up = 0
         """Times that it ended because the broker was away or still knew the one before."""
 
@@ -136,6 +140,16 @@ class StreamProcess:
         """Let it go on (SIGCONT)."""
         self._child.send_signal(signal.SIGCONT)
 
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes that live."""
+        try:
+            children = psutil.Process(self._child.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+        alive = [one for one in children if _is_worker(one)]
+        self.all_workers.update(alive)
+        return alive
+
     def restart(self, ranges: int) -> None:
         """Ask it to end, wait, and start it again.
 
@@ -198,6 +212,14 @@ class StreamProcess:
         self._child.stdin.close()
         write(self._settings.history, "crashed", WORKER)
         self._ended.append(self.status())
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not zombie and "hosted.process" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def write(history: Path, kind: str, worker: str | None = None) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from helpers import wait_until
+from keyshard.broker.hosted.worker import LEASE_S
 from keyshard.testing.devbroker.ports import LOOPBACK, free_port
 from keyshard.testing.verify.history import Event
-from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, Kind, Subject, faults
+from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, WORKERS, Kind, Subject, faults
 from tests.chaos.proxy import TcpProxy
 from tests.chaos.report import (
     BROKER,
@@ -28,15 +29,17 @@ ROUNDS = 30
 
 
 @pytest.mark.parametrize("subject", Subject)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_round_has_every_kind_and_the_first_kill_comes_inside_a_batch(
-    seed: int, subject: Subject
+    seed: int, workers: str, subject: Subject
 ) -> None:
-    drawn = list(itertools.islice(faults(seed, subject), ROUNDS))
-    assert drawn == list(itertools.islice(faults(seed, subject), ROUNDS)), "a seed, the same faults"
+    drawn = list(itertools.islice(faults(seed, subject, workers), ROUNDS))
+    again = list(itertools.islice(faults(seed, subject, workers), ROUNDS))
+    assert drawn == again, "a seed, the same faults"
     added = PARTITIONS_MAX - PARTITIONS
     for number, of_round in enumerate(drawn):
-        missing = set(subject.kinds) - {fault.kind for fault in of_round}
+        missing = set(subject.kinds(workers)) - {fault.kind for fault in of_round}
         assert missing == (set() if number < added else {Kind.PARTITIONS_ADDED})
     kills = [one for one in itertools.chain(*drawn) if one.kind is Kind.STREAM_KILLED]
     assert kills[0].step is subject.first_step
@@ -46,7 +49,21 @@ def test_every_round_has_every_kind_and_the_first_kill_comes_inside_a_batch(
 
 def test_only_handlers_are_rescaled_and_let_keys_out() -> None:
     of_handlers = {Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED}
-    assert set(Subject.HANDLERS.kinds) - set(Subject.STREAM.kinds) == of_handlers
+    for workers in WORKERS:
+        more = set(Subject.HANDLERS.kinds(workers)) - set(Subject.STREAM.kinds(workers))
+        assert more == of_handlers
+
+
+def test_workers_are_killed_and_stopped_where_there_are_any_within_and_beyond_their_lease() -> None:
+    of_workers = {Kind.WORKER_KILLED, Kind.WORKER_STOPPED}
+    embedded, processes = (set(Subject.STREAM.kinds(workers)) for workers in WORKERS)
+    assert processes - embedded == of_workers
+    assert not embedded - processes
+    drawn = list(itertools.chain(*itertools.islice(faults(1, Subject.STREAM, WORKERS[1]), ROUNDS)))
+    stops = [one.lasts_s for one in drawn if one.kind is Kind.WORKER_STOPPED]
+    assert min(stops) < LEASE_S < max(stops)
+    together = {one.workers_too for one in drawn if one.kind is Kind.STREAM_STOPPED}
+    assert together == {False, True}
 
 
 class Wire:
