@@ -30,7 +30,7 @@ from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
 from keyshard.core.dead_letter.letters import Letter, parse
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import KeyShardError, NotRunningError, SubscriptionInUseError
+from keyshard.errors import KeyShardError, NotRunningError
 from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.recording_broker import message_name
@@ -41,6 +41,7 @@ from tests.chaos.stream import (
     WORKER,
     Settings,
     Status,
+    given_up,
     replace_file,
     with_workers,
 )
@@ -256,7 +257,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             handlers.run()
         except KeyShardError as exc:
-            if not exc.retriable and not isinstance(exc, SubscriptionInUseError):
+            if not given_up(exc):
                 raise
             print(exc, file=sys.stderr)
             return TRY_AGAIN

@@ -28,7 +28,12 @@ from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.errors import KeyShardError, ReplayTimeoutError, SubscriptionInUseError
+from keyshard.errors import (
+    KeyShardError,
+    ReplayTimeoutError,
+    SubscriptionInUseError,
+    WorkerUnreachableError,
+)
 from keyshard.source import SourceBatch
 from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
@@ -240,6 +245,15 @@ def replace_file(path: Path, text: str, *, durable: bool) -> None:
             os.close(directory)
 
 
+def given_up(error: KeyShardError) -> bool:
+    """Whether a fault explains the end of a program.
+
+    One that is stopped while its workers begin finds that their leases have ended.
+    """
+    others = (SubscriptionInUseError, ReplayTimeoutError, WorkerUnreachableError)
+    return error.retriable or isinstance(error, others)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run with :class:`Settings` as JSON; returns the exit status."""
     settings = Settings(**json.loads(arguments[0]))
@@ -248,11 +262,8 @@ def main(arguments: Sequence[str]) -> int:
         threading.Thread(target=stream.listen, name="orders", daemon=True).start()
         try:
             stream.run()
-        except (SubscriptionInUseError, ReplayTimeoutError) as exc:
-            print(exc, file=sys.stderr)
-            return TRY_AGAIN
         except KeyShardError as exc:
-            if not exc.retriable:
+            if not given_up(exc):
                 raise
             print(exc, file=sys.stderr)
             return TRY_AGAIN

@@ -13,11 +13,11 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from tests.simulation import faults
+from tests.simulation import faults, worker_faults
 from tests.simulation.handling import faults as handling_faults
 from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, run_verbosely
 
-FAULTS: dict[str, Any] = {"spark": faults, "handlers": handling_faults, "workers": faults}
+FAULTS: dict[str, Any] = {"spark": faults, "handlers": handling_faults, "workers": worker_faults}
 """What goes wrong in each world."""
 REPORT_S = 5.0
 """Time between two lines of progress, seconds."""

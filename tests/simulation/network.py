@@ -188,6 +188,8 @@ class Client:
         self.process = process
         self.loses_acks = False
         """Whether what is acknowledged never leaves it; its connections must be cut then."""
+        self.heard = True
+        """Whether anybody gets what it receives."""
         self.consumers: list[Consumer] = []
         self._inner = MemoryBroker(network.cluster)
         self._groups = self._timer_set = False
@@ -262,6 +264,10 @@ class Client:
         """Its process is gone and the broker does not know it."""
         self._inner.freeze()
 
+    def thaw(self) -> None:
+        """Its process goes on, and tries to get back what it lost meanwhile."""
+        self._inner.thaw()
+
     def kill(self) -> None:
         """Its process is gone, and the broker knows it."""
         self._inner.kill()
@@ -306,7 +312,8 @@ class Consumer:
             network.scheduler.sleep(SLOW_S)
         blocks = self._inner.receive(timeout_ms)
         if blocks:
-            network.record.delivered(self, blocks)
+            if self._client.heard:
+                network.record.delivered(self, blocks)
             self._client.received(blocks)
         return blocks
 

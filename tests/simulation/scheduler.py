@@ -37,6 +37,9 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
+        self.stopped = False
+        self.held: list[Task] = []
+        """Tasks that are to run when it goes on."""
         self.tasks: list[Task] = []
 
 
@@ -189,6 +192,16 @@ class Scheduler:
             raise Killed
         self.pause()
 
+    def stop(self, process: Process) -> None:
+        """None of the threads of another process acts before it goes on."""
+        process.stopped = True
+
+    def go_on(self, process: Process) -> None:
+        """Let a process that was stopped go on."""
+        process.stopped = False
+        held, process.held = process.held, []
+        self._runnable += held
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _me(self) -> Task:
@@ -221,7 +234,9 @@ class Scheduler:
                 task = self._runnable[index]
                 self._runnable[index] = self._runnable[-1]
                 self._runnable.pop()
-                if not task.done:
+                if task.process.stopped:
+                    task.process.held.append(task)
+                elif not task.done:
                     return task
             if not self._timers:
                 raise StuckError(f"everybody waits for ever, from {self.now_s:.3f} s on")

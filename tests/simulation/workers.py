@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.hosted.host import Host
+from keyshard.broker.hosted.process import Lease
 from keyshard.broker.hosted.wire import Delivery, heard, told, unpacked
 from keyshard.broker.hosted.worker import LEASE_S, TAKE_WAIT_S, Worker
 from keyshard.broker.port import Broker
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, KeyShardError, WorkerUnreachableError
-from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client
-from tests.simulation.scheduler import Process, Task
+from keyshard.testing.verify.check_workers import ring_coverage
+from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client, Consumer
+from tests.simulation.scheduler import Process
 from tests.simulation.spark import Step
-from tests.simulation.world import World
+from tests.simulation.worker_faults import Trouble
+from tests.simulation.world import Outcome, World
 
 START_S = (0.1, 1.0)
 """Time that a worker takes to start, seconds."""
@@ -31,6 +37,10 @@ LOST = 0.002
 """Share of the answers that are lost: then nobody knows whether it was done."""
 REPEATED = 0.02
 """Share of the questions that arrive twice."""
+TRAVEL_S = (0.002, 0.002, 0.002, 0.2)
+"""Longest times of most questions and answers on their way; a run has one of them, seconds."""
+STOPS_S = (0.5, 2.5 * LEASE_S)
+"""Shortest and longest time that a worker is stopped, seconds."""
 LOOK_S = 0.005
 """Time between two looks whether an answer is there, seconds."""
 
@@ -51,13 +61,15 @@ class SimulatedWorker(Worker):
         self.kind = self.name = process.name
         self.pid, self.machine = 0, "here"
         self._seq = 0
-        self.answers = True
-        """Whether it does; a process that was stopped does not, and nobody notices but by that."""
         self.gone = False
         """Whether its connections have ended with it."""
-        self._leaving: Task | None = None
-        self.client = Client(world.network, process)
+        self.given_up = False
+        """Whether it was ended, as far as its source knows: who waits for an answer is told."""
+        self._leaves = False
+        self.client = _WorkerClient(world, process)
         self._host = self._made()
+        self.lease = Lease(LEASE_S, lambda: self._scheduler.now_s)
+        self._main = self._scheduler.spawn(process, "main", self._live)
 
     def _made(self) -> Host:
         self._scheduler.sleep(self._random.uniform(*START_S))
@@ -66,12 +78,20 @@ class SimulatedWorker(Worker):
         def make() -> None:
             made.append(Host(self.client))
 
-        task = self._scheduler.spawn(self.process, "main", make)
+        task = self._scheduler.spawn(self.process, "begin", make)
         while not task.done and not self.process.dead:
             self._scheduler.sleep(LOOK_S)
         if not made:
             raise WorkerUnreachableError(f"{self.name} did not start.")
         return made[0]
+
+    def _live(self) -> None:
+        """As the process does: until its input or its lease ends."""
+        while not self._leaves and (left_s := self.lease.left_s()) > 0:
+            self._scheduler.block(min(1.0, max(0.01, left_s)))
+        if self.lease.left_s() > 0:
+            self._host.close()
+        self._world.end_worker(self, surely=True)
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
         arguments = json.loads(json.dumps(arguments))
@@ -99,40 +119,70 @@ class SimulatedWorker(Worker):
         """Let the worker do something, and hear of it."""
         end_s = self._scheduler.now_s + timeout_s
         answers: list[Any] = []
+        refusals: list[str] = []
+
+        def arrive() -> None:
+            if not self.lease.asked():
+                refusals.append("its lease has ended")
+                return
+            try:
+                answers.append(act())
+            except KeyShardError as exc:
+                refusals.append(exc.message)
+
         self._travel()
-        if self.answers:
-            for _ in range(2 if self._random.random() < REPEATED else 1):
-                self._scheduler.spawn(self.process, "question", lambda: answers.append(act()))
-        while not answers and not self._noticed_dead and self._scheduler.now_s < end_s:
+        twice = self._random.random() < REPEATED
+        self._world.met[Trouble.REPEATED] += twice
+        for _ in range(1 + twice):
+            self._scheduler.spawn(self.process, "question", arrive)
+        while not (answers or refusals or self._noticed_dead) and self._scheduler.now_s < end_s:
             self._scheduler.sleep(LOOK_S)
         self._travel()
-        if not answers or not self.answers or self._random.random() < LOST:
-            raise WorkerUnreachableError(f"{self.name} does not answer.")
+        if answers and self._world.injector.enabled and self._random.random() < LOST:
+            self._world.met[Trouble.LOST] += 1
+            answers.clear()
+        if not answers:
+            raise WorkerUnreachableError(f"{self.name} does not answer {refusals}.")
         return answers[0]
 
     @property
     def _noticed_dead(self) -> bool:
-        return self.gone or (self.process.dead and self.answers)
+        return self.given_up or self.process.dead
 
     def _travel(self) -> None:
         late = self._random.random() < 0.01
-        self._scheduler.sleep(self._random.random() * (0.5 if late else 0.002))
+        self._world.met[Trouble.LATE] += late
+        most_s = 0.5 if late else self._world.travel_s
+        self._scheduler.sleep(self._random.random() * most_s)
 
     def kill(self) -> None:
         self._world.end_worker(self)
 
     def leave(self) -> None:
-        if self._leaving is None and self.answers and not self.process.dead:
-            self._leaving = self._scheduler.spawn(self.process, "close", self._host.close)
+        self._leaves = True
+        self._scheduler.wake(self._main)
 
     def end(self, timeout_s: float) -> None:
         if timeout_s:
             self.leave()
-        if timeout_s and self._leaving is not None:
-            end_s = self._scheduler.now_s + timeout_s
-            while not self._leaving.done and self._scheduler.now_s < end_s:
-                self._scheduler.sleep(LOOK_S)
+        end_s = self._scheduler.now_s + timeout_s
+        while not self.gone and self._scheduler.now_s < end_s:
+            self._scheduler.sleep(LOOK_S)
         self.kill()
+
+
+class _WorkerClient(Client):
+    """A worker's connection."""
+
+    def __init__(self, world: WorkersWorld, process: Process) -> None:
+        super().__init__(world.network, process)
+        self._world = world
+
+    def subscribe(
+        self, topic_partition: TopicPartition, subscription: str, hash_range: HashRange, **how: Any
+    ) -> Consumer:
+        self._world.claims(self, topic_partition, hash_range)
+        return super().subscribe(topic_partition, subscription, hash_range, **how)
 
 
 class WorkersWorld(World):
@@ -146,6 +196,28 @@ class WorkersWorld(World):
         self._started = 0
         self._struck = False
         """Whether anything has happened to a worker, or to an answer of one."""
+        self._far = self.strikes.random() < 0.5
+        """Whether workers are on other machines: who has stopped cannot be killed from here."""
+        self.travel_s = self.strikes.choice(TRAVEL_S)
+        """Longest time of most questions and answers on their way, seconds."""
+        self.met = Counter[Trouble]()
+        self.met[Trouble.SLOW] += self.travel_s > min(TRAVEL_S)
+
+    def run(self) -> Outcome:
+        outcome = super().run()
+        outcome.reached.update({(trouble, None): count for trouble, count in self.met.items()})
+        return outcome
+
+    def claims(self, by: Client, where: TopicPartition, hash_range: HashRange) -> None:
+        """A worker asks for a range; perhaps another one has it, as far as the broker knows."""
+        self.met[Trouble.CLAIMED_TWICE] += any(
+            consumer.is_live
+            and (consumer.topic_partition, consumer.hash_range) == (where, hash_range)
+            for workers in self._workers.values()
+            for worker in workers
+            if worker.client is not by
+            for consumer in worker.client.consumers
+        )
 
     def _main(self) -> None:
         self.scheduler.spawn(self.process, "strikes", self._strike)
@@ -169,6 +241,15 @@ class WorkersWorld(World):
         gone = isinstance(error, (BrokerUnavailableError, WorkerUnreachableError))
         return (gone and brief and self._struck) or super()._rightful(error)
 
+    def _settled(self) -> bool:
+        """Also: nobody stands still, and who ended was replaced."""
+        workers = [one for workers in self._workers.values() for one in workers if not one.gone]
+        if any(one.process.stopped for one in workers) or not super()._settled():
+            return False
+        if self.wiped is not None:
+            return True
+        return ring_coverage(self.record.judged(self.debts, self.topics.partitions())).holds
+
     def processes_of(self, process: Process) -> list[Process]:
         return [process, *(one.process for one in self._workers.get(process, ()))]
 
@@ -185,30 +266,65 @@ class WorkersWorld(World):
             if not alive or not self.injector.enabled:
                 continue
             worker = self.strikes.choice(alive)
-            if self.strikes.random() < 0.7:
+            if self.strikes.random() < 0.6:
                 self.record.note(f"FAULT {worker.name} is killed")
-                self.end_worker(worker)
-            else:
-                self.record.note(f"FAULT {worker.name} is stopped")
-                worker.answers = False
-                worker.client.freeze()
-                self.record.add("crashed", worker=worker.name)
-                self.scheduler.kill(worker.process)
+                self.met[Trouble.KILLED] += 1
+                self.end_worker(worker, surely=True)
+            elif not worker.process.stopped:
+                self._stop(worker)
 
-    def end_worker(self, worker: SimulatedWorker) -> None:
-        """End a worker at once; the broker notices now or later."""
+    def _stop(self, worker: SimulatedWorker) -> None:
+        """Stop a worker (SIGSTOP); it goes on later, in time or not, unless it is killed before."""
+        self.record.note(f"FAULT {worker.name} is stopped")
+        self.met[Trouble.STOPPED] += 1
+        self._struck = True
+        worker.client.freeze()
+        self.scheduler.stop(worker.process)
+        stops_s = self.strikes.uniform(*STOPS_S)
+
+        def wake() -> None:
+            self.scheduler.sleep(stops_s)
+            if worker.gone:
+                return
+            late = worker.lease.left_s() <= 0
+            self.record.note(f"{worker.name} goes on, {'too late' if late else 'in time'}")
+            self.met[Trouble.WOKE_LATE if late else Trouble.WOKE_IN_TIME] += 1
+            self.scheduler.go_on(worker.process)
+            while not self.network.up:
+                self.scheduler.sleep(LOOK_S)
+            if not worker.gone:
+                worker.client.thaw()
+
+        self.scheduler.spawn(self.process, "wake", wake)
+
+    def end_worker(self, worker: SimulatedWorker, *, surely: bool = False) -> None:
+        """End a worker at once; the broker notices now or later.
+
+        Args:
+            worker: Which one.
+            surely: Also one that is stopped on another machine, which no order reaches.
+        """
         if worker.gone:
             return
-        worker.gone = self._struck = True
+        self._struck = True
+        if not worker.given_up:
+            worker.given_up = True
+            worker.client.heard = False
+            self.record.add("crashed", worker=worker.name)
+        if self._far and worker.process.stopped and not surely:
+            return
+        worker.gone = True
         unnoticed = self.strikes.random() < 0.3
         self.network.lose_client(
             worker.client, self.strikes.random() * UNNOTICED_S if unnoticed else 0.0
         )
-        self.record.add("crashed", worker=worker.name)
         self.scheduler.kill(worker.process)
 
     def end(self, process: Process) -> None:
         left = [one for one in self._workers.get(process, ()) if not one.gone]
+        for worker in left:
+            if worker.process.stopped:
+                self.end_worker(worker)
 
         def leave() -> None:
             """Their input has ended, or else their lease does."""

@@ -308,6 +308,84 @@ def test_a_host_tells_a_lost_connection_between_what_came_before_and_after() -> 
         ]  # fmt: skip
 
 
+class Broken(MemoryBroker):
+    """Its consumer kept the end of an entry, of which the beginning is gone with a connection."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryCluster())
+        self.kept: list[EntryBlock] = []
+        self.connected = True
+        self.back_meanwhile = False
+        """Whether it gets a connection again while it is received from."""
+        self.closed = False
+        self.refused = 1
+        """Times that it cannot be subscribed to again."""
+
+    def subscribe(self, *_: Any, **__: Any) -> Any:
+        if self.closed and self.refused:
+            self.refused -= 1
+            raise BrokerUnavailableError("not yet")
+        self.closed = False
+        return self
+
+    def receive(self, _timeout_ms: int) -> list[EntryBlock]:
+        kept, self.kept = self.kept, []
+        self.connected |= bool(kept) and self.back_meanwhile
+        return kept
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        self.ring = callback
+
+    def is_connected(self) -> bool:
+        return self.connected and not self.closed
+
+    def close(self, **_: Any) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("back_meanwhile", [False, True])
+def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connection(
+    back_meanwhile: bool,
+) -> None:
+    """Found by ``python -m tests.chaos --seed 10254 --subject handlers --workers processes:2``.
+
+    1. A connection is lost between the first messages of an entry and its last ones.
+    2. The first ones are let pass, because all of it comes again.
+    3. The last ones are received, and the connection is there again before anybody looks.
+    """
+    broker = Broken()
+    host = Host(broker)
+    host.subscribe(
+        number=1, topic="persistent://a/b/c", partition=-1, subscription="s", start=0, end=65_535,
+        position="earliest", consumer_name="c", receiver_queue_size=QUEUE,
+    )  # fmt: skip
+    came: list[Delivery] = []
+    seq = 0
+
+    def told(count: int) -> None:
+        nonlocal seq
+        deadline = time.monotonic() + 10
+        while len(came) < count:
+            assert time.monotonic() < deadline, came
+            answer, content = host.take(seq := seq + 1, {}, 0.05)
+            came.extend(unpacked(answer["deliveries"], content))
+
+    told(1)
+    wait_until(lambda: hasattr(broker, "ring"))
+    broker.connected, broker.back_meanwhile = False, back_meanwhile
+    broker.kept = [block_of(Random(1))]
+    broker.ring()
+    told(2)
+    wait_until(lambda: not broker.kept)
+    broker.connected = True
+    told(3)
+    assert not any(one.blocks for one in came)
+    assert [one.connected for one in came] == [True, False, True]
+    # Where nobody knows from which connection it came, another consumer gets all of it.
+    assert broker.refused == (0 if back_meanwhile else 1)
+    host.close()
+
+
 def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> None:
     """What a worker loses comes again only through the consumers that it had."""
     where, holders, one, other = TopicPartition("persistent://a/b/c"), Holders(), Ends(), Ends()

@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from keyshard.broker.hosted.wire import NOTHING, Delivery, packed
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, KeyShardError
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
 FULL_WAIT_S = 0.02
 """Longest wait for something to give while a consumer waits until more of it was taken, seconds."""
@@ -43,9 +44,15 @@ _log = logging.getLogger(__name__)
 class _Hosted:
     """One consumer."""
 
-    def __init__(self, number: int, consumer: Consumer, ahead_max: int) -> None:
+    def __init__(
+        self, number: int, consumer: Consumer, ahead_max: int, another: Callable[[], Consumer]
+    ) -> None:
         self.number = number
         self.consumer = consumer
+        self.another = another
+        """Subscribes another consumer in its place."""
+        self.lacking = False
+        """Whether its consumer is closed, and another one is to take its place."""
         self.ahead_max = ahead_max
         self.using = threading.Lock()
         """Held while it is received from, and while it is closed."""
@@ -72,6 +79,8 @@ class Host:
         """Of numbers that are subscribed or closed now; a question may come twice at once."""
         self._closed: deque[int] = deque(maxlen=CLOSED_MAX)
         self._ready: deque[_Hosted] = deque()
+        self._later: list[_Hosted] = []
+        """Who is looked at again after a pause."""
         self._full: set[int] = set()
         """Who waits until more of it was taken."""
         self._waiting: deque[tuple[Delivery, int, int]] = deque()
@@ -104,12 +113,16 @@ class Host:
         with self._alone_with(number):
             if number in self._hosted or number in self._closed:
                 return
-            consumer = self._broker.subscribe(
+            consumer_from = partial(
+                self._broker.subscribe,
                 TopicPartition(topic, partition), subscription, HashRange(start, end),
-                start=StartPosition(position), consumer_name=consumer_name,
-                receiver_queue_size=receiver_queue_size,
+                consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
             )  # fmt: skip
-            hosted = _Hosted(number, consumer, receiver_queue_size)
+            consumer = consumer_from(start=StartPosition(position))
+            hosted = _Hosted(
+                number, consumer, receiver_queue_size,
+                partial(consumer_from, start=StartPosition.EARLIEST),
+            )  # fmt: skip
             with self._changed:
                 if not self._ended:
                     self._hosted[number] = hosted
@@ -158,6 +171,8 @@ class Host:
         hosted = self._hosted.get(number)
         if hosted is None:
             raise BrokerError(f"The worker hosts no consumer {number}: it is closed.")
+        if hosted.lacking:
+            raise BrokerUnavailableError(f"Consumer {number} of the worker is subscribed anew.")
         return hosted
 
     # -- what was received ------------------------------------------------------------------------
@@ -214,6 +229,9 @@ class Host:
         self._looked_s = now_s
         with self._changed:
             all_hosted = list(self._hosted.values())
+            self._ready.extend(self._later)
+            self._later.clear()
+            self._changed.notify_all()
         for hosted in all_hosted:
             # Who receives from it tells it, too, and must not be told something older.
             if hosted.using.acquire(blocking=False):
@@ -257,17 +275,41 @@ class Host:
 
     def _receive(self, hosted: _Hosted) -> None:
         with hosted.using:
-            if hosted.closed:
+            if hosted.closed or (hosted.lacking and not self._replaced(hosted)):
                 return
-            self._tell(hosted, connected=hosted.consumer.is_connected())
+            connected = hosted.consumer.is_connected()
+            self._tell(hosted, connected=connected)
             blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
             if not blocks:
                 hosted.consumer.when_ready(lambda: self._ring(hosted))
-                return
-            if not hosted.connected:
-                # Kept from before it lost its connection, unless it has one again.
-                self._tell(hosted, connected=hosted.consumer.is_connected())
-        self._give(hosted, Delivery(hosted.number, blocks))
+            elif connected:
+                # Before anybody tells more of its connection: it is in order with that.
+                self._give(hosted, Delivery(hosted.number, blocks))
+            else:
+                self._let_pass(hosted)
+
+    def _let_pass(self, hosted: _Hosted) -> None:
+        """Give nothing of what a client kept from before it lost its connection.
+
+        The beginning of its first entry may have gone with the connection. It comes again with the
+        next one, unless that came meanwhile and brought it: then another consumer gets all of it.
+        """
+        if hosted.consumer.is_connected():
+            hosted.lacking = True
+            _close(hosted.consumer, for_another=True)
+        self._ring(hosted)
+
+    def _replaced(self, hosted: _Hosted) -> bool:
+        """Let another consumer take the place of one that is closed; whether it has."""
+        try:
+            hosted.consumer = hosted.another()
+        except KeyShardError as exc:
+            _log.debug("consumer %d is not subscribed anew yet: %s", hosted.number, exc)
+            with self._changed:
+                self._later.append(hosted)
+            return False
+        hosted.lacking = False
+        return True
 
     def _ring(self, hosted: _Hosted) -> None:
         with self._changed:
@@ -305,9 +347,9 @@ class Host:
         self._broker.close()
 
 
-def _close(consumer: Consumer) -> None:
+def _close(consumer: Consumer, *, for_another: bool = False) -> None:
     try:
-        consumer.close()
+        consumer.close(for_another=for_another)
     except BrokerError as exc:
         _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
 

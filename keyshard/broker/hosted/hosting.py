@@ -77,10 +77,20 @@ class WorkerHosting:
         try:
             self._subscribe(worker, consumer, start)
         except BaseException:
-            with self._lock:
-                self._consumers.pop(consumer.number, None)
+            # Another worker may have it by now, in the place of this one, or be about to.
+            consumer.ended()
+            self._forget(consumer)
+            now = self._worker
+            if now is not None and now is not worker:
+                self._close_quietly(now, consumer.number)
             raise
         return consumer
+
+    def _forget(self, consumer: HostedConsumer) -> None:
+        """It is closed: what is said under its number counts for nobody."""
+        with self._lock:
+            self._consumers.pop(consumer.number, None)
+            self._taken.pop(consumer.number, None)
 
     def _subscribe(self, worker: Worker, consumer: HostedConsumer, start: StartPosition) -> None:
         wanted = consumer.wanted
@@ -232,6 +242,7 @@ class WorkerHosting:
                 continue
             break
         if consumer.closed:
+            self._forget(consumer)
             self._close_quietly(worker, consumer.number)
 
     def _close_quietly(self, worker: Worker, number: int) -> None:
