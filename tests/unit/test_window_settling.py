@@ -35,6 +35,29 @@ def test_a_batch_names_its_own_entries_and_no_hole_that_is_settled_with_it(
     assert str(state.batch) == "1:3"
 
 
+def test_what_is_proved_in_doubt_settles_nothing_before_that_is_over() -> None:
+    """It would also call what comes as old as the evidence: as new as what a wiped cluster has."""
+    window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
+    window.add_partition(P0)
+    window.receive(P0, 0, block(4, 0, publish_ms=1_000))
+    assert window.cut() is not None
+    known = window.known[P0]
+    known.doubt()
+    window.prove(P0, Proofs(settled=EntrySet.parse("5:1-2"), published_ms=50_000))
+    window.receive(P0, 0, block(4, 1, publish_ms=1_001))
+    end = window.cut()
+    assert end is not None
+    assert str(end.partitions[P0].delivered) == "4:0-1"
+    assert end.partitions[P0].published_ms == 1_001
+    assert known.compare(P0, block(4, 0, publish_ms=1_000))
+    window.receive(P0, 0, block(4, 2, publish_ms=1_002))
+    end = window.cut()
+    window.validate()
+    assert end is not None
+    assert str(end.partitions[P0].delivered) == "4:0-2;5:1-2"
+    assert end.partitions[P0].published_ms == 50_000
+
+
 def test_what_was_proved_before_an_absence_settles_nothing_of_what_is_there_after_it() -> None:
     """A cluster that was wiped meanwhile hands out the same ids, from below what was proved."""
     window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))

@@ -256,9 +256,9 @@ class PartitionWindow:
     def _fitting(self, entries: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
         """How many of some entries, ascending, the next checkpoint has room for."""
         count = fitting(self.state.delivered, entries, bytes_max)
-        if count < len(entries) and self.proofs:
+        if count < len(entries) and self._evidence:
             # The checkpoint of this cut is going to have fewer holes than the newest.
-            settled = settle(self.state, self.proofs, self._undelivered())
+            settled = settle(self.state, self._evidence, self._undelivered())
             count = fitting(settled.delivered, entries, bytes_max)
         self.tight = count < len(entries)
         return count
@@ -277,16 +277,22 @@ class PartitionWindow:
             delivered=settled.delivered | batch,
             batch=batch,
             partial={block.id: frozenset(block.indices) for block in blocks if not block.whole},
-            published_ms=max(self.state.published_ms, self.proofs.published_ms, *published_ms),
+            published_ms=max(self.state.published_ms, self._evidence.published_ms, *published_ms),
         )
         return settled.newly
 
     def _settle(self, blocks: Sequence[EntryBlock]) -> Settled:
         """What the evidence makes of the newest state, before ``blocks`` join it."""
-        undelivered = self._undelivered() if settles_more(self.state, self.proofs) else []
-        settled = settle(self.state, self.proofs, [*undelivered, *(block.id for block in blocks)])
-        self.proofs.applied(settled.floor)
+        evidence = self._evidence
+        undelivered = self._undelivered() if settles_more(self.state, evidence) else []
+        settled = settle(self.state, evidence, [*undelivered, *(block.id for block in blocks)])
+        evidence.applied(settled.floor)
         return settled
+
+    @property
+    def _evidence(self) -> Proofs:
+        """What may enter a checkpoint: nothing, while it may be of another topic partition."""
+        return self.proofs if self.doubted is None else Proofs()
 
     def _undelivered(self) -> list[EntryId]:
         """Entries that were received and are in no batch."""
