@@ -12,10 +12,15 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from control_folder import own_control_folder
 from keyshard.testing.devbroker import DevBroker
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("keyshard", deadline=None)
+settings.load_profile("keyshard")
 
 FOLDERS = ("unit", "property", "spark", "ray", "mutants", "simulation", "chaos", "integration")
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
