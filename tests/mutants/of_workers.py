@@ -5,7 +5,9 @@ from __future__ import annotations
 from table import Edit, Mutant, killer
 
 HOSTED = "unit/test_hosted"
+HOSTING = "unit/test_hosting"
 HOST = "keyshard/broker/hosted/host.py"
+ASKER = "keyshard/broker/hosted/hosting.py"
 
 OF_WORKERS = (
     Mutant(
@@ -43,11 +45,7 @@ OF_WORKERS = (
     Mutant(
         name="wait for the end of a question where a consumer has room again",
         promise="No stall: a full consumer goes on as soon as enough of it was taken.",
-        edits=(
-            Edit(
-                HOST, "                    if self._full:\n", "                    if not self:\n"
-            ),
-        ),
+        edits=(Edit(HOST, "                if self._full:\n", "                if not self:\n"),),
         killers=(
             killer(HOSTED, "test_who_has_room_again_does_not_wait_for_the_end_of_a_question"),
         ),
@@ -65,6 +63,105 @@ OF_WORKERS = (
         killers=(
             killer(
                 HOSTED, "test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by"
+            ),
+        ),
+    ),
+    Mutant(
+        name="answer whoever asks a worker",
+        promise="A worker does what its own source says, and nobody else.",
+        edits=(
+            Edit(
+                "keyshard/broker/hosted/process.py",
+                "        if not secrets.compare_digest(",
+                "        if not token and not secrets.compare_digest(",
+            ),
+        ),
+        killers=(killer(HOSTED, "test_who_has_no_token_is_refused_and_logged_once"),),
+    ),
+    Mutant(
+        name="answer a question that is late",
+        promise="No loss: an answer that nobody waits for takes nothing away.",
+        edits=(
+            Edit(
+                HOST,
+                "            if seq != self._answered + 1:\n",
+                "            if seq > self._answered + 1:\n",
+            ),
+        ),
+        killers=(killer(HOSTED, "test_the_same_question_has_the_same_answer_and_a_late_one_none"),),
+    ),
+    Mutant(
+        name="open a consumer again that was closed",
+        promise="No stall: a question that is late opens none again.",
+        edits=(
+            Edit(
+                HOST,
+                "            if number in self._hosted or number in self._closed:\n",
+                "            if number in self._hosted:\n",
+            ),
+        ),
+        killers=(killer(HOSTED, "test_a_subscription_that_is_asked_for_twice_at_once_is_one"),),
+    ),
+    Mutant(
+        name="give the end of an entry whose beginning went with a connection",
+        promise="No loss: what a client kept from before comes again, whole.",
+        edits=(Edit(HOST, "            elif connected:\n", "            elif blocks:\n"),),
+        killers=(
+            killer(
+                HOSTED,
+                "test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connection",
+            ),
+        ),
+    ),
+    Mutant(
+        name="give the ranges of a worker away that is not ended",
+        promise="No overlap: a worker is ended, or its lease is, before another has its ranges.",
+        edits=(
+            Edit(
+                ASKER,
+                "        worker.end(0.0)\n        with self._lock:\n",
+                "        with self._lock:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                HOSTING,
+                "test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges",
+            ),
+        ),
+    ),
+    Mutant(
+        name="keep the number of a consumer in the next worker",
+        promise="What is said under an old number counts for nobody.",
+        edits=(
+            Edit(
+                ASKER,
+                "            consumer.regaining(next(_numbers))\n",
+                "            consumer.regaining(consumer.number)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                HOSTING,
+                "test_no_number_is_given_twice_and_what_is_said_under_an_old_one_counts_for_nobody",
+            ),
+        ),
+    ),
+    Mutant(
+        name="leave a consumer with the next worker that nobody knows of",
+        promise="No stall: no worker holds a range that nobody knows of.",
+        edits=(
+            Edit(
+                ASKER,
+                "            consumer.ended()\n            self._forget(consumer)\n",
+                "            self._forget(consumer)\n            raise\n",
+            ),
+        ),
+        killers=(
+            killer(
+                HOSTING,
+                "test_a_consumer_whose_worker_dies_while_it_is_subscribed_is_not_held_by_the_next"
+                "_worker",
             ),
         ),
     ),
