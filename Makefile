@@ -13,7 +13,7 @@ BENCH ?= ingest
 # Everything here starts many short processes, and each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit simulate chaos lint format bench help
+.PHONY: demo test unit simulate chaos lint format bench protocol help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -47,6 +47,11 @@ format: $(INSTALLED) ## format the code
 
 bench: $(INSTALLED) ## BENCH=ingest (rows per second against a bare client), idle, lanes, skew or rescale
 	@$(BIN)/python -m bench $(BENCH)
+
+protocol: ## generate keyshard/broker/wire/pulsar_api_pb2.py (this version's code runs with protobuf 4 to 7)
+	@$(PYTHON) -m venv $(VENV)/.protoc
+	@$(VENV)/.protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3
+	@$(VENV)/.protoc/bin/python -m grpc_tools.protoc -I. --python_out=. keyshard/broker/wire/pulsar_api.proto
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

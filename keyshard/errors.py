@@ -18,6 +18,7 @@
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── EncryptedMessageError          KEYSHARD_ENCRYPTED_MESSAGE
+    ├── CorruptEntryError              KEYSHARD_CORRUPT_ENTRY
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
     ├── CheckpointInUseError           KEYSHARD_CHECKPOINT_IN_USE
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
@@ -174,6 +175,12 @@ class EncryptedMessageError(KeyShardError):
     """A bounded read came to a message that is encrypted; keyshard has no keys to read it."""
 
     code = "KEYSHARD_ENCRYPTED_MESSAGE"
+
+
+class CorruptEntryError(KeyShardError):
+    """An entry cannot be read: its checksum, compression or structure is wrong."""
+
+    code = "KEYSHARD_CORRUPT_ENTRY"
 
 
 class MisroutedError(KeyShardError):

@@ -57,6 +57,12 @@ OPTIONS = (
         "Subscription that holds the backlog. **Required.** One query at a time may use it.",
     ),
     Option(
+        "transport",
+        "transport",
+        "`client` or `wire`: whether pulsar-client consumes and reads, or keyshard itself, by "
+        "Pulsar's binary protocol, which takes whole entries and costs less.",
+    ),
+    Option(
         "parallelism",
         "parallelism",
         "Number of hash ranges, and so of Spark tasks with data, whatever the number of topic "

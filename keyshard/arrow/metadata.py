@@ -15,6 +15,9 @@ TIME_MS_MAX = 253_370_764_800_000
 beyond what ``datetime`` holds. Micro- and nanoseconds of our days lie far above."""
 EVENT_TIME, PUBLISH_TIME = "__eventTime", "__publishTime"
 """Properties that keep the number of a time that is none."""
+NOT_TEXT = "__notText"
+"""Property in place of all those of a message that has one that is no text: a client tells only the
+first of them."""
 
 
 def is_time(milliseconds: int) -> bool:

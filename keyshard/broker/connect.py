@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import at_exit  # before what ends a run at exit
-from keyshard.config.connection import MEMORY, Connection
+from keyshard.config.connection import MEMORY, WIRE, Connection
 from keyshard.config.workers import Workers
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def connect(connection: Connection, workers: Workers | None = None) -> Broker:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 
         return MemoryBroker(_cluster(connection))
+    if connection.transport == WIRE:
+        from keyshard.broker.wire.broker import WireBroker  # noqa: PLC0415
+
+        return WireBroker(connection)
     from keyshard.broker.pulsar.broker import PulsarBroker  # noqa: PLC0415
 
     return PulsarBroker(connection)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from keyshard.core.option_checks import check_bool, check_integer, check_text
+from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
 from keyshard.errors import ConfigError
 from keyshard.redaction import REPR_MAX, Secret, shown
 
@@ -17,6 +17,8 @@ SERVICE_URL = "pulsar://127.0.0.1:6650"
 """Where a broker is by default."""
 MEMORY = "memory://"
 """Beginning of the URL of an in-memory cluster of this process; its name follows."""
+CLIENT, WIRE = "client", "wire"
+"""Transports."""
 _SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
 _MEMORY = re.compile(r"memory://[^/\s,]+")
 _HTTP = re.compile(r"https?://[^/\s]+/?")
@@ -144,6 +146,9 @@ class Connection:
     """Longest time of one request to the broker, milliseconds."""
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
     """Longest time until a connection of the client is there, milliseconds."""
+    transport: str = field(default=CLIENT, kw_only=True)
+    """What consumes and reads: ``client``, which is pulsar-client, or ``wire``, which speaks the
+    protocol itself and takes whole entries. What is produced goes through pulsar-client always."""
 
     def __repr__(self) -> str:
         given = (
@@ -167,6 +172,7 @@ class Connection:
             check_text("listener_name", self.listener_name, "name one of advertisedListeners")
         check_integer("operation_timeout_ms", self.operation_timeout_ms, 1_000, 3_600_000)
         check_integer("connection_timeout_ms", self.connection_timeout_ms, 100, 3_600_000)
+        check_choice("transport", self.transport, CLIENT, WIRE)
         self._check_together()
 
     def _check_urls(self) -> None:

@@ -27,8 +27,9 @@ NAMES: Mapping[str, str] = {
     "listenerName": "listener_name",
     "operationTimeoutMs": "operation_timeout_ms",
     "connectionTimeoutMs": "connection_timeout_ms",
+    "transport": "transport",
 }
-"""Names of Pulsar's Java client, and the fields of :class:`Connection` behind them."""
+"""Names of Pulsar's Java client, and one of ours, and the fields of :class:`Connection` behind."""
 _ALIASES = {
     "brokerServiceUrl": "serviceUrl",
     "authPlugin": "authPluginClassName",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 
-from keyshard.config.connection import SERVICE_URL, Connection
+from keyshard.config.connection import CLIENT, SERVICE_URL, Connection
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
@@ -31,12 +31,14 @@ class SourceConfig:
     """Subscription that holds the backlog; one source at a time may use it."""
     connection: Connection | None = field(default=None, kw_only=True)
     """How the cluster is reached, where two URLs do not say it: TLS, authentication, listener; then
-    it says ``service_url``, ``admin_url`` and ``operation_timeout_ms`` as well."""
+    it says ``service_url``, ``admin_url``, ``operation_timeout_ms`` and ``transport`` as well."""
     service_url: str = field(default=SERVICE_URL, kw_only=True)
     """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""
     admin_url: str | None = field(default=None, kw_only=True)
     """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
     of an in-memory cluster has the same URL as the cluster."""
+    transport: str = field(default=CLIENT, kw_only=True)
+    """``client`` or ``wire``: whether pulsar-client consumes and reads, or keyshard itself."""
     parallelism: int = field(default=10, kw_only=True)
     """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)
@@ -153,7 +155,10 @@ class SourceConfig:
         if self.connection is not None:
             return self.connection
         return Connection(
-            self.service_url, self.admin_url, operation_timeout_ms=self.operation_timeout_ms
+            self.service_url,
+            self.admin_url,
+            operation_timeout_ms=self.operation_timeout_ms,
+            transport=self.transport,
         )
 
     @property

@@ -28,6 +28,9 @@ class Harness(Protocol):
     """Entries that may wait for their owner for each connected consumer."""
     idle_s: float
     """Time without a message after which no more is expected."""
+    whole_entries: bool
+    """Whether entries come in one piece, and with what stands in their metadata: whether a key was
+    set as bytes, and that they are a part of a chunked message."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""

@@ -37,6 +37,7 @@ class PulsarHarness:
 
     look_ahead_per_consumer = 2_000
     idle_s = 0.8
+    whole_entries = False
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
@@ -46,7 +47,7 @@ class PulsarHarness:
             service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
         self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
-        self._brokers: list[PulsarBroker] = []
+        self._brokers: list[Broker] = []
         self._others: list[PulsarOtherClient] = []
         self._namespace = "public/default"
 

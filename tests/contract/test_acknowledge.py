@@ -143,13 +143,14 @@ def test_after_a_reconnect_only_unacknowledged_entries_come_again(harness: Harne
     consumer = subscribe(harness.broker(), where)
     harness.publish(where.name, numbered(60))
     ids = receive([consumer], 60).ids
-    consumer.acknowledge(ids[::2])
+    # Not the first: a mark-delete that is being written may be lost when the topic moves.
+    consumer.acknowledge(ids[1::2])
     wait_until(lambda: harness.backlog(where) == 30)
     harness.drop_connections(where)
     # A connection may drop more than once under load, and entries come again each time.
     again = Received()
-    wait_until(lambda: again.take([consumer]) >= 0 and set(again.ids) >= set(ids[1::2]))
-    assert set(again.ids) == set(ids[1::2])
+    wait_until(lambda: again.take([consumer]) >= 0 and set(again.ids) >= set(ids[::2]))
+    assert set(again.ids) == set(ids[::2])
     consumer.acknowledge(again.ids)
     wait_until(lambda: harness.backlog(where) == 0)
 
@@ -173,7 +174,7 @@ def test_after_a_reconnect_a_batch_starts_again_at_its_first_index(harness: Harn
     part = Received()
     wait_until(lambda: part.take([consumer]) > 0)
     assert part.blocks[0].indices[0] == 0
-    assert len(part.values) < 10
+    assert len(part.values) == 10 if harness.whole_entries else len(part.values) < 10
     harness.drop_connections(where)
     indices: list[int] = []
 

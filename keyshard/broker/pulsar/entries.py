@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import _pulsar
 
 from keyshard.arrow.content import pack
-from keyshard.arrow.metadata import TIME_MS_MAX, readable_times
+from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
@@ -23,10 +23,6 @@ ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
 that has slept, would else do so for the switch interval of 5 ms. Several receive threads that let
 each other in more often only cost time."""
-
-NOT_TEXT = "__notText"
-"""Property in place of all those of a message that has one that is no text: the client tells only
-the first of them."""
 
 _Message = _pulsar.Message
 _BATCH_SIZE_TAG = 6 << 3

@@ -111,7 +111,8 @@ class EntryBlock:
     redelivered: bool = False
     """Whether the broker counts a delivery before this one; a consumer that went away is none."""
     keys_of_bytes: bool = False
-    """Whether the range it came to shows that its keys were set as bytes. A Reader never knows."""
+    """Whether its keys are known to be set as bytes: by its metadata or, where the client hides
+    that, by the range it came to."""
     unreadable: int = 0
     """Messages with a time, key or property that cannot be what it should; see
     :mod:`keyshard.arrow.metadata`."""
@@ -141,7 +142,7 @@ class EntryBlock:
 
     @property
     def possible_slots(self) -> tuple[int, ...]:
-        """Slots that may have routed the entry: no Reader knows whether a key was set as bytes."""
+        """Slots that may have routed the entry: not every Reader knows of keys set as bytes."""
         if self.slot is None:
             return ()
         content, row, _ = self.parts[0]

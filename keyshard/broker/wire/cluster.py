@@ -1,0 +1,154 @@
+"""The brokers of a cluster: which one has a topic, and one connection to each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.wire.connection import Address, WireConnection
+from keyshard.broker.wire.errors import RefusedError
+from keyshard.broker.wire.frames import api
+from keyshard.config.connection import Connection
+from keyshard.errors import BrokerError, BrokerUnavailableError
+
+REDIRECTS_MAX = 20
+"""Brokers that may name another one for a topic before they are taken to go round in a circle."""
+_REDIRECT, _CONNECT = 0, 1
+
+
+class Cluster:
+    """Looks topics up, and keeps connections.
+
+    Args:
+        connection: How the cluster is reached.
+        credentials: Those of the connection.
+    """
+
+    def __init__(self, connection: Connection, credentials: Credentials) -> None:
+        self._connection = connection
+        self._credentials = credentials
+        self._hosts = [_address(host, tls=connection.tls) for host in connection.hosts]
+        self._lock = threading.Lock()
+        self._open: dict[Address, WireConnection] = {}
+        self._opening: dict[Address, threading.Lock] = {}
+        self._closed = False
+
+    def partitions(self, topic: str, timeout_s: float) -> int:
+        """Partitions of a topic; 0 for one that is not partitioned.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = time.monotonic() + timeout_s
+        asked = api.PartitionedMetadata(topic=topic.encode())
+        found = self._service(end_s).ask("partitioned_metadata", asked, _left(end_s))
+        return int(found.partitions)
+
+    def owner(self, topic: str, timeout_s: float) -> WireConnection:
+        """A connection to the broker that has a topic partition.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = time.monotonic() + timeout_s
+        asked = self._service(end_s)
+        authoritative = False
+        for _ in range(REDIRECTS_MAX):
+            found = self._look_up(asked, topic, authoritative, end_s)
+            target = self._target(found, asked)
+            if found.response == _CONNECT:
+                return self._connect(target, end_s)
+            asked, authoritative = self._connect(target, end_s), found.authoritative
+        raise BrokerUnavailableError(
+            f"The brokers name one another as the owner of {topic}, {REDIRECTS_MAX} times. Check "
+            "that the cluster is well."
+        )
+
+    def _look_up(self, asked: WireConnection, topic: str, authoritative: bool, end_s: float) -> Any:
+        question = api.Lookup(topic=topic.encode(), authoritative=authoritative)
+        if self._connection.listener_name is not None:
+            question.listener_name = self._connection.listener_name.encode()
+        found = asked.ask("lookup", question, _left(end_s))
+        if found.response not in (_REDIRECT, _CONNECT):
+            raise RefusedError(found.error, found.message)
+        return found
+
+    def _target(self, found: Any, asked: WireConnection) -> Address:
+        tls = self._connection.tls
+        url = (found.broker_url_tls if tls else found.broker_url).decode(errors="replace")
+        if not url:
+            listener = self._connection.listener_name
+            hint = f" Check that listener_name {listener!r} is one of its advertisedListeners."
+            raise BrokerUnavailableError(
+                f"The broker at {asked.address} names no address {'with' if tls else 'without'} "
+                f"TLS.{hint if listener else ''}"
+            )
+        target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
+        if found.through_proxy:
+            proxy = asked.address
+            return Address(proxy.host, proxy.port, f"{target.host}:{target.port}")
+        return target
+
+    def _service(self, end_s: float) -> WireConnection:
+        """A connection to a host of the service URL, one that stands before another."""
+        with self._lock:
+            standing = next(
+                (one for host in self._hosts if (one := self._open.get(host)) and one.stands), None
+            )
+        if standing is not None:
+            return standing
+        *others, last = self._hosts
+        for host in others:
+            try:
+                return self._connect(host, end_s)
+            except BrokerUnavailableError:  # noqa: PERF203 - the next one may answer
+                continue
+        return self._connect(last, end_s)
+
+    def _connect(self, address: Address, end_s: float) -> WireConnection:
+        """The connection to an address; whoever asks first opens it."""
+        with self._lock:
+            opening = self._opening.setdefault(address, threading.Lock())
+        if not opening.acquire(timeout=max(0.001, _left(end_s))):
+            raise BrokerUnavailableError(f"The broker at {address} does not answer in time.")
+        try:
+            with self._lock:
+                known = self._open.get(address)
+                closed = self._closed
+            if closed:
+                raise BrokerError("The connection is closed.")
+            if known is not None and known.stands:
+                return known
+            made = WireConnection(address, self._connection, self._credentials, _left(end_s))
+            with self._lock:
+                if not self._closed:
+                    self._open[address] = made
+                    return made
+            made.close()
+            raise BrokerError("The connection is closed.")
+        finally:
+            opening.release()
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            known = list(self._open.values())
+            self._open.clear()
+        for one in known:
+            one.close()
+
+
+def _left(end_s: float) -> float:
+    return max(0.0, end_s - time.monotonic())
+
+
+def _address(host: str, *, tls: bool) -> Address:
+    """``host:port`` as a URL has it."""
+    parts = urlsplit(f"//{host}")
+    return Address(parts.hostname or "", parts.port or (6651 if tls else 6650))

@@ -1,0 +1,70 @@
+"""Handles that lost their connection get it back: a few threads, and waits that grow."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+
+FIRST_WAIT_S = 0.05
+"""Wait before the second attempt, seconds; the first is made at once."""
+LONGEST_WAIT_S = 5.0
+"""Longest wait between two attempts, seconds."""
+THREADS_MAX = 8
+"""Threads that try; each attempt ends by its own deadline."""
+
+_random = random.Random()
+
+
+class Comebacks:
+    """Calls again and again what is to come true, until it did."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, float, Callable[[], bool]]] = []
+        self._numbers = itertools.count()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+
+    def until_true(self, attempt: Callable[[], bool]) -> None:
+        """Call ``attempt`` from a thread of its own, until it says ``True``; it raises nothing."""
+        self._add(attempt, 0.0, FIRST_WAIT_S)
+
+    def close(self) -> None:
+        """Begin no more attempts. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._due.clear()
+            self._changed.notify_all()
+
+    def _add(self, attempt: Callable[[], bool], wait_s: float, next_wait_s: float) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            at_s = time.monotonic() + wait_s
+            heapq.heappush(self._due, (at_s, next(self._numbers), next_wait_s, attempt))
+            if not self._idle and self._threads < THREADS_MAX:
+                self._threads += 1
+                threading.Thread(
+                    target=self._run, name=f"keyshard-wire-back-{self._threads}", daemon=True
+                ).start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._idle += 1
+                    first = self._due[0][0] - time.monotonic() if self._due else None
+                    self._changed.wait(first)
+                    self._idle -= 1
+                if self._closed:
+                    return
+                _, _, wait_s, attempt = heapq.heappop(self._due)
+            if not attempt():
+                jittered = wait_s * (0.5 + _random.random() / 2)
+                self._add(attempt, jittered, min(LONGEST_WAIT_S, wait_s * 2))

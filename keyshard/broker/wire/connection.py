@@ -1,0 +1,418 @@
+"""One connection to one broker: its socket, the thread that reads it, and who waits for answers.
+
+Nobody waits in a write: what the socket does not take at once is sent by the reading thread. So a
+consumer that takes nothing never holds up the others; what a broker may send ahead are permits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as NoAnswerError
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
+
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.refusals import not_accepted
+from keyshard.broker.pulsar.tls import tls_context, tls_error
+from keyshard.broker.wire.errors import RefusedError
+from keyshard.broker.wire.frames import Frame, FrameReader, ProtocolError, api, frame_of, read_frame
+from keyshard.config.connection import Connection
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+
+KEEP_ALIVE_S = 30.0
+"""Silence after which the broker is asked whether it is there; after twice as long it is not."""
+READ_BYTES = 256 << 10
+"""Bytes that one read takes at most."""
+UNSENT_BYTES_MAX = 16 << 20
+"""Bytes that wait to be sent; a broker that does not take them is not there any more."""
+FRAME_BYTES_MAX = 5 << 20
+"""Largest message of a broker that does not say it."""
+FRAME_PADDING = 64 << 10
+"""What a frame has beside a message."""
+_CLIENT = b"keyshard"
+_PROTOCOL_VERSION = 21
+_ANSWERS = {
+    "success", "partitioned_metadata_response", "lookup_response", "get_last_message_id_response",
+}  # fmt: skip
+_MAY_FAIL = {"partitioned_metadata_response", "lookup_response"}
+_NO_REQUEST = 2**64 - 1
+"""Request id of a broker that refuses no request, but the connection."""
+
+_log = logging.getLogger(__name__)
+
+
+class Address(NamedTuple):
+    """Where a broker is reached."""
+
+    host: str
+    port: int
+    behind_proxy: str = ""
+    """``host:port`` of the broker that a proxy is to connect to; empty without one."""
+
+    def __str__(self) -> str:
+        where = f"{self.host}:{self.port}"
+        return f"{self.behind_proxy} through {where}" if self.behind_proxy else where
+
+
+class Handle(Protocol):
+    """Who is sent entries."""
+
+    def came(self, frame: Frame) -> None:
+        """An entry came. Called by the reading thread; returns at once."""
+
+    def lost(self, consumer_id: int) -> None:
+        """Nothing more comes: the connection is lost, or the broker ended the subscription."""
+
+
+class WireConnection:
+    """A connection that is open.
+
+    Args:
+        address: Where to.
+        connection: How the cluster is reached.
+        credentials: Those of the connection.
+        timeout_s: Longest wait until it is open, seconds.
+
+    Raises:
+        BrokerUnavailableError: Nobody answers there (retriable).
+        TlsError: The two sides do not trust each other.
+        AuthenticationError: It does not accept who this is.
+        BrokerError: It refuses.
+    """
+
+    def __init__(
+        self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float
+    ) -> None:
+        self.address = address
+        self._connection = connection
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._requests: dict[int, Future[Any]] = {}
+        self._request_ids = itertools.count(1)
+        self._connected: Future[Any] = Future()
+        self._handles: dict[int, Handle] = {}
+        self._unsent = bytearray()
+        self._why = ""
+        """Why it ended; empty while it stands."""
+        self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
+        deadline = time.monotonic() + timeout_s
+        shown = credentials.show()
+        self._socket = _dialled(address, connection, timeout_s)
+        self._tls = isinstance(self._socket, ssl.SSLSocket)
+        self._socket.settimeout(0)
+        self._wake_end, self._woken_end = os.pipe()
+        for end in (self._wake_end, self._woken_end):
+            os.set_blocking(end, False)
+        self._thread = threading.Thread(
+            target=self._run, name=f"keyshard-wire-{address.host}:{address.port}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._greet(shown.method, shown.data, max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self.close("it was not opened")
+            raise
+
+    def _greet(self, method: str, data: str, timeout_s: float) -> None:
+        hello = api.Connect(
+            client_version=_CLIENT,
+            protocol_version=_PROTOCOL_VERSION,
+            feature_flags=api.FeatureFlags(supports_auth_refresh=True),
+        )
+        if method != "none":
+            hello.auth_method_name, hello.auth_data = method.encode(), data.encode()
+        if self.address.behind_proxy:
+            hello.proxy_to_broker_url = self.address.behind_proxy.encode()
+        self.send("connect", hello)
+        try:
+            told = self._connected.result(timeout_s)
+        except NoAnswerError as exc:
+            raise BrokerUnavailableError(
+                f"The broker at {self.address} takes a connection and does not answer within "
+                f"{timeout_s:.1f} s. Check service_url and that the broker is running."
+            ) from exc
+        except RefusedError as exc:
+            if exc.code in (3, 4):
+                who = self._credentials.who()
+                raise not_accepted(f"The broker at {self.address}", who, exc.said) from exc
+            raise BrokerUnavailableError(
+                f"The broker at {self.address} refuses the connection: {exc.said}."
+            ) from exc
+        if told.max_message_size > 0:
+            self._frames.bytes_max = told.max_message_size + FRAME_PADDING
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is not known to be lost."""
+        return not self._why
+
+    def send(self, name: str, content: Any) -> None:
+        """Send a command; returns at once.
+
+        Raises:
+            BrokerUnavailableError: The connection is lost.
+        """
+        data = frame_of(name, content)
+        with self._lock:
+            if self._why:
+                raise self._lost()
+            if self._unsent:
+                self._unsent += data
+            else:
+                sent = self._write(data)
+                if sent == len(data):
+                    return
+                self._unsent += data[sent:]
+            if len(self._unsent) > UNSENT_BYTES_MAX:
+                self._why = "it takes nothing of what is sent"
+            self._wake()
+
+    def ask(self, name: str, content: Any, timeout_s: float) -> Any:
+        """Send a request, and wait for its answer; gives it its ``request_id``.
+
+        Raises:
+            BrokerUnavailableError: The connection is lost, or no answer came in time.
+            RefusedError: The broker refuses.
+        """
+        content.request_id = next(self._request_ids)
+        answered: Future[Any] = Future()
+        with self._lock:
+            self._requests[content.request_id] = answered
+        try:
+            self.send(name, content)
+            return answered.result(timeout_s)
+        except NoAnswerError as exc:
+            raise BrokerUnavailableError(
+                f"The broker at {self.address} did not answer within {timeout_s:.1f} s."
+            ) from exc
+        finally:
+            with self._lock:
+                self._requests.pop(content.request_id, None)
+
+    def register(self, consumer_id: int, handle: Handle) -> None:
+        """Give a handle what comes for a consumer id; it is told when the connection is lost.
+
+        Raises:
+            BrokerUnavailableError: It is lost.
+        """
+        with self._lock:
+            if self._why:
+                raise self._lost()
+            self._handles[consumer_id] = handle
+
+    def unregister(self, consumer_id: int) -> None:
+        """Tell a handle nothing more. Idempotent."""
+        with self._lock:
+            self._handles.pop(consumer_id, None)
+
+    def close(self, why: str = "it was closed") -> None:
+        """End it; returns at once. Idempotent."""
+        with self._lock:
+            self._why = self._why or why
+            self._wake()
+
+    def _lost(self) -> BrokerUnavailableError:
+        return BrokerUnavailableError(
+            f"The connection to the broker at {self.address} is lost: {self._why}."
+        )
+
+    def _wake(self) -> None:
+        """Let the reading thread look; under the lock."""
+        with suppress(OSError):
+            os.write(self._wake_end, b"\0")
+
+    def _run(self) -> None:
+        why = "reading it failed"
+        try:
+            self._read_on()
+        except ProtocolError as exc:
+            why = f"it does not speak Pulsar's protocol: {exc}"
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+        except BrokerUnavailableError:
+            pass  # it was ended while it was to answer
+        except Exception:  # noqa: BLE001 - whoever waits must be told
+            _log.exception("reading the connection to %s ended unexpectedly", self.address)
+        finally:
+            self._end(why)
+
+    def _read_on(self) -> None:
+        poll = select.poll()
+        poll.register(self._woken_end, select.POLLIN)
+        heard = time.monotonic()
+        asked = False
+        while not self._why:
+            wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            poll.register(self._socket, wanted)
+            wait_s = KEEP_ALIVE_S * (2 if asked else 1) - (time.monotonic() - heard)
+            ready = dict(poll.poll(0 if self._pending() else max(0.0, wait_s) * 1000 + 1))
+            if self._woken_end in ready:
+                with suppress(BlockingIOError):
+                    os.read(self._woken_end, 4096)
+            if self._unsent:
+                self._send_on()
+            if self._pending() or self._socket.fileno() in ready:
+                data = self._read()
+                if data == b"":
+                    raise ConnectionResetError("the broker closed it")
+                if data is not None:
+                    heard, asked = time.monotonic(), False
+                    for one in self._frames.feed(data):
+                        self._take(read_frame(one))
+            silent_s = time.monotonic() - heard
+            if silent_s >= 2 * KEEP_ALIVE_S:
+                raise TimeoutError(f"the broker is silent for {silent_s:.0f} s")
+            if silent_s >= KEEP_ALIVE_S and not asked:
+                asked = True
+                self.send("ping", api.Nothing())
+
+    def _pending(self) -> bool:
+        """Whether bytes came that poll does not tell of."""
+        if not self._tls:
+            return False
+        with self._lock:
+            return self._socket.pending() > 0  # type: ignore[attr-defined, no-any-return]
+
+    def _read(self) -> bytes | None:
+        with self._lock:
+            try:
+                return self._socket.recv(READ_BYTES)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return None
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """Bytes of it that were taken; under the lock. An error is the reading thread's to find."""
+        try:
+            return self._socket.send(data)
+        except (OSError, ValueError):
+            return 0
+
+    def _send_on(self) -> None:
+        with self._lock:
+            del self._unsent[: self._write(self._unsent)]
+
+    def _take(self, frame: Frame) -> None:
+        name, command = frame.name, frame.command
+        if name == "message":
+            handle = self._handles.get(command.consumer_id)
+            if handle is not None:
+                handle.came(frame)
+        elif name in _ANSWERS:
+            self._answer(name, command)
+        elif name == "ping":
+            self.send("pong", api.Nothing())
+        elif name == "error":
+            self._refuse(command)
+        elif name == "close_consumer":
+            with self._lock:
+                handle = self._handles.pop(command.consumer_id, None)
+            if handle is not None:
+                handle.lost(command.consumer_id)
+        elif name == "connected":
+            with suppress(InvalidStateError):
+                self._connected.set_result(command)
+        elif name == "auth_challenge":
+            threading.Thread(target=self._prove, name="keyshard-wire-auth", daemon=True).start()
+
+    def _answer(self, name: str, command: Any) -> None:
+        with self._lock:
+            waiting = self._requests.get(command.request_id)
+        if waiting is None:
+            return
+        with suppress(InvalidStateError):
+            if name in _MAY_FAIL and command.HasField("error"):
+                waiting.set_exception(RefusedError(command.error, command.message))
+            else:
+                waiting.set_result(command)
+
+    def _refuse(self, command: Any) -> None:
+        refused = RefusedError(command.error, command.message)
+        with self._lock:
+            waiting = self._requests.get(command.request_id)
+        if waiting is None and not self._connected.done():
+            waiting = self._connected
+        if waiting is not None:
+            with suppress(InvalidStateError):
+                waiting.set_exception(refused)
+        elif command.request_id == _NO_REQUEST:
+            raise ConnectionResetError(f"the broker refuses it: {refused.said}")
+
+    def _prove(self) -> None:
+        """Show the broker again who this is; what is shown may come from an issuer far away."""
+        try:
+            shown = self._credentials.show()
+            data = api.AuthData(
+                auth_method_name=shown.method.encode(), auth_data=shown.data.encode()
+            )
+            self.send(
+                "auth_response",
+                api.AuthResponse(
+                    client_version=_CLIENT, response=data, protocol_version=_PROTOCOL_VERSION
+                ),
+            )
+        except KeyShardError as exc:
+            _log.warning("the broker at %s asks who this is: %s", self.address, exc)
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._why = self._why or why
+            handles = list(self._handles.items())
+            self._handles.clear()
+            waiting = [self._connected, *self._requests.values()]
+            self._socket.close()
+            os.close(self._woken_end)
+            os.close(self._wake_end)
+            self._wake_end = -1
+        for one in waiting:
+            with suppress(InvalidStateError):
+                one.set_exception(self._lost())
+        for consumer_id, handle in handles:
+            handle.lost(consumer_id)
+
+
+def _dialled(address: Address, connection: Connection, timeout_s: float) -> socket.socket:
+    """A socket that is connected, with TLS where the connection says so."""
+    context = tls_context(connection) if connection.tls else None
+    with _explained(address, connection):
+        timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
+        plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if context is None:
+                return plain
+            return context.wrap_socket(plain, server_hostname=address.host)
+        except BaseException:
+            plain.close()
+            raise
+
+
+@contextmanager
+def _explained(address: Address, connection: Connection) -> Iterator[None]:
+    hint = "Check service_url and that the broker is running."
+    try:
+        yield
+    except socket.gaierror as exc:
+        raise BrokerUnavailableError(
+            f"No broker answers at {address}: the host name is unknown. {hint}"
+        ) from exc
+    except ssl.SSLError as exc:
+        error: BrokerError | None = tls_error(exc, f"The broker at {address}", connection)
+        raise error or BrokerUnavailableError(
+            f"The broker at {address} does not speak TLS as expected ({exc.reason or exc}). {hint}"
+        ) from exc
+    except TimeoutError as exc:
+        raise BrokerUnavailableError(f"No broker answers at {address} in time. {hint}") from exc
+    except OSError as exc:
+        raise BrokerUnavailableError(
+            f"No broker answers at {address}: {exc.strerror or exc}. {hint}"
+        ) from exc

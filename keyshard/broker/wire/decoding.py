@@ -1,0 +1,472 @@
+"""Entries as they are stored -> blocks with their content in Arrow columns.
+
+What is stored is the network's and the producers': every length is checked against what is there,
+nothing is allocated by a number that was only declared, and an entry that cannot be read is an
+error that names it. A walk over the bytes in plain Python; no object for a message beyond its
+columns.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from base64 import b64decode
+from binascii import Error as NotBase64Error
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import google_crc32c
+import pyarrow as pa
+from google.protobuf.message import DecodeError
+
+from keyshard.arrow.content import pack
+from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
+from keyshard.broker.wire.frames import api
+from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.core.ring.key_slot import slots_of
+from keyshard.errors import (
+    ChunkedMessageError,
+    CorruptEntryError,
+    EncryptedMessageError,
+    KeyShardError,
+)
+
+UNPACKED_BYTES_MAX = 128 * 1024 * 1024
+"""Largest content of a compressed entry: what declares more is refused before it is unpacked."""
+ENTRIES_AT_ONCE = 40
+"""Entries after which other threads are let in, as with the client's messages."""
+
+_BROKER_METADATA, _CHECKED = b"\x0e\x02", b"\x0e\x01"
+_SIZE = struct.Struct(">I")
+_CODECS = {1: "lz4_raw", 3: "zstd", 4: "snappy"}
+_ZLIB = 2
+_PADDED = (1, 4)
+"""Compressions that fill up what is declared too large; of a batch its structure tells that."""
+_UNPACKING = (OSError, pa.ArrowException, zlib.error, ValueError)
+_KEY_VALUE = api.KeyValue.FromString
+
+
+class RawEntry(NamedTuple):
+    """An entry as it came: nothing of what is stored has been looked at."""
+
+    id: EntryId
+    redelivered: bool
+    ack_set: Sequence[int]
+    """Words of 64 bits, one bit for each message that is still to be delivered; empty: all are."""
+    data: bytes
+    """The frame it came in."""
+    position: int
+    """Where in it the stored bytes begin."""
+
+
+class _UnreadableError(Exception):
+    """Why an entry cannot be read."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Content of messages of several entries, one value for each message."""
+
+    keeps_values: bool
+    values: list[bytes] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    partition_keys: list[str | None] = field(default_factory=list)
+    ordering_keys: list[str | None] = field(default_factory=list)
+    routing_keys: list[bytes | None] = field(default_factory=list)
+    of_bytes: list[bool] = field(default_factory=list)
+    event_ms: list[int] = field(default_factory=list)
+    publish_ms: list[int] = field(default_factory=list)
+    properties: list[dict[str, str]] = field(default_factory=list)
+    unreadable: dict[int, bool] = field(default_factory=dict)
+    """Rows of which something had to be made readable."""
+
+
+class _Row(NamedTuple):
+    """An entry whose messages are rows of some columns."""
+
+    raw: RawEntry
+    start: int
+    batch_size: int
+    batched: bool
+    indices: Sequence[int]
+
+
+class Decoded(NamedTuple):
+    """What some entries became."""
+
+    blocks: list[EntryBlock]
+    """Of the entries before the first that is refused, in their order."""
+    refused: KeyShardError | None
+    """Why the next one is."""
+    left_out: EntryId | None
+    """An encrypted entry that was left out, where that is allowed."""
+    messages: int
+    """Messages of the blocks and of what was left out, as the broker counts them."""
+
+
+def decode(
+    entries: Sequence[RawEntry],
+    where: TopicPartition,
+    columns: Collection[str] | None = None,
+    *,
+    encrypted_too: bool = False,
+) -> Decoded:
+    """Decode entries, in delivery order.
+
+    Args:
+        entries: As they came.
+        where: Their topic partition.
+        columns: Columns of the content that are wanted; ``None``: all.
+        encrypted_too: Whether an encrypted entry is refused; else it is left out.
+    """
+    into = _Columns(keeps_values=columns is None or "value" in columns)
+    rows: list[_Row] = []
+    refused: KeyShardError | None = None
+    left_out: EntryId | None = None
+    messages = 0
+    for number, raw in enumerate(entries, 1):
+        start = len(into.sizes)
+        try:
+            row = _take(raw, where, into)
+        except _UnreadableError as exc:
+            refused = _corrupt(where, raw.id, str(exc))
+        except (DecodeError, struct.error, IndexError) as exc:
+            refused = _corrupt(where, raw.id, f"it ends too early ({exc})")
+        except ChunkedMessageError as exc:
+            refused = exc
+        except EncryptedMessageError as exc:
+            if not encrypted_too:
+                left_out, messages = raw.id, messages + messages_in(raw)
+                continue
+            refused = exc
+        if refused is not None:
+            _cut(into, start)
+            break
+        if row is not None:
+            rows.append(row)
+            messages += len(row.indices)
+        if not number % ENTRIES_AT_ONCE:
+            time.sleep(0)
+    blocks = _blocks(rows, into) if rows else []
+    return Decoded(blocks, refused, left_out, messages)
+
+
+def messages_in(raw: RawEntry) -> int:
+    """Messages that the broker counts against the permits of whom it sent an entry.
+
+    An entry that cannot be read counts as one.
+    """
+    try:
+        metadata, _, _ = _opened(raw)
+    except (_UnreadableError, DecodeError, struct.error, IndexError):
+        return 1
+    return len(_indices(raw, max(1, metadata.num_messages_in_batch)))
+
+
+def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
+    """Append the messages of an entry; ``None`` when none of them is to be delivered."""
+    metadata, data, position = _opened(raw)
+    if metadata.num_chunks_from_msg > 1:
+        raise _chunked(where, raw.id)
+    if metadata.encryption_keys:
+        raise _encrypted(where, raw.id)
+    batched = metadata.HasField("num_messages_in_batch")
+    if metadata.compression:
+        data, position = _unpacked(metadata, data[position:], batched=batched), 0
+    start = len(into.sizes)
+    count = metadata.num_messages_in_batch if batched else 1
+    if count < 1 or count > (len(data) - position) // 4 + 1:
+        raise _UnreadableError(f"it cannot hold {count} messages")
+    indices = _indices(raw, count) if batched else range(1)
+    if batched:
+        skipped = set(range(count)).difference(indices) if len(indices) < count else ()
+        _walk(data, position, count, skipped, into)
+    else:
+        _append_single(metadata, data[position:], into)
+    if not indices:
+        return None
+    into.publish_ms.extend([metadata.publish_time] * len(indices))
+    return _Row(raw, start, count, batched, indices)
+
+
+def _opened(raw: RawEntry) -> tuple[Any, bytes, int]:
+    """Metadata of an entry, and where its payload begins in which bytes."""
+    data, position = raw.data, raw.position
+    if data[position : position + 2] == _BROKER_METADATA:
+        position += 6 + _SIZE.unpack_from(data, position + 2)[0]
+    if data[position : position + 2] == _CHECKED:
+        (checksum,) = _SIZE.unpack_from(data, position + 2)
+        data, position = data[position + 6 :], 0
+        if google_crc32c.value(data) != checksum:
+            raise _UnreadableError("its checksum is wrong")
+    (size,) = _SIZE.unpack_from(data, position)
+    position += 4 + size
+    if position > len(data):
+        raise _UnreadableError("its metadata ends too early")
+    return api.MessageMetadata.FromString(data[position - size : position]), data, position
+
+
+def _indices(raw: RawEntry, count: int) -> Sequence[int]:
+    """Which messages of a batch are to be delivered."""
+    if not raw.ack_set:
+        return range(count)
+    bits = 0
+    for number, word in enumerate(raw.ack_set):
+        bits |= (word & 0xFFFF_FFFF_FFFF_FFFF) << (64 * number)
+    bits &= (1 << count) - 1
+    if bits == (1 << count) - 1:
+        return range(count)
+    return [index for index in range(min(count, bits.bit_length())) if bits >> index & 1]
+
+
+def _unpacked(metadata: Any, packed: bytes, *, batched: bool) -> bytes:
+    size, kind = metadata.uncompressed_size, metadata.compression
+    if size > UNPACKED_BYTES_MAX:
+        raise _UnreadableError(f"unpacked it has {size} bytes, more than {UNPACKED_BYTES_MAX}")
+    if kind != _ZLIB and kind not in _CODECS:
+        raise _UnreadableError(f"its compression, number {kind}, is unknown")
+    if not packed and not size:
+        return b""
+    try:
+        if kind == _ZLIB:
+            found = zlib.decompressobj().decompress(packed, size + 1)
+        else:
+            found = pa.Codec(_CODECS[kind]).decompress(packed, size, asbytes=True)
+        fits = len(found) == size and (
+            batched or not size or kind not in _PADDED or not _fits(kind, packed, size - 1)
+        )
+    except _UNPACKING as exc:
+        raise _UnreadableError(f"it cannot be unpacked ({exc})") from exc
+    if not fits:
+        raise _UnreadableError(f"unpacked it has not the {size} bytes that it declares")
+    return found
+
+
+def _fits(kind: int, packed: bytes, size: int) -> bool:
+    try:
+        pa.Codec(_CODECS[kind]).decompress(packed, size)
+    except _UNPACKING:
+        return False
+    return True
+
+
+def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into: _Columns) -> None:
+    """Append the messages of a batch."""
+    end = len(data)
+    unpack, keeps_values = _SIZE.unpack_from, into.keeps_values
+    for index in range(count):
+        (size,) = unpack(data, position)
+        start = position + 4 + size
+        length, key, ordering_key, of_bytes, event_ms, properties = _said(data, position + 4, start)
+        position = start + length
+        if position > end:
+            raise _UnreadableError(f"message {index} ends too early")
+        if index in skipped:
+            continue
+        if keeps_values:
+            into.values.append(data[start:position])
+        into.sizes.append(length)
+        into.event_ms.append(event_ms)
+        into.properties.append(_properties(map(_KEY_VALUE, properties), into) if properties else {})
+        _append_keys(into, key, ordering_key, bool(of_bytes))
+    if position != end:
+        raise _UnreadableError(f"behind its {count} messages are {end - position} bytes more")
+
+
+def _said(  # noqa: PLR0912 - one loop over the tags
+    data: bytes, position: int, stop: int
+) -> tuple[int, bytes | None, bytes | None, int, int, Sequence[bytes]]:
+    """What is said of a message of a batch: ``SingleMessageMetadata``, by its tags."""
+    key = ordering_key = None
+    length = event_ms = of_bytes = 0
+    properties: list[bytes] | tuple[()] = ()
+    while position < stop:
+        tag = data[position]
+        position += 1
+        if tag > 0x7F:
+            tag, position = _varint(data, position - 1)
+        kind = tag & 7
+        if kind in (1, 5):
+            position += 8 if kind == 1 else 4
+            continue
+        value = data[position]
+        position += 1
+        if value > 0x7F:
+            value, position = _varint(data, position - 1)
+        if kind == 2:
+            found = data[position : position + value]
+            position += value
+            if tag == 0x12:
+                key = found
+            elif tag == 0x3A:
+                ordering_key = found
+            elif tag == 0x0A:
+                properties = [*properties, found]
+        elif kind:
+            raise _UnreadableError("what is said of a message cannot be read")
+        elif tag == 0x18:
+            length = value + 1
+        elif tag == 0x28:
+            event_ms = value
+        elif tag == 0x30:
+            of_bytes = value
+    if position != stop or not length:
+        raise _UnreadableError("what is said of a message cannot be read")
+    return length - 1, key, ordering_key, of_bytes, event_ms, properties
+
+
+def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
+    """Append the message of an entry that is no batch."""
+    if into.keeps_values:
+        into.values.append(value)
+    into.sizes.append(len(value))
+    into.event_ms.append(metadata.event_time)
+    into.properties.append(_properties(metadata.properties, into) if metadata.properties else {})
+    _append_keys(
+        into,
+        metadata.partition_key if metadata.HasField("partition_key") else None,
+        metadata.ordering_key if metadata.HasField("ordering_key") else None,
+        metadata.partition_key_b64_encoded,
+    )
+
+
+def _append_keys(
+    into: _Columns, key: bytes | None, ordering_key: bytes | None, of_bytes: bool
+) -> None:
+    """The keys of one more message, and what of them the broker hashes; an empty one is none."""
+    routing_key = ordering_key or None
+    if key:
+        try:
+            text = key.decode()
+        except UnicodeDecodeError:
+            # As the broker does before it hashes it.
+            text = key.decode(errors="replace")
+            key = text.encode()
+            into.unreadable[len(into.sizes) - 1] = True
+        into.partition_keys.append(text)
+        of_bytes = of_bytes and routing_key is None
+        if routing_key is None:
+            routing_key = _decoded(key) if of_bytes else key
+    else:
+        of_bytes = False
+        into.partition_keys.append(None)
+    into.of_bytes.append(of_bytes)
+    into.routing_keys.append(routing_key)
+    if not ordering_key:
+        into.ordering_keys.append(None)
+        return
+    try:
+        into.ordering_keys.append(ordering_key.decode())
+    except UnicodeDecodeError:
+        into.ordering_keys.append(ordering_key.decode(errors="replace"))
+        into.unreadable[len(into.sizes) - 1] = True
+
+
+def _decoded(key: bytes) -> bytes:
+    """The bytes that a key was set as."""
+    try:
+        return b64decode(key, validate=True)
+    except NotBase64Error:
+        return key
+
+
+def _properties(pairs: Iterable[Any], into: _Columns) -> dict[str, str]:
+    """Properties of the newest message; one in place of all where one is no text."""
+    try:
+        return {pair.key.decode(): pair.value.decode() for pair in pairs}
+    except UnicodeDecodeError as exc:
+        into.unreadable[len(into.sizes) - 1] = True
+        return {NOT_TEXT: exc.object.decode(errors="replace")}
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise _UnreadableError("a number in it does not end")
+
+
+def _cut(into: _Columns, rows: int) -> None:
+    """Take back what was appended of an entry that is refused."""
+    for name in _Columns.__slots__:
+        column = getattr(into, name)
+        if isinstance(column, list):
+            del column[rows:]
+    for row in [row for row in into.unreadable if row >= rows]:
+        del into.unreadable[row]
+
+
+def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
+    event_ms, publish_ms, properties = into.event_ms, into.publish_ms, into.properties
+    unreadable = into.unreadable
+    if max(event_ms) >= TIME_MS_MAX or max(publish_ms) >= TIME_MS_MAX:
+        event_ms, publish_ms, properties, wrong = readable_times(event_ms, publish_ms, properties)
+        unreadable = unreadable | {row: True for row, is_wrong in enumerate(wrong) if is_wrong}
+    content = pack(
+        into.values if into.keeps_values else None,
+        into.partition_keys,
+        into.ordering_keys,
+        event_ms,
+        properties,
+    )
+    blocks: list[EntryBlock] = []
+    for raw, start, batch_size, batched, indices in rows:
+        stop = start + len(indices)
+        slot, mixed_slots, _ = slots_of(into.routing_keys[start:stop])
+        blocks.append(
+            EntryBlock(
+                raw.id,
+                batch_size,
+                batched,
+                indices,
+                slot,
+                mixed_slots,
+                publish_ms[start],
+                sum(into.sizes[start:stop]),
+                (Part(content, start, stop - start),),
+                raw.redelivered,
+                into.of_bytes[start],
+                sum(row in unreadable for row in range(start, stop)) if unreadable else 0,
+            )
+        )
+    return blocks
+
+
+def _corrupt(where: TopicPartition, entry_id: EntryId, why: str) -> CorruptEntryError:
+    return CorruptEntryError(
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
+        "was acknowledged. Look for the producer that wrote it; transport=client acknowledges such "
+        "entries and leaves them out.",
+        topic_partition=where.name,
+        ledger=entry_id.ledger,
+        entry=entry_id.entry,
+    )
+
+
+def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
+    return ChunkedMessageError(
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. "
+        "keyshard commits whole entries and a chunked message is several; nothing of it was "
+        "acknowledged. Switch chunking off at the producer or raise the broker's maxMessageSize.",
+        topic_partition=where.name,
+        ledger=entry_id.ledger,
+        entry=entry_id.entry,
+    )
+
+
+def _encrypted(where: TopicPartition, entry_id: EntryId) -> EncryptedMessageError:
+    return EncryptedMessageError(
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has no "
+        "keys. Read up to it and from behind it, or consume the topic with a client that has the "
+        "keys.",
+        topic_partition=where.name,
+        ledger=entry_id.ledger,
+        entry=entry_id.entry,
+    )

@@ -1,0 +1,108 @@
+"""Bytes of a connection -> frames; commands -> bytes.
+
+A frame is its size, the size of its command, the command and, for an entry, what is stored.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from keyshard.broker.wire import pulsar_api_pb2
+
+api: Any = pulsar_api_pb2
+"""The generated classes, which no type checker sees."""
+_SIZE = struct.Struct(">I")
+_SIZES = struct.Struct(">II")
+_NUMBERS = {field.name: field.number for field in api.BaseCommand.DESCRIPTOR.fields}
+NAMES = {number: name for name, number in _NUMBERS.items()}
+"""Name of the field of a command, by its type."""
+
+
+class ProtocolError(Exception):
+    """What came is no frame of Pulsar's protocol."""
+
+
+class Frame(NamedTuple):
+    """One frame, its command read."""
+
+    name: str
+    """Of the command; empty for one that is not known here."""
+    command: Any
+    """The content of the command; ``None`` for one that is not known here."""
+    data: bytes
+    """The frame behind its size."""
+    position: int
+    """Where in it the command ends."""
+
+
+def frame_of(name: str, content: Any) -> bytes:
+    """The frame of a command without an entry."""
+    command: bytes = api.BaseCommand(type=_NUMBERS[name], **{name: content}).SerializeToString()
+    return _SIZES.pack(4 + len(command), len(command)) + command
+
+
+class FrameReader:
+    """Cuts what comes into frames; holds no more than one frame that is not whole yet.
+
+    Args:
+        bytes_max: Largest frame that is accepted.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._rest = bytearray()
+        self._wanted = 4
+        """Bytes that the first frame needs."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take what came; the frames that are whole now, without their sizes.
+
+        Raises:
+            ProtocolError: A size cannot be one.
+        """
+        source: bytes | bytearray = data
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return []
+            source = self._rest
+        frames: list[bytes] = []
+        position, end = 0, len(source)
+        with memoryview(source) as view:
+            while end - position >= 4:
+                (size,) = _SIZE.unpack_from(view, position)
+                if not 4 <= size <= self.bytes_max:
+                    raise ProtocolError(f"a frame of {size} bytes")
+                stop = position + 4 + size
+                if stop > end:
+                    break
+                frames.append(bytes(view[position + 4 : stop]))
+                position = stop
+        if source is data:
+            self._rest += data[position:]
+        else:
+            del self._rest[:position]
+        self._wanted = 4 + _SIZE.unpack_from(self._rest)[0] if len(self._rest) >= 4 else 4
+        return frames
+
+
+def read_frame(data: bytes) -> Frame:
+    """Read the command of a frame.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    (size,) = _SIZE.unpack_from(data)
+    if size > len(data) - 4:
+        raise ProtocolError(f"a command of {size} bytes in a frame of {len(data)}")
+    try:
+        command = api.BaseCommand.FromString(data[4 : 4 + size])
+    except DecodeError as exc:
+        raise ProtocolError("a command that cannot be read") from exc
+    name = NAMES.get(command.type, "")
+    if name and not command.HasField(name) and name not in ("ping", "pong"):
+        raise ProtocolError(f"a command {name!r} without content")
+    return Frame(name, getattr(command, name) if name else None, data, 4 + size)

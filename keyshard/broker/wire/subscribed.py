@@ -1,0 +1,336 @@
+"""What a consumer and a Reader share: a subscription on the broker that has the topic partition.
+
+It is lost with its connection, and when the broker ends it; then it is made again. What was not
+taken by then is forgotten, because it comes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.comebacks import Comebacks
+from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.decoding import RawEntry
+from keyshard.broker.wire.errors import RefusedError, error_of
+from keyshard.broker.wire.frames import Frame, api
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+
+TAKEN_BYTES_MAX = 4 * 1024 * 1024
+"""Bytes of entries, as they are stored, after which one call takes no more."""
+RETRY_S = 0.1
+"""Time between two attempts of a request while there is no connection, seconds."""
+
+_ids = itertools.count(1)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all handles of one broker have in common."""
+
+    cluster: Cluster
+    comebacks: Comebacks
+    """Who subscribes again."""
+    credentials: Credentials
+    timeout_s: float
+    """Longest time of one request, seconds."""
+
+
+class Subscribed:
+    """A subscription, and the entries that came and nobody took yet.
+
+    Args:
+        shared: What it has in common with the others.
+        topic_partition: Of which it is.
+        queue: Messages that the broker may send ahead.
+        request: What to subscribe with; asked anew each time.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        topic_partition: TopicPartition,
+        queue: int,
+        request: Callable[[], Any],
+    ) -> None:
+        self.topic_partition = topic_partition
+        self.losses = 0
+        """How often the subscription was lost."""
+        self._shared = shared
+        self._queue = queue
+        self._request = request
+        self._changed = threading.Condition()
+        self._entries: deque[RawEntry] = deque()
+        self._at: WireConnection | None = None
+        self._id = 0
+        """Of the subscription that stands; 0 while there is none."""
+        self._lost_id = 0
+        """Of the one that was lost last, perhaps before it stood."""
+        self._taken_id = 0
+        """Of the one that entries were taken from last."""
+        self._used = 0
+        """Messages taken that the broker has not been told of."""
+        self._ring: Callable[[], None] | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        """Subscribe for the first time.
+
+        Raises:
+            BrokerError: The broker refuses, or does not answer in time.
+        """
+        end_s = time.monotonic() + self._shared.timeout_s
+        while True:
+            try:
+                self._subscribe(max(0.001, end_s - time.monotonic()))
+                return
+            except BrokerUnavailableError:
+                # A topic that moves is served in a moment by another broker.
+                if time.monotonic() + RETRY_S >= end_s:
+                    raise
+            time.sleep(RETRY_S)
+
+    def take(self, timeout_s: float) -> list[RawEntry]:
+        """Entries that came, oldest first; ``[]`` when none came in time.
+
+        Raises:
+            BrokerError: It is closed.
+        """
+        end_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._entries:
+                self._check_open()
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    return []
+                self._changed.wait(left_s)
+            self._check_open()
+            self._taken_id = self._id
+            found: list[RawEntry] = []
+            size = 0
+            while self._entries and size < TAKEN_BYTES_MAX:
+                one = self._entries.popleft()
+                size += len(one.data)
+                found.append(one)
+            return found
+
+    def used(self, messages: int) -> None:
+        """Let the broker send as many messages more as were taken last."""
+        with self._changed:
+            if self._at is None or self._taken_id != self._id:
+                return
+            self._used += messages
+            if 2 * self._used < self._queue:
+                return
+            at, consumer_id, permits = self._at, self._id, self._used
+            self._used = 0
+        try:
+            at.send("flow", api.Flow(consumer_id=consumer_id, permits=permits))
+        except BrokerUnavailableError:
+            _log.debug("%s lost its connection", self.topic_partition)
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when there is something to take."""
+        with self._changed:
+            if not self._entries:
+                self._ring = callback
+                return
+        callback()
+
+    def is_connected(self) -> bool:
+        """Whether the broker holds the subscription, as far as is known."""
+        at = self._at
+        return not self._closed and at is not None and at.stands
+
+    def send(self, name: str, content: Any) -> bool:
+        """Send a command of this consumer; ``False`` while there is no connection.
+
+        Raises:
+            BrokerError: It is closed.
+        """
+        with self._changed:
+            self._check_open()
+            at, content.consumer_id = self._at, self._id
+        if at is None:
+            return False
+        try:
+            at.send(name, content)
+        except BrokerUnavailableError:
+            return False
+        return True
+
+    def last_entry(self) -> EntryId | None:
+        """The last entry stored; ``None`` for none.
+
+        Raises:
+            BrokerUnavailableError: No answer before the deadline (retriable).
+        """
+        end_s = time.monotonic() + self._shared.timeout_s
+        while True:
+            with self._changed:
+                self._check_open()
+                at, consumer_id = self._at, self._id
+            try:
+                if at is None:
+                    raise BrokerUnavailableError(
+                        f"{self.topic_partition} has no connection to its broker."
+                    )
+                asked = api.GetLastMessageId(consumer_id=consumer_id, request_id=0)
+                left_s = max(0.001, end_s - time.monotonic())
+                found = at.ask("get_last_message_id", asked, left_s).last_message_id
+                none = found.entry >= 1 << 63
+                return None if none else EntryId(found.ledger, found.entry)
+            except (BrokerUnavailableError, RefusedError) as exc:
+                error = self._error("ask for the last entry of", exc)
+                if not error.retriable or time.monotonic() + RETRY_S >= end_s:
+                    raise error from exc
+            time.sleep(RETRY_S)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Give the subscription back; what was sent before is done before. Idempotent.
+
+        Args:
+            timeout_s: Longest wait for the broker, seconds; ``None``: that of a request.
+
+        Raises:
+            BrokerUnavailableError: The broker did not answer in time.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            at, consumer_id = self._at, self._id
+            self._at = self._ring = None
+            self._entries.clear()
+            self._changed.notify_all()
+        if at is not None:
+            self._give_back(
+                at, consumer_id, self._shared.timeout_s if timeout_s is None else timeout_s
+            )
+
+    def came(self, frame: Frame) -> None:
+        command = frame.command
+        where = command.message_id
+        entry = RawEntry(
+            EntryId(where.ledger, where.entry),
+            command.redelivery_count > 0,
+            tuple(command.ack_set),
+            frame.data,
+            frame.position,
+        )
+        with self._changed:
+            if command.consumer_id != self._id or self._closed:
+                return
+            self._entries.append(entry)
+            ring, self._ring = self._ring, None
+            self._changed.notify()
+        if ring is not None:
+            ring()
+
+    def lost(self, consumer_id: int) -> None:
+        with self._changed:
+            self._lost_id = consumer_id
+            if self._closed or self._id != consumer_id:
+                return
+            self._at = None
+            self._id = 0
+            self.losses += 1
+            self._entries.clear()
+        self._shared.comebacks.until_true(self._come_back)
+
+    def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
+        """Called between a subscription and its first entry."""
+
+    def _come_back(self) -> bool:
+        if self._closed:
+            return True
+        try:
+            self._subscribe(self._shared.timeout_s)
+        except KeyShardError as exc:
+            _log.debug("%s is not subscribed again yet: %s", self.topic_partition, exc)
+            return self._closed
+        except Exception:  # noqa: BLE001 - the thread serves others, and tries again
+            _log.exception("subscribing to %s again failed", self.topic_partition)
+            return self._closed
+        return True
+
+    def _subscribe(self, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        consumer_id = next(_ids)
+        at: WireConnection | None = None
+        try:
+            at = self._shared.cluster.owner(self.topic_partition.name, timeout_s)
+            at.register(consumer_id, self)
+            request = self._request()
+            request.consumer_id = consumer_id
+            at.ask("subscribe", request, max(0.001, end_s - time.monotonic()))
+        except (RefusedError, BrokerUnavailableError) as exc:
+            if at is not None:
+                at.unregister(consumer_id)
+                if isinstance(exc, BrokerUnavailableError) and at.stands:
+                    # It may answer yet: then nobody must hold the range.
+                    self._forget(at, consumer_id)
+            raise self._error("subscribe to", exc) from exc
+        self.subscribed_again(at, consumer_id)
+        with self._changed:
+            if self._lost_id == consumer_id:
+                raise BrokerUnavailableError(
+                    f"Could not subscribe to {self.topic_partition}: it is being moved."
+                )
+            closed = self._closed
+            if not closed:
+                self._at, self._id, self._used = at, consumer_id, 0
+        if closed:
+            self._give_back(at, consumer_id, self._shared.timeout_s)
+            return
+        try:
+            at.send("flow", api.Flow(consumer_id=consumer_id, permits=self._queue))
+        except BrokerUnavailableError:
+            # The reading thread may have told everybody before this one was there to be told.
+            self.lost(consumer_id)
+
+    def _give_back(self, at: WireConnection, consumer_id: int, timeout_s: float) -> None:
+        request = api.CloseConsumer(consumer_id=consumer_id, request_id=0)
+        try:
+            at.ask("close_consumer", request, timeout_s)
+        except BrokerUnavailableError:
+            if at.stands:
+                raise
+            # The broker lets go of whoever lost the connection.
+        except RefusedError as exc:
+            raise self._error("close", exc) from exc
+        finally:
+            at.unregister(consumer_id)
+
+    def _forget(self, at: WireConnection, consumer_id: int) -> None:
+        try:
+            at.send("close_consumer", api.CloseConsumer(consumer_id=consumer_id, request_id=0))
+        except BrokerUnavailableError:
+            return
+
+    def _error(self, action: str, exc: RefusedError | BrokerUnavailableError) -> BrokerError:
+        if isinstance(exc, BrokerUnavailableError):
+            return BrokerUnavailableError(
+                f"Could not {action} {self.topic_partition}: {exc.message}"
+            )
+        where = self.topic_partition
+        return error_of(exc, action, where, where.topic, self._shared.credentials.who())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerError(f"The handle of {self.topic_partition} is closed.")
+
+
+def ids_of(entries: Sequence[EntryId]) -> list[Any]:
+    """Entries as the protocol names them."""
+    return [api.MessageId(ledger=ledger, entry=entry) for ledger, entry in entries]

@@ -1,0 +1,23 @@
+"""A real broker under the contract, spoken to without pulsar-client."""
+
+from __future__ import annotations
+
+from pulsar_harness import BreakablePulsarHarness, PulsarHarness
+
+from keyshard.broker.port import Broker
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.config.connection import Connection
+
+
+class WireHarness(PulsarHarness):
+    """All cases hold for entries that come whole."""
+
+    whole_entries = True
+
+    def broker(self) -> Broker:
+        self._brokers.append(WireBroker(Connection(self._service_url)))
+        return self._brokers[-1]
+
+
+class BreakableWireHarness(WireHarness, BreakablePulsarHarness):
+    """The same with a broker that nobody else uses."""
