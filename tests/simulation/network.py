@@ -285,6 +285,12 @@ class Consumer:
         for one in self._neighbours():
             if one.closed and one.hash_range == self.hash_range:
                 one._owns = False
+        self._gains = 0
+        """Topic partitions under its name that were deleted before it gained its range."""
+        self._gained()
+
+    def _gained(self) -> None:
+        self._gains = self._network.record.deletions(self.topic_partition)
         self._network.record.gained(self)
 
     @property
@@ -389,7 +395,12 @@ class Consumer:
         """Try to get the connection back; whether nothing is left to try."""
         if not self.closed and not self._client.process.dead:
             self._inner.reconnect()
-            return self._inner.is_connected()
+            connected = self._inner.is_connected()
+            deletions = self._network.record.deletions(self.topic_partition)
+            if connected and self._owns and deletions > self._gains:
+                # It owns its range of the one that follows, too.
+                self._gained()
+            return connected
         return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ class Record:
         self.events: list[Event] = []
         self.trace: deque[str] = deque(maxlen=trace_max)
         self._ends: dict[tuple[str | None, int | None], int] = {}
+        self._deletions: Counter[TopicPartition] = Counter()
 
     def note(self, text: str) -> None:
         """A line for people."""
@@ -103,6 +104,11 @@ class Record:
         """Topic partitions are deleted; others under their names may follow."""
         for one in where:
             self._ends[one.topic, one.partition] = len(self.events)
+            self._deletions[one] += 1
+
+    def deletions(self, where: TopicPartition) -> int:
+        """How many topic partitions under this name were deleted."""
+        return self._deletions[where]
 
     def judged(
         self, debts: Debts, existing: Iterable[TopicPartition], until: int | None = None

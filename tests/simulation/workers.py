@@ -37,7 +37,7 @@ LOST = 0.002
 """Share of the answers that are lost: then nobody knows whether it was done."""
 REPEATED = 0.02
 """Share of the questions that arrive twice."""
-TRAVEL_S = (0.002, 0.002, 0.002, 0.2)
+TRAVEL_S = (0.002, 0.002, 0.002, 0.05)
 """Longest times of most questions and answers on their way; a run has one of them, seconds."""
 STOPS_S = (0.5, 2.5 * LEASE_S)
 """Shortest and longest time that a worker is stopped, seconds."""
