@@ -229,9 +229,10 @@ class Host:
         self._looked_s = now_s
         with self._changed:
             all_hosted = list(self._hosted.values())
-            self._ready.extend(self._later)
-            self._later.clear()
-            self._changed.notify_all()
+            if self._later:
+                self._ready.extend(self._later)
+                self._later.clear()
+                self._changed.notify_all()
         for hosted in all_hosted:
             # Who receives from it tells it, too, and must not be told something older.
             if hosted.using.acquire(blocking=False):
