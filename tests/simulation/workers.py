@@ -270,7 +270,7 @@ class WorkersWorld(World):
                 self.record.note(f"FAULT {worker.name} is killed")
                 self.met[Trouble.KILLED] += 1
                 self.end_worker(worker, surely=True)
-            elif not worker.process.stopped:
+            elif not worker.process.stopped and self.network.up:
                 self._stop(worker)
 
     def _stop(self, worker: SimulatedWorker) -> None:
@@ -296,6 +296,14 @@ class WorkersWorld(World):
                 worker.client.thaw()
 
         self.scheduler.spawn(self.process, "wake", wake)
+
+    def wipe(self) -> None:
+        # No cluster is made anew within a lease; who stands still has been given up by then.
+        for workers in self._workers.values():
+            for worker in workers:
+                if worker.process.stopped:
+                    self.end_worker(worker, surely=True)
+        super().wipe()
 
     def end_worker(self, worker: SimulatedWorker, *, surely: bool = False) -> None:
         """End a worker at once; the broker notices now or later.

@@ -229,6 +229,21 @@ def test_subscribing_twice_under_a_number_is_subscribing_once() -> None:
             at.host.acknowledge(number=1, entries=[[0, 0]])
 
 
+def test_a_question_about_a_consumer_that_is_not_there_yet_may_be_asked_again() -> None:
+    """Found by the simulation, seed 888100440 of workers: another worker is about to have it."""
+    with place() as at:
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailableError, match="hosts no consumer 2 yet") as early:
+                at.host.last_entry(number=2)
+            assert early.value.retriable
+        at.host.close_consumer(number=1, for_another=False)
+        at.subscribe(2)
+        assert at.host.last_entry(number=2) is None
+        with pytest.raises(BrokerError, match="hosts no consumer 1: it is closed") as late:
+            at.host.last_entry(number=1)
+        assert not late.value.retriable
+
+
 def test_what_a_consumer_raises_is_given_as_a_delivery() -> None:
     with place() as at:
         at.cluster.publish_chunked(TopicPartition(at.topic), Message(b"x" * 10, "k"), 2)

@@ -169,8 +169,11 @@ class Host:
 
     def _one(self, number: int) -> _Hosted:
         hosted = self._hosted.get(number)
-        if hosted is None:
+        if hosted is None and number in self._closed:
             raise BrokerError(f"The worker hosts no consumer {number}: it is closed.")
+        if hosted is None:
+            # Another worker had it under that number, or it is subscribed just now.
+            raise BrokerUnavailableError(f"The worker hosts no consumer {number} yet.")
         if hosted.lacking:
             raise BrokerUnavailableError(f"Consumer {number} of the worker is subscribed anew.")
         return hosted
