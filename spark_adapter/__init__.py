@@ -23,6 +23,7 @@ from spark_adapter import pyspark_version
 pyspark_version.check(pyspark_version.installed())  # else the next line fails in words of PySpark
 
 from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
+from spark_adapter.executors import ExecutorWorkers, start_workers  # noqa: E402
 from spark_adapter.options import to_options  # noqa: E402
 from spark_adapter.preflight import check_workers  # noqa: E402
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from keyshard import KeyShardSource
 
-__all__ = ["KeyShardDataSource", "read_stream", "register"]
+__all__ = ["ExecutorWorkers", "KeyShardDataSource", "read_stream", "register", "start_workers"]
 
 
 def register(spark: SparkSession) -> None:

@@ -113,8 +113,10 @@ OPTIONS = (
         "workers",
         "workers",
         "What has the consumers: `embedded`, the query's process on the driver; `processes:4`, so "
-        "many processes beside it, each a core for receiving; `ray:4`, so many actors of a Ray "
-        "cluster (`ray:4?num_cpus=1`); or another place that is installed.",
+        "many processes beside it, each a core for receiving; `spark:4`, processes on executors, "
+        "which `spark_adapter.start_workers(spark, 4)` hosts, and which tasks get rows from; "
+        "`ray:4`, so many actors of a Ray cluster (`ray:4?num_cpus=1`); or another place that is "
+        "installed.",
     ),
     Option(
         "workerHost",

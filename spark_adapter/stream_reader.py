@@ -32,6 +32,7 @@ from pyspark.sql.streaming.datasource import (
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
+from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
 from spark_adapter.wording import told_to_spark
 
@@ -153,6 +154,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._runtime.coordinator.stop()
 
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
+        keep_content()
         coordinator = self._source.coordinator()
         coordinator.start(
             # The initial offset names no topic partition: it is the first start of the query.
@@ -160,7 +162,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             planned=planned,
             available_now=self._available_now,
         )
-        server = BatchServer(coordinator.worker, self._source.worker_host)
+        server = BatchServer(coordinator.batches, self._source.worker_host)
         self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
         end_with_host(coordinator.stop)
         return self._runtime

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather
-from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather, runs_of
+from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.layout import Located
 
 ROWS_PER_BATCH_MAX = 10_000
@@ -112,6 +112,40 @@ def record_batches(
         arrays = gather([block for _, block in part], content)
         arrays |= {name: _BUILDERS[name](part) for name in names if name in _BUILDERS}
         yield pa.RecordBatch.from_arrays([arrays[name] for name in names], schema=schema)
+
+
+def described(
+    blocks: Iterable[Located], names: Sequence[str]
+) -> Iterator[tuple[pa.RecordBatch, list[Part]]]:
+    """As :func:`record_batches`, for entries whose content is kept elsewhere.
+
+    Yields:
+        The columns that are no content, and where the content of the same rows is, in their order.
+    """
+    schema = select([name for name in names if name not in CONTENT.names])
+    for part in _portions(blocks):
+        arrays = [_BUILDERS[name](part) for name in schema.names]
+        yield (
+            pa.RecordBatch.from_arrays(arrays, schema=schema),
+            runs_of([block for _, block in part]),
+        )
+
+
+def put_together(
+    others: pa.RecordBatch, content: pa.RecordBatch | None, names: Sequence[str]
+) -> pa.RecordBatch:
+    """The named columns of some rows, of two batches that have a part of them each.
+
+    Args:
+        others: What :func:`described` gave.
+        content: Columns of :data:`~keyshard.arrow.content.CONTENT`; ``None`` if none is wanted.
+        names: All columns wanted.
+    """
+    arrays = [
+        (others if content is None or name not in CONTENT.names else content).column(name)
+        for name in names
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=select(names))
 
 
 def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:

@@ -130,7 +130,9 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
 
 def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
     """Columns of :data:`CONTENT`, by name, for all messages of some blocks in their order."""
-    runs = _runs(blocks) if names else []
+    runs = runs_of(blocks) if names else []
+    if any(run.kept is not None for run in runs):
+        raise ValueError("the content is kept elsewhere")
     return {
         name: pa.concat_arrays(
             [part.content.column(position).slice(part.start, part.rows) for part in runs]
@@ -139,14 +141,19 @@ def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.A
     }
 
 
-def _runs(blocks: Sequence[EntryBlock]) -> list[Part]:
+def runs_of(blocks: Sequence[EntryBlock]) -> list[Part]:
     """Parts of some blocks; what lies together becomes one."""
     runs: list[Part] = []
     for block in blocks:
         for part in block.parts:
             last = runs[-1] if runs else None
-            if last and part.content is last.content and part.start == last.start + last.rows:
-                runs[-1] = Part(last.content, last.start, last.rows + part.rows)
+            if (
+                last
+                and part.content is last.content
+                and part.kept is last.kept
+                and part.start == last.start + last.rows
+            ):
+                runs[-1] = Part(last.content, last.start, last.rows + part.rows, last.kept)
             else:
                 runs.append(part)
     return runs

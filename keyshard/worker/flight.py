@@ -1,7 +1,8 @@
 """Serves planned batches to the host's tasks over Arrow Flight, and reads them there.
 
-``DoGet`` takes a ticket of JSON: token, batch id, layout partition and columns. Reading is a pure
-replay from the window, as often as the host likes, until the batch is released.
+``DoGet`` takes a ticket of JSON: token, batch id, layout partition, columns, and whether the answer
+may say that content is elsewhere; then workers give it. Reading is a pure replay from the window,
+as often as the host likes, until the batch is released.
 """
 
 from __future__ import annotations
@@ -11,27 +12,38 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import pyarrow as pa
 from pyarrow import flight
 
 from keyshard.arrow.columns import select
+from keyshard.arrow.content import CONTENT
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
+from keyshard.worker.elsewhere import Chunk, Elsewhere, Place, Run, rows_of
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for the endpoint to begin to answer; the data may then take what it takes."""
+FETCH_TIMEOUT_S = 10.0
+"""Longest wait for a portion of content from a worker, seconds."""
 
 _CODE = re.compile(r"\[(KEYSHARD_[A-Z_]+)\] ([^\n]*?)(?:\. gRPC client debug context|\. Detail:|$)")
 
 
 class Batches(Protocol):
-    """What is served; the worker."""
+    """What is served; :class:`keyshard.coordinator.batches.Batches`."""
 
     def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Rows of one layout partition of a planned batch."""
+
+    def direct(
+        self, batch_id: str, index: int, columns: Sequence[str]
+    ) -> Iterator[tuple[pa.RecordBatch, Elsewhere]] | None:
+        """The same, where all of its content is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +106,18 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightUnauthenticatedError(
                 "[KEYSHARD_BATCH_UNKNOWN] The ticket is of another run; the batch is planned again."
             )
+        wanted, columns = (request["batch"], request["index"]), request["columns"]
         try:
-            rows = self._batches.read(request["batch"], request["index"], request["columns"])
+            elsewhere = self._batches.direct(*wanted, columns) if request["direct"] else None
+            if elsewhere is None:
+                rows = self._batches.read(*wanted, columns)
+                return flight.GeneratorStream(select(columns), rows)
         except KeyShardError as exc:
             raise flight.FlightServerError(str(exc)) from exc
-        return flight.GeneratorStream(select(request["columns"]), rows)
+        here = select([name for name in columns if name not in CONTENT.names])
+        return flight.GeneratorStream(
+            here, ((others, json.dumps(where).encode()) for others, where in elsewhere)
+        )
 
 
 def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
@@ -111,18 +130,30 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
         WorkerUnreachableError: The endpoint does not answer from here.
         KeyShardError: What the serving process raised, such as BatchReleasedError.
     """
+    with ExitStack() as clients:
+        fetch = partial(_fetch, _Workers(clients))
+        yield from rows_of(partial(_ask, ticket), fetch, ticket.columns)
+
+
+def _ask(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
+    """What the source answers."""
     request = {
         "token": ticket.token,
         "batch": ticket.batch_id,
         "index": ticket.index,
         "columns": ticket.columns,
+        "direct": direct,
     }
     try:
         with flight.connect(ticket.endpoint) as client:
             client.wait_for_available(timeout=CONNECT_TIMEOUT_S)
             stream = client.do_get(flight.Ticket(json.dumps(request).encode()))
             for chunk in stream:
-                yield chunk.data
+                told = chunk.app_metadata
+                yield (
+                    chunk.data,
+                    None if told is None else Elsewhere(*json.loads(told.to_pybytes())),
+                )
     except (flight.FlightUnavailableError, flight.FlightTimedOutError) as exc:
         raise WorkerUnreachableError(
             f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {first_line(exc)}. If "
@@ -137,6 +168,36 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
                 f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {first_line(exc)}"
             ) from exc
         raise BY_CODE.get(match[1], KeyShardError)(match[2]) from exc
+
+
+class _Workers(dict[str, flight.FlightClient]):
+    """Connections to workers, closed with the stack."""
+
+    def __init__(self, clients: ExitStack) -> None:
+        super().__init__()
+        self._clients = clients
+
+    def __missing__(self, endpoint: str) -> flight.FlightClient:
+        client = self[endpoint] = self._clients.enter_context(flight.connect(endpoint))
+        return client
+
+
+def _fetch(
+    workers: _Workers, place: Place, runs: Sequence[Run], columns: Sequence[str]
+) -> pa.RecordBatch:
+    """What a worker answers."""
+    endpoint, token = place
+    request = {"token": token, "runs": runs, "columns": columns}
+    try:
+        (chunk,) = workers[endpoint].do_get(
+            flight.Ticket(json.dumps(request).encode()),
+            flight.FlightCallOptions(timeout=FETCH_TIMEOUT_S),
+        )
+    except (pa.ArrowException, OSError, ValueError) as exc:
+        raise WorkerUnreachableError(
+            f"The worker at {endpoint} gives no content: {first_line(exc)}."
+        ) from exc
+    return chunk.data
 
 
 def _bracketed(host: str) -> str:

@@ -24,13 +24,14 @@ TICK_S = 0.02
 class LocalWorker(Worker):
     """A host and its server in this process; asked over loopback, as any other."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.host = Host(broker)
+    def __init__(self, broker: Broker, *, keeps: bool = False) -> None:
+        self.host = Host(broker, keeps=keeps)
         setup = Setup(Connection("pulsar://nobody"), LEASE_S, level=30)
         self._server = WorkerServer(self.host, setup)
         self._thread = threading.Thread(target=self._server.serve, daemon=True)
         self._thread.start()
         hello = {"endpoint": at(LOOPBACK, self._server.port), "pid": os.getpid(), "host": "here"}
+        hello["reading"] = self._server.reading_token
         super().__init__(json.dumps(hello), setup.token, "local worker")
 
     def kill(self) -> None:

@@ -19,10 +19,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from keyshard import KeyShardSource
+from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.window import layout
-from keyshard.worker.worker import Worker
+from keyshard.worker.elsewhere import Chunk, Run, rows_of
 from spark_adapter import stream_reader
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
@@ -255,7 +256,7 @@ class Query:
 class _Ticket:
     """Stands where a Flight ticket stood."""
 
-    worker: Worker
+    batches: Batches
     batch_id: str
     index: int
     columns: tuple[str, ...]
@@ -264,15 +265,29 @@ class _Ticket:
 class _Server:
     """Stands where the Flight server stood."""
 
-    def __init__(self, worker: Worker, _host: str) -> None:
-        self._worker = worker
+    def __init__(self, batches: Batches, _host: str) -> None:
+        self._batches = batches
 
     def ticket(self, batch_id: str, index: int, columns: Sequence[str]) -> _Ticket:
-        return _Ticket(self._worker, batch_id, index, tuple(columns))
+        return _Ticket(self._batches, batch_id, index, tuple(columns))
 
 
 def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
-    return ticket.worker.read(ticket.batch_id, ticket.index, ticket.columns)
+    wanted = ticket.batch_id, ticket.index, ticket.columns
+
+    def ask(*, direct: bool) -> Iterator[Chunk]:
+        elsewhere = ticket.batches.direct(*wanted) if direct else None
+        if elsewhere is not None:
+            yield from elsewhere
+            return
+        for rows in ticket.batches.read(*wanted):
+            yield rows, None
+
+    def fetch(place: Any, runs: Sequence[Run], columns: Sequence[str]) -> pa.RecordBatch:
+        worker, _token = place
+        return worker.fetch(runs, columns)
+
+    return rows_of(ask, fetch, ticket.columns)
 
 
 @contextmanager

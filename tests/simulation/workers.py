@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
+
+import pyarrow as pa
 
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import Lease
-from keyshard.broker.hosted.wire import Delivery, heard, told, unpacked
+from keyshard.broker.hosted.wire import Delivery, Kept, heard, told, unpacked
 from keyshard.broker.hosted.worker import LEASE_S, TAKE_WAIT_S, Worker
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, KeyShardError, WorkerUnreachableError
 from keyshard.testing.verify.check_workers import ring_coverage
+from keyshard.worker.flight import FETCH_TIMEOUT_S
 from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client, Consumer
 from tests.simulation.scheduler import Process
 from tests.simulation.spark import Step
@@ -61,6 +64,10 @@ class SimulatedWorker(Worker):
         self.kind = self.name = process.name
         self.pid, self.machine = 0, "here"
         self._seq = 0
+        self.lost = False
+        self.released: deque[int] = deque()
+        self.place = (self, "")  # type: ignore[assignment]
+        """Where tasks ask for what it keeps."""
         self.gone = False
         """Whether its connections have ended with it."""
         self.given_up = False
@@ -76,7 +83,7 @@ class SimulatedWorker(Worker):
         made: list[Host] = []
 
         def make() -> None:
-            made.append(Host(self.client))
+            made.append(Host(self.client, keeps=self._world.keeps))
 
         task = self._scheduler.spawn(self.process, "begin", make)
         while not task.done and not self.process.dead:
@@ -109,11 +116,27 @@ class SimulatedWorker(Worker):
 
     def take(self, taken: Mapping[int, int]) -> list[Delivery]:
         seq = self._seq + 1
+        released = [self.released.popleft() for _ in range(len(self.released))]
         answer, content = self._crossed(
-            lambda: self._host.take(seq, dict(taken), TAKE_WAIT_S), LEASE_S
+            lambda: self._host.take(seq, dict(taken), TAKE_WAIT_S, released), LEASE_S
         )
         self._seq = seq
-        return unpacked(json.loads(json.dumps(answer["deliveries"])), content)
+        kept = Kept(self, seq) if answer["kept"] else None
+        return unpacked(json.loads(json.dumps(answer["deliveries"])), content, kept)
+
+    def fetch(self, runs: Sequence[Any], columns: Sequence[str]) -> pa.RecordBatch:
+        """What a task gets of what it keeps."""
+        self._travel()
+        end_s = self._scheduler.now_s + FETCH_TIMEOUT_S
+        while self.process.stopped and self._scheduler.now_s < end_s:
+            self._scheduler.sleep(LOOK_S)
+        lost = self._world.injector.enabled and self._random.random() < LOST
+        if lost or self.process.dead or self.process.stopped or self.lease.left_s() <= 0:
+            raise WorkerUnreachableError(f"{self.name} gives no content.")
+        try:
+            return self._host.content(runs, columns)
+        except KeyShardError as exc:
+            raise WorkerUnreachableError(exc.message) from exc
 
     def _crossed(self, act: Callable[[], Any], timeout_s: float) -> Any:
         """Let the worker do something, and hear of it."""
@@ -192,6 +215,8 @@ class WorkersWorld(World):
         super().__init__(seed, *([] if trace_max is None else [trace_max]))
         self.strikes = Random(f"{seed}:workers")
         self._count = self.strikes.choice((1, 2, 2, 3))
+        self.keeps = Random(f"{seed}:keeps").random() < 0.5
+        """Whether workers keep content, and tasks get it from them."""
         self._workers: dict[Process, list[SimulatedWorker]] = {}
         self._started = 0
         self._struck = False

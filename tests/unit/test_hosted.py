@@ -22,7 +22,7 @@ from keyshard.arrow.content import entry_block
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import LOOPBACK, Lease, Setup, WorkerServer, at, begun
-from keyshard.broker.hosted.wire import Delivery, heard, packed, told, unpacked
+from keyshard.broker.hosted.wire import Delivery, heard, keys_of, packed, told, unpacked
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.config.connection import Connection
@@ -530,3 +530,25 @@ def test_a_worker_that_is_told_to_leave_gives_its_ranges_back() -> None:
         assert gave_back == [True]
         at_place.host = Host(MemoryBroker(at_place.cluster))
         at_place.subscribe(1)  # the range is free
+
+
+def test_keys_cross_where_the_layout_may_ask_for_them() -> None:
+    def delivery(**changes: Any) -> Delivery:
+        fields: dict[str, Any] = {"batch_size": 1, "batched": False, "indices": [0]} | changes
+        block = entry_block(
+            EntryId(1, 2), values=[b"v"], partition_keys=["k"], ordering_keys=[None],
+            publish_ms=1, event_ms=[0], properties=[{}], **fields,
+        )  # fmt: skip
+        return Delivery(1, [block])
+
+    def crossing(*deliveries: Delivery) -> list[object]:
+        _, content = packed(deliveries)
+        keys = keys_of(deliveries, content)
+        assert keys.schema.names == ["__key", "__orderingKey"]
+        return keys.column("__key").to_pylist()
+
+    part, of_bytes = delivery(batch_size=2, batched=True), delivery()
+    of_bytes.blocks[0].keys_of_bytes = True
+    assert crossing(delivery(), delivery()) == []
+    assert crossing(delivery(), part) == ["k", "k"]
+    assert crossing(of_bytes) == ["k"]

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.broker.hosted.wire import NOTHING, Delivery, packed
+from keyshard.broker.hosted.wire import NOTHING, Delivery, keys_of, packed
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
@@ -69,10 +69,14 @@ class Host:
 
     Args:
         broker: The connection; it is closed with the host.
+        keeps: Whether the content of messages stays here, under the number of its answer, until
+            that is released.
     """
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, *, keeps: bool = False) -> None:
         self._broker = broker
+        self._keeps = keeps
+        self._kept: dict[int, pa.RecordBatch] = {}
         self._changed = threading.Condition()
         self._hosted: dict[int, _Hosted] = {}
         self._opening: dict[int, threading.Lock] = {}
@@ -181,7 +185,7 @@ class Host:
     # -- what was received ------------------------------------------------------------------------
 
     def take(
-        self, seq: int, taken: Mapping[int, int], wait_s: float
+        self, seq: int, taken: Mapping[int, int], wait_s: float, released: Sequence[int] = ()
     ) -> tuple[dict[str, Any], pa.RecordBatch]:
         """What was received since the answer before; waits for the first of it.
 
@@ -190,6 +194,7 @@ class Host:
                 arrived. The same number has the same answer.
             taken: Messages taken of some consumers since their beginning.
             wait_s: Longest wait, seconds.
+            released: Numbers of answers whose content nobody needs any more.
 
         Raises:
             BrokerError: An older answer is asked for: the asker is late.
@@ -201,6 +206,8 @@ class Host:
                 raise BrokerError(
                     f"Answer {seq} of a worker was asked for after answer {self._answered}."
                 )
+            for number in released:
+                self._kept.pop(number, None)
             self._look()
             with self._changed:
                 self._let_on(taken)
@@ -209,9 +216,32 @@ class Host:
                 self._changed.wait_for(lambda: self._waiting or self._ended, wait_s)
                 deliveries = self._next()
             listed, content = packed(deliveries)
+            kept = self._keeps and content.num_rows > 0
+            if kept:
+                self._kept[seq] = content
+                content = keys_of(deliveries, content)
             self._answered = seq
-            self._answer = {"deliveries": listed}, content
+            self._answer = {"deliveries": listed, "kept": kept}, content
             return self._answer
+
+    def content(self, runs: Sequence[Sequence[int]], columns: Sequence[str]) -> pa.RecordBatch:
+        """Columns of what is kept.
+
+        Args:
+            runs: The number of an answer, the first row there, and how many; rows come in this
+                order.
+            columns: Names of columns.
+
+        Raises:
+            BrokerError: Some of it is kept no longer, or never was.
+        """
+        found: list[pa.RecordBatch] = []
+        for number, start, rows in runs:
+            kept = self._kept.get(number)
+            if kept is None:
+                raise BrokerError(f"The worker keeps no content {number}: it was released.")
+            found.append(kept.select(columns).slice(start, rows))
+        return pa.concat_batches(found)
 
     def _let_on(self, taken: Mapping[int, int]) -> None:
         """Receive again for those of whom enough was taken."""

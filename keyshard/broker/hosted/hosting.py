@@ -179,6 +179,7 @@ class WorkerHosting:
     def _lose(self, worker: Worker | None, error: KeyShardError | None) -> None:
         if worker is None or self._ending.is_set():
             return
+        worker.lost = True
         worker.end(0.0)
         with self._lock:
             self._now_has(None)

@@ -28,10 +28,9 @@ from typing import Any
 
 from pyarrow import flight
 
-from keyshard.arrow.content import CONTENT
 from keyshard.broker.connect import connect
 from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.wire import told
+from keyshard.broker.hosted.wire import check_token, question, told
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerError, KeyShardError, WorkerEnvironmentError
 from keyshard.version import VERSION
@@ -55,6 +54,8 @@ class Setup:
     """Time without a question after which it ends, seconds."""
     level: int
     """Log level from which records are told."""
+    keeps: bool = False
+    """Whether content stays in the worker, where tasks ask for it."""
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     """Who asks without it is refused."""
 
@@ -104,6 +105,8 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         super().__init__(at(address, 0))
         self._host = host
         self._setup = setup
+        self.reading_token = secrets.token_hex(16)
+        """Of those who may ask for content, and for nothing else."""
         self.lease = Lease(setup.lease_s)
         self._refused = False
         self.leaving = threading.Event()
@@ -121,18 +124,24 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         self.log: deque[tuple[str, int, str]] = deque(maxlen=LOG_LINES_MAX)
 
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        asked = self._asked(ticket.ticket)
+        asked = question(ticket.ticket)
+        if "runs" in asked:
+            return self._content(asked)
+        self._check(asked)
         taken = {int(number): count for number, count in asked["taken"].items()}
         try:
-            answer, content = self._host.take(asked["seq"], taken, asked["wait_s"])
+            answer, content = self._host.take(
+                asked["seq"], taken, asked["wait_s"], asked["released"]
+            )
         except KeyShardError as exc:
             raise flight.FlightServerError(str(exc)) from exc
         lines = [self.log.popleft() for _ in range(len(self.log))]
         header = json.dumps(answer | {"log": lines}).encode()
-        return flight.GeneratorStream(CONTENT, iter([(content, header)]))
+        return flight.GeneratorStream(content.schema, iter([(content, header)]))
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
-        asked = self._asked(action.body.to_pybytes())
+        asked = question(action.body.to_pybytes())
+        self._check(asked)
         answer: dict[str, Any] = {}
         try:
             answer["result"] = self._commands[action.type](**asked["arguments"])
@@ -164,21 +173,31 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         logging.getLogger().removeHandler(lines)
         return True
 
-    def _asked(self, body: bytes) -> dict[str, Any]:
-        """What is asked by somebody who may."""
+    def _content(self, asked: dict[str, Any]) -> flight.FlightDataStream:
+        """For tasks; their questions keep no lease."""
+        self._check_token(asked, self.reading_token)
+        if self.lease.left_s() <= 0:
+            raise flight.FlightUnavailableError("The lease of this worker has ended.")
         try:
-            asked: dict[str, Any] = json.loads(body)
-            token = str(asked["token"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            asked, token = {}, ""
-        if not secrets.compare_digest(token.encode(errors="replace"), self._setup.token.encode()):
+            content = self._host.content(asked["runs"], asked["columns"])
+        except KeyShardError as exc:
+            raise flight.FlightServerError(str(exc)) from exc
+        return flight.GeneratorStream(content.schema, iter([content]))
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        """Refuse who may not ask, and everybody when the lease has ended."""
+        self._check_token(asked, self._setup.token)
+        if not self.lease.asked():
+            raise flight.FlightUnavailableError("The lease of this worker has ended.")
+
+    def _check_token(self, asked: dict[str, Any], token: str) -> None:
+        try:
+            check_token(asked, token)
+        except flight.FlightUnauthenticatedError:
             if not self._refused:
                 self._refused = True
                 _log.warning("a question with another token was refused")
-            raise flight.FlightUnauthenticatedError("The token is of another run.")
-        if not self.lease.asked():
-            raise flight.FlightUnavailableError("The lease of this worker has ended.")
-        return asked
+            raise
 
 
 class _Told(logging.Handler):
@@ -208,11 +227,13 @@ def begun(version: str, packed: bytes, address: str = LOOPBACK) -> tuple[WorkerS
                 "Install the same version on every machine, then start the source again."
             )
         setup: Setup = pickle.loads(packed)
-        server = WorkerServer(Host(connect(setup.connection)), setup, address)
+        host = Host(connect(setup.connection), keeps=setup.keeps)
+        server = WorkerServer(host, setup, address)
     except KeyShardError as exc:
         return None, json.dumps({"error": told(exc)})
     hello = {
         "endpoint": at(address, server.port), "pid": os.getpid(), "host": socket.gethostname(),
+        "reading": server.reading_token,
     }  # fmt: skip
     return server, json.dumps(hello)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import secrets
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
+from pyarrow import flight
 
 from keyshard.arrow.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
@@ -26,6 +29,65 @@ class Delivery(NamedTuple):
     connected: bool | None = None
     """Nothing came, but it has lost its connection, or has one: what comes before is from before.
     """
+
+
+class Keeper(Protocol):
+    """A worker that keeps content, as whoever refers to it knows it."""
+
+    place: tuple[str, str]
+    """Where it is asked for content, and the token for that."""
+    lost: bool
+    """Whether it is known to have ended."""
+    released: deque[int]
+    """Numbers that nobody refers to any more."""
+
+
+class Kept:
+    """Refers to content that a worker keeps; for as long as this is."""
+
+    __slots__ = ("_keeper", "number")
+
+    def __init__(self, keeper: Keeper, number: int) -> None:
+        self._keeper = keeper
+        self.number = number
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it is asked for, and the token for that."""
+        return self._keeper.place
+
+    @property
+    def lost(self) -> bool:
+        """Whether the worker is known to have ended."""
+        return self._keeper.lost
+
+    def __del__(self) -> None:
+        # In whatever thread, also while it holds locks: nothing here waits.
+        self._keeper.released.append(self.number)
+
+
+def keys_of(deliveries: Sequence[Delivery], content: pa.RecordBatch) -> pa.RecordBatch:
+    """What decisions need of the content of deliveries: keys that may have been set as bytes."""
+    blocks = [block for one in deliveries for block in one.blocks]
+    # The rest of an entry may show that its keys are.
+    needed = any(block.keys_of_bytes or not block.whole for block in blocks)
+    keys = content.select(["__key", "__orderingKey"])
+    return keys if needed else keys.slice(0, 0)
+
+
+def question(body: bytes) -> dict[str, Any]:
+    """What is asked, and nothing where it is no question."""
+    try:
+        asked: dict[str, Any] = json.loads(body)
+        return asked | {"token": str(asked["token"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {"token": ""}
+
+
+def check_token(asked: dict[str, Any], token: str) -> None:
+    """Refuse who asks with another token."""
+    if not secrets.compare_digest(asked["token"].encode(errors="replace"), token.encode()):
+        raise flight.FlightUnauthenticatedError("The token is of another run.")
 
 
 def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
@@ -53,12 +115,20 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
 
 
-def unpacked(listed: Sequence[Any], content: pa.RecordBatch) -> list[Delivery]:
-    """What :func:`packed` was given."""
+def unpacked(
+    listed: Sequence[Any], content: pa.RecordBatch, kept: Kept | None = None
+) -> list[Delivery]:
+    """What :func:`packed` was given.
+
+    Args:
+        listed: The deliveries.
+        content: Of their messages; without what is kept.
+        kept: Where the rest of it is.
+    """
     return [
         Delivery(
             consumer,
-            [_block(entry, content) for entry in entries],
+            [_block(entry, content, kept) for entry in entries],
             None if error is None else heard(error),
             connected,
         )
@@ -66,14 +136,15 @@ def unpacked(listed: Sequence[Any], content: pa.RecordBatch) -> list[Delivery]:
     ]
 
 
-def _block(entry: Sequence[Any], content: pa.RecordBatch) -> EntryBlock:
+def _block(entry: Sequence[Any], content: pa.RecordBatch, kept: Kept | None) -> EntryBlock:
     (
         ledger, number, batch_size, batched, indices, slot, mixed_slots, publish_ms, payload, start,
         redelivered, keys_of_bytes, unreadable,
     ) = entry  # fmt: skip
     return EntryBlock(
         EntryId(ledger, number), batch_size, batched, indices, slot, mixed_slots, publish_ms,
-        payload, (Part(content, start, len(indices)),), redelivered, keys_of_bytes, unreadable,
+        payload, (Part(content, start, len(indices), kept),), redelivered, keys_of_bytes,
+        unreadable,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from keyshard.broker.hosted.process import Setup
-from keyshard.broker.hosted.wire import Delivery, heard, unpacked
+from keyshard.broker.hosted.process import LOOPBACK, Setup
+from keyshard.broker.hosted.wire import Delivery, Kept, heard, unpacked
 from keyshard.config.connection import Connection
 from keyshard.errors import WorkerUnreachableError
 from keyshard.redaction import first_line, shown
@@ -44,7 +45,52 @@ _START = (
 _log = logging.getLogger(__name__)
 
 
-class Worker:
+class Asker:
+    """Asks a server for something to be done.
+
+    Args:
+        endpoint: Where: ``grpc://host:port``.
+        token: Whoever asks without it is refused.
+        name: What people know the server by.
+    """
+
+    def __init__(self, endpoint: str, token: str, name: str) -> None:
+        self._client = flight.connect(endpoint)
+        self._token = token
+        self.name = name
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._client.close()
+
+    def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
+        """Let something be done.
+
+        Args:
+            command: Its name there.
+            timeout_s: Longest wait for the answer, seconds.
+            **arguments: Plain JSON values.
+
+        Raises:
+            WorkerUnreachableError: There is no answer: nobody knows whether it was done.
+            KeyShardError: What was raised there.
+        """
+        body = json.dumps({"token": self._token, "arguments": arguments}).encode()
+        try:
+            (result,) = self._client.do_action(
+                flight.Action(command, body), flight.FlightCallOptions(timeout=timeout_s)
+            )
+        except (pa.ArrowException, OSError, ValueError) as exc:
+            raise WorkerUnreachableError(
+                f"The {self.name} did not answer: {first_line(exc)}."
+            ) from exc
+        answer = json.loads(result.body.to_pybytes())
+        if "error" in answer:
+            raise heard(answer["error"])
+        return answer["result"]
+
+
+class Worker(Asker):
     """Who asks one worker; a subclass starts it, wherever it lives, and can end it there.
 
     Args:
@@ -67,13 +113,14 @@ class Worker:
             ) from exc
         if "error" in said:
             raise heard(said["error"])
-        self._client = flight.connect(said["endpoint"])
-        self._token = token
         self._seq = 0
         self.kind = kind
+        self.lost = False
+        self.released: deque[int] = deque()
+        self.place = (said["endpoint"], said.get("reading", ""))
         self.pid: int = said["pid"]
         self.machine: str = said["host"]
-        self.name = f"{kind} {self.pid} on {self.machine}"
+        super().__init__(said["endpoint"], token, f"{kind} {self.pid} on {self.machine}")
         try:
             self.ask("ready", REACH_S)
         except WorkerUnreachableError as exc:
@@ -109,32 +156,6 @@ class Worker:
                 self.ask("given_back", timeout_s)
         self.kill()
 
-    def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
-        """Let its host do something.
-
-        Args:
-            command: Name of a method of :class:`keyshard.broker.hosted.host.Host`.
-            timeout_s: Longest wait for the answer, seconds.
-            **arguments: Plain JSON values.
-
-        Raises:
-            WorkerUnreachableError: It does not answer: nobody knows whether it was done.
-            KeyShardError: What the host raised.
-        """
-        body = json.dumps({"token": self._token, "arguments": arguments}).encode()
-        try:
-            (result,) = self._client.do_action(
-                flight.Action(command, body), flight.FlightCallOptions(timeout=timeout_s)
-            )
-        except (pa.ArrowException, OSError, ValueError) as exc:
-            raise WorkerUnreachableError(
-                f"The {self.name} did not answer: {first_line(exc)}."
-            ) from exc
-        answer = json.loads(result.body.to_pybytes())
-        if "error" in answer:
-            raise heard(answer["error"])
-        return answer["result"]
-
     def take(self, taken: Mapping[int, int]) -> list[Delivery]:
         """What its consumers received, and who has lost or regained a connection, in order.
 
@@ -144,8 +165,10 @@ class Worker:
         Raises:
             WorkerUnreachableError: It does not answer in time.
         """
+        released = [self.released.popleft() for _ in range(len(self.released))]
         question = {
             "token": self._token, "seq": self._seq + 1, "taken": taken, "wait_s": TAKE_WAIT_S,
+            "released": released,
         }  # fmt: skip
         try:
             (chunk,) = self._client.do_get(
@@ -160,12 +183,72 @@ class Worker:
         header = json.loads(chunk.app_metadata.to_pybytes())
         for name, level, line in header["log"]:
             logging.getLogger(name).log(level, "%s (%s)", line, self.name)
-        return unpacked(header["deliveries"], chunk.data)
+        kept = Kept(self, self._seq) if header["kept"] else None
+        return unpacked(header["deliveries"], chunk.data, kept)
 
 
-def setup_of(connection: Connection) -> Setup:
+def setup_of(connection: Connection, *, keeps: bool = False) -> Setup:
     """What another worker of this process has to know."""
-    return Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel())
+    return Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel(), keeps)
+
+
+def started(
+    packed: tuple[str, bytes], stop: threading.Event | None = None, address: str = LOOPBACK
+) -> tuple[subprocess.Popen[bytes], bytes]:
+    """Start a worker process.
+
+    Args:
+        packed: What :meth:`Setup.packed` gave.
+        stop: Ends the wait.
+        address: Where it listens.
+
+    Returns:
+        The process, and what it said when it began.
+
+    Raises:
+        WorkerUnreachableError: It does not start.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Ctrl-C in a terminal is for the process that asks; it decides what becomes of it.
+        start_new_session=True,
+    )
+    to, out = process.stdin, process.stdout
+    assert to is not None
+    assert out is not None
+    hello = b""
+    broken: OSError | None = None
+    try:
+        to.write(pickle.dumps((*packed, address)))
+        to.flush()
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < end_s and not (stop and stop.is_set()):
+            if select.select([out], [], [], START_LOOK_S)[0]:
+                hello = out.readline()
+                break
+    except OSError as exc:
+        broken = exc
+    if not hello.endswith(b"\n"):
+        status = process.poll()
+        end_process(process)
+        raise WorkerUnreachableError(
+            f"A worker process did not start: it ended with status {status}, or was not ready "
+            f"within {START_TIMEOUT_S:.0f} s. Its error stands in the output above this one; "
+            "look for the memory limit, too."
+        ) from broken
+    return process, hello
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a worker process at once, if it has not ended by itself."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what it did not read is thrown away
+            if pipe is not None:
+                pipe.close()
 
 
 class WorkerProcess(Worker):
@@ -182,43 +265,12 @@ class WorkerProcess(Worker):
 
     def __init__(self, connection: Connection, stop: threading.Event) -> None:
         setup = setup_of(connection)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Ctrl-C in a terminal is for the process that asks; it decides what becomes of it.
-            start_new_session=True,
-        )
+        self._process, hello = started(setup.packed(), stop)
         try:
-            super().__init__(self._started(setup, stop), setup.token, "worker process")
+            super().__init__(hello, setup.token, "worker process")
         except BaseException:
             self.end(0.0)
             raise
-
-    def _started(self, setup: Setup, stop: threading.Event) -> bytes:
-        to, out = self._process.stdin, self._process.stdout
-        assert to is not None
-        assert out is not None
-        hello = b""
-        broken: OSError | None = None
-        try:
-            to.write(pickle.dumps(setup.packed()))
-            to.flush()
-            end_s = time.monotonic() + START_TIMEOUT_S
-            while time.monotonic() < end_s and not stop.is_set():
-                if select.select([out], [], [], START_LOOK_S)[0]:
-                    hello = out.readline()
-                    break
-        except OSError as exc:
-            broken = exc
-        if not hello.endswith(b"\n"):
-            status = self._process.poll()
-            raise WorkerUnreachableError(
-                f"A worker process did not start: it ended with status {status}, or was not ready "
-                f"within {START_TIMEOUT_S:.0f} s. Its error stands in the output above this one; "
-                "look for the memory limit, too."
-            ) from broken
-        return hello
 
     def kill(self) -> None:
         self._process.kill()
@@ -235,9 +287,4 @@ class WorkerProcess(Worker):
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired as exc:
                 _log.debug("worker process %d did not end in order: %s", self._process.pid, exc)
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what it did not read is thrown away
-                if pipe is not None:
-                    pipe.close()
+        end_process(self._process)

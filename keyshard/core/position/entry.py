@@ -80,6 +80,9 @@ class Part(NamedTuple):
     of one delivery. Decisions never look into it."""
     start: int
     rows: int
+    kept: Any = None
+    """Where the content is instead: a :class:`keyshard.broker.hosted.wire.Kept`; then only keys may
+    be here."""
 
 
 @dataclass(slots=True)
@@ -145,7 +148,7 @@ class EntryBlock:
         """Slots that may have routed the entry: not every Reader knows of keys set as bytes."""
         if self.slot is None:
             return ()
-        content, row, _ = self.parts[0]
+        content, row, *_ = self.parts[0]
         key, ordering_key = (content.column(one)[row].as_py() for one in ("__key", "__orderingKey"))
         return (self.slot,) if key is None or ordering_key is not None else possible_slots(key)
 

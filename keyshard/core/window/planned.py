@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, TopicPartition
@@ -75,6 +75,19 @@ class PlannedBatches:
             return self._planned[batch_id].layout[index]
         except KeyError:
             raise self._missing(batch_id, f" with a partition {index}") from None
+
+    def restore(self, batch_id: str, entries: dict[TopicPartition, list[EntryBlock]]) -> None:
+        """Lay a batch out anew, of its entries as they were read again.
+
+        Raises:
+            BatchReleasedError: The batch was released.
+            BatchUnknownError: It was never planned here.
+        """
+        batch = self[batch_id]
+        laid_out = lay_out(entries, batch.checkpoint.ranges, batch.checkpoint.merged)
+        # What is stored no longer, and may be, leaves its partition empty.
+        layout = {index: laid_out.get(index, []) for index in batch.layout}
+        self._planned[batch_id] = replace(batch, layout=layout)
 
     def release(self, batch_id: str) -> list[PlannedBatch]:
         """Forget a batch and all that are older; nothing when it is not planned."""

@@ -1,0 +1,170 @@
+"""Workers on Spark's executors, without Spark: slots, spread, the registry, doors, and refusals."""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyshard.broker.hosted.worker import Asker, Worker, setup_of
+from keyshard.config.connection import Connection
+from keyshard.config.workers import Workers
+from keyshard.errors import ConfigError, WorkerEnvironmentError, WorkerUnreachableError
+from keyshard.version import VERSION
+from spark_adapter import registry
+from spark_adapter.door import Door
+from spark_adapter.executors import Slots, chosen, start_workers, why
+from spark_adapter.hosting import place
+
+TOKEN = "s3cret"
+NOWHERE = Connection("pulsar://127.0.0.1:1")
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where registries of this test are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door(TOKEN, "127.0.0.1")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("executors", "tasks", "most"), [(2, 4, 2), (2, 3, 1), (3, 3, 0), (1, 8, 7), (5, 40, 35)]
+)
+def test_every_executor_keeps_a_slot(executors: int, tasks: int, most: int) -> None:
+    slots = Slots(executors, tasks)
+    for count in range(1, most + 1):
+        slots.check(count)
+    with pytest.raises(ConfigError, match=f"start_workers\\({most + 1}\\) would leave") as caught:
+        slots.check(most + 1)
+    assert (f"at most {most}" if most else "Start none") in caught.value.message
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 30), st.randoms())
+def test_workers_lie_on_as_many_executors_as_there_can_be(
+    executors: int, cores: int, count: int, chance: Any
+) -> None:
+    slots = Slots(executors, executors * cores)
+    if count > slots.tasks - executors:
+        return
+    tasks = slots.wanted(count)
+    assert count < tasks <= slots.tasks
+    # Whatever Spark does: each task has one of the slots.
+    placed = [str(i % executors) for i in chance.sample(range(slots.tasks), tasks)]
+    staying = Counter(placed[task] for task in chosen(placed, count))
+    assert sum(staying.values()) == count
+    assert len(staying) >= min(count, executors)
+
+
+def test_the_registry_is_for_its_owner_alone(directory: Path) -> None:
+    assert registry.read(7) is None
+    registry.write(7, registry.Hosted(TOKEN, ["grpc://h:1"]))
+    assert registry.read(7) == registry.Hosted(TOKEN, ["grpc://h:1"])
+    path = registry.path_of(7)
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (path.parent, path)] == [0o700, 0o600]
+    assert TOKEN not in repr(registry.read(7))
+    registry.forget(7)
+    registry.forget(7)
+    assert registry.read(7) is None
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="others may enter it"):
+        registry.read(7)
+    path.parent.rmdir()
+    path.parent.symlink_to(directory)
+    with pytest.raises(ConfigError, match="others may enter it"):
+        registry.write(7, registry.Hosted(TOKEN, []))
+
+
+def test_a_query_without_workers_names_what_to_do() -> None:
+    two, four = Workers.parse("spark:2"), Workers.parse("spark:4")
+    odd = Workers.parse("spark:2?x=1")
+    assert two
+    assert four
+    assert odd
+    with pytest.raises(
+        ConfigError, match=r"hosts none. Call spark_adapter.start_workers\(spark, 2"
+    ):
+        place(NOWHERE, two)
+    with pytest.raises(ConfigError, match="takes no options"):
+        place(NOWHERE, odd)
+    registry.write(os.getppid(), registry.Hosted(TOKEN, ["grpc://127.0.0.1:1"] * 2))
+    with pytest.raises(ConfigError, match=r"hosts 2\. Ask for as many"):
+        place(NOWHERE, four)
+    start, stop = place(NOWHERE, two), threading.Event()
+    stop.set()
+    with pytest.raises(WorkerUnreachableError, match="task of Spark workers did not answer"):
+        start(stop)
+
+
+@pytest.mark.parametrize(
+    ("session", "why_not"),
+    [
+        (SimpleNamespace(), "Spark Connect"),
+        (
+            SimpleNamespace(
+                _sc=SimpleNamespace(
+                    master="local[2]",
+                    _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isLocal=lambda: True)),
+                )
+            ),
+            r"Spark is 'local\[2\]'.*'processes:2'",
+        ),
+    ],
+)
+def test_a_session_without_executors_is_refused(session: Any, why_not: str) -> None:
+    with pytest.raises(ConfigError, match=why_not):
+        start_workers(session, 2)
+    with pytest.raises(ConfigError, match="count is 0"):
+        start_workers(session, 0)
+
+
+def test_a_worker_of_another_version_is_refused_by_name(door: Door) -> None:
+    setup = setup_of(NOWHERE, keeps=True)
+    _, packed = setup.packed()
+    with closing(Asker(door.endpoint, TOKEN, "door")) as asker:
+        hello = asker.ask("start", 60.0, version="0.0.7", packed=base64.b64encode(packed).decode())
+    with pytest.raises(WorkerEnvironmentError, match=rf"keyshard is 0\.0\.7 .* and {VERSION}"):
+        Worker(hello, setup.token, "worker")
+
+
+def test_who_has_no_token_gets_no_worker(door: Door) -> None:
+    with (
+        closing(Asker(door.endpoint, "guess", "door")) as asker,
+        pytest.raises(WorkerUnreachableError, match="token is of another run"),
+    ):
+        asker.ask("start", 10.0, version=VERSION, packed="")
+    assert door._children == []
+
+
+def test_what_ended_a_job_is_one_line() -> None:
+    head = (
+        "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe."
+    )
+    lost = "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: x"
+    for lines, said in (
+        (["Traceback", "  File x", "ModuleNotFoundError: No module named 'keyshard'", "\tat a.B"],
+         "ModuleNotFoundError: No module named 'keyshard'"),
+        ([": org.apache.spark.SparkException: Job aborted due to stage failure: y", lost], lost),
+        ([": org.apache.spark.SparkException: Job 3 cancelled", "\tat z.Y"],
+         "org.apache.spark.SparkException: Job 3 cancelled"),
+        ([], head),
+    ):  # fmt: skip
+        assert why(ValueError("\n".join([head, *lines]))) == said
