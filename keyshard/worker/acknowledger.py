@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from keyshard.broker.port import Consumer
@@ -25,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 class Acknowledger:
     """One daemon thread with a bounded queue.
+
+    What waits of a topic partition is handed over together, from however many batches: where
+    consumers are elsewhere, each time is a question over the network.
 
     Whoever received an entry, any consumer of its topic partition can acknowledge it. What the
     client takes and then loses in a crash is delivered again, recognised and acknowledged again.
@@ -49,7 +51,8 @@ class Acknowledger:
         self._still = still
         self._timeout_s = timeout_s
         self._fail = fail
-        self._queue: deque[tuple[TopicPartition, Sequence[EntryId]]] = deque()
+        self._queue: dict[TopicPartition, list[EntryId]] = {}
+        """What waits, but for what is being handed over; who has waited longest comes first."""
         self._waiting = 0
         self._away_since_s: dict[TopicPartition, float] = {}
         self._changed = threading.Condition()
@@ -78,7 +81,7 @@ class Acknowledger:
                     "again and dropped.",
                     waiting=self._waiting,
                 )
-            self._queue.append((topic_partition, entries))
+            self._queue.setdefault(topic_partition, []).extend(entries)
             self._waiting += len(entries)
             self._changed.notify_all()
 
@@ -105,7 +108,8 @@ class Acknowledger:
                 self._changed.wait_for(lambda: self._queue or self._stopping.is_set())
                 if self._stopping.is_set():
                     return
-                topic_partition, entries = self._queue[0]
+                topic_partition = next(iter(self._queue))
+                entries = self._queue.pop(topic_partition)
             try:
                 done = self._hand_over(topic_partition, entries)
             except KeyShardError as exc:
@@ -116,10 +120,11 @@ class Acknowledger:
                 self._fail(KeyShardError(f"Acknowledging ended unexpectedly: {exc!r}."))
                 return
             with self._changed:
-                self._queue.popleft()
                 if done < len(entries):
                     # The others do not wait for a topic partition that is away.
-                    self._queue.append((topic_partition, entries[done:]))
+                    self._queue[topic_partition] = entries[done:] + self._queue.pop(
+                        topic_partition, []
+                    )
                 self._waiting -= done
                 self._changed.notify_all()
                 stuck = 0 if done else stuck + 1

@@ -73,6 +73,30 @@ def test_many_entries_go_in_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert consumer.acknowledged == entries(10)
 
 
+def test_what_waits_meanwhile_goes_together(bench: Bench) -> None:
+    calls: list[int] = []
+    begun, goes_on = threading.Event(), threading.Event()
+    consumer = bench.consumers[P0]
+    take = consumer.acknowledge
+
+    def slow(ids: list[EntryId]) -> None:
+        calls.append(len(ids))
+        begun.set()
+        assert goes_on.wait(30)
+        take(ids)
+
+    consumer.acknowledge = slow  # type: ignore[method-assign, assignment]
+    acks = bench.start()
+    acks.submit(P0, entries(1))
+    assert begun.wait(30)
+    for number in range(1, 10):
+        acks.submit(P0, entries(1, first=number))
+    goes_on.set()
+    wait_until(lambda: not acks.waiting)
+    assert calls == [1, 9]
+    assert consumer.acknowledged == entries(10)
+
+
 def test_what_a_consumer_refuses_goes_to_the_next(bench: Bench) -> None:
     bench.consumers[P0].errors.extend([BrokerError("closed"), BrokerUnavailableError("away")])
     acks = bench.start()
