@@ -18,7 +18,7 @@ from spark_process import SparkProcess, eventually
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
 SUBSCRIPTION, PARTITIONS = "executors", 3
-LOAD = Workload(messages=12_000, keys=300, size_bytes=1_000, entry_messages=4)
+LOAD = Workload(messages=8_000, keys=300, size_bytes=1_000, entry_messages=4)
 ROWS_PER_BATCH = 1_500
 WAIT_S = 240.0
 
@@ -63,7 +63,6 @@ def test_rows_go_from_executor_to_executor_and_none_is_lost_with_one(
         "topic": topic_name, "subscription": SUBSCRIPTION, "startingOffsets": "earliest",
         "service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url,
         "parallelism": "4", "maxOffsetsPerTrigger": str(ROWS_PER_BATCH), "workers": "spark:2",
-        # Most of the topic is still at the broker when the executor dies.
         "windowMaxRows": str(3 * ROWS_PER_BATCH),
     }  # fmt: skip
     run = SparkProcess(options, tmp_path, module="executors_query")
