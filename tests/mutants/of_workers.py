@@ -25,6 +25,18 @@ OF_WORKERS = (
         ),
     ),
     Mutant(
+        name="let a worker of another version begin",
+        promise="Two versions that work together are refused, not found out by what they do.",
+        edits=(
+            Edit(
+                "keyshard/broker/hosted/process.py",
+                "        if version != VERSION:\n",
+                "        if version == VERSION != VERSION:\n",
+            ),
+        ),
+        killers=(killer(HOSTED, "test_a_worker_of_another_version_is_refused_by_name"),),
+    ),
+    Mutant(
         name="give the next answer to a question that comes twice",
         promise="No loss: what crosses may be asked for again.",
         edits=(Edit(HOST, "            if seq == self._answered:\n", "            if seq < 0:\n"),),
