@@ -31,6 +31,8 @@ class Debts:
         """Entries that somebody else acknowledged whole; whether the source must notice it."""
         self.skipped_entries: set[tuple[Any, ...]] = set()
         """All of which somebody else acknowledged anything."""
+        self._hidden: set[tuple[TopicPartition, EntryId]] = set()
+        """Entries that nobody receives."""
         self.accepted = False
         """Whether a loss was named and accepted: ``failOnDataLoss`` is false from then on."""
 
@@ -58,12 +60,18 @@ class Debts:
         self.forgiven |= gone
         self.skipped_entries.update(place[:4] for place in gone)
 
+    def hidden(self, where: TopicPartition, entries: Iterable[EntryId]) -> None:
+        """The broker has entries that it gives to nobody, and acknowledges by itself."""
+        self._hidden.update((where, entry_id) for entry_id in entries)
+
     def is_given_up(self, place: Place) -> bool:
-        """Whether the source rightly takes an entry for gone, and may acknowledge it."""
+        """Whether the source rightly takes an entry for gone, and may acknowledge it.
+
+        That of an entry that nobody receives is one that a broker forgot in a crash.
+        """
         where = TopicPartition(str(place.topic), place.partition or 0)
-        return self.accepted and (where, EntryId(place.ledger or 0, place.entry or 0)) in (
-            self.skipped
-        )
+        entry = where, EntryId(place.ledger or 0, place.entry or 0)
+        return entry in self._hidden or (self.accepted and entry in self.skipped)
 
     def forgive(self, where: Collection[TopicPartition]) -> None:
         """Topic partitions are deleted with all that they hold."""

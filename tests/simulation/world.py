@@ -315,7 +315,8 @@ class World:
                     )
                 where = random.choice(self.topics.partitions())
                 if random.random() < 0.1:
-                    self.cluster.publish_aborted(where, Message(b"aborted", key=keys[0]))
+                    aborted = Message(b"aborted", key=keys[0])
+                    self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
             self.scheduler.sleep(random.expovariate(5))
 
     def publish(self, topic: str, keys: list[str]) -> None:
