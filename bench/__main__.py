@@ -22,6 +22,7 @@ from bench import (
     rescale,
     scale_sim,
     skew,
+    transport,
     wide,
     workers,
 )
@@ -30,6 +31,7 @@ _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
     "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
+    "transport": transport.run,
 }  # fmt: skip
 
 

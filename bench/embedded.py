@@ -41,11 +41,11 @@ def busy_s(stream: SourceStream) -> float:
 
 
 def ingest(
-    service_url: str, topic: str, messages: int, ranges: int = RANGES, workers: str = "embedded"
+    service_url: str, topic: str, messages: int, ranges: int = RANGES, **settings: Any
 ) -> dict[str, float]:
     """All rows as Arrow batches with all columns, released batch by batch: rows per second."""
     opening = time.perf_counter()
-    with source(service_url, topic, ranges, workers=workers).open() as stream:
+    with source(service_url, topic, ranges, **settings).open() as stream:
         began = time.perf_counter()
         busy, workers_busy_s = time.process_time(), busy_s(stream)
         rows = 0

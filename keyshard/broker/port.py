@@ -1,7 +1,8 @@
 """What keyshard needs of a broker; the only interface the runtime talks to.
 
-Implementations: :mod:`keyshard.broker.pulsar.broker` (pulsar-client) and
-:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on both.
+Implementations: :mod:`keyshard.broker.pulsar.broker` (pulsar-client),
+:mod:`keyshard.broker.wire.broker` (entries by Pulsar's protocol) and
+:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on all.
 Implementations translate every exception of their library into :mod:`keyshard.errors`, with
 ``raise ... from``.
 """
@@ -51,6 +52,8 @@ class Consumer(Protocol):
 
         Raises:
             ChunkedMessageError: A chunked message came; nothing of it is acknowledged.
+            CorruptEntryError: An entry cannot be read; nothing of it is acknowledged. Not every
+                client tells.
             BrokerError: The consumer is closed or broken.
         """
 

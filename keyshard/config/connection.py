@@ -212,10 +212,14 @@ class Connection:
                 f"{given[0]} is given, and service_url is {shown(self.service_url)}, without TLS: "
                 "write pulsar+ssl://host:port (by default 6651), or leave it out."
             )
-        if self.in_memory and (self.authentication is not None or self.listener_name is not None):
+        if self.in_memory and (
+            self.authentication is not None
+            or self.listener_name is not None
+            or self.transport != CLIENT
+        ):
             raise ConfigError(
                 f"service_url is {shown(self.service_url)}: an in-memory cluster knows neither "
-                "authentication nor listener_name."
+                "authentication nor listener_name nor transport."
             )
         if self.authentication is not None and "@" in (self.admin_url or ""):
             raise ConfigError(

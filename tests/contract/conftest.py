@@ -12,7 +12,6 @@ from contract_harness import BreakableHarness, Harness
 from hosted_harness import HostedHarness
 from memory_harness import MemoryHarness
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
-from wire_harness import BreakableWireHarness, WireHarness
 
 from keyshard.testing.devbroker import DevBroker
 
@@ -39,6 +38,8 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     elif request.param == "hosted":
         made = HostedHarness()
     else:
+        from wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
+
         dev_broker = request.getfixturevalue("dev_broker")
         kind = WireHarness if request.param == "wire" else PulsarHarness
         made = kind(dev_broker.service_url, dev_broker.admin_url)
@@ -56,6 +57,8 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
     elif request.param == "hosted":
         made = HostedHarness()
     else:
+        from wire_harness import BreakableWireHarness  # noqa: PLC0415 - only who needs it
+
         own = BreakableWireHarness if request.param == "wire" else BreakablePulsarHarness
         made = own(request.getfixturevalue("breakable_broker"))
     yield made

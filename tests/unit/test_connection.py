@@ -48,6 +48,8 @@ def test_what_does_not_go_together_is_refused(pem: str) -> None:
         admin_url=f"http://ann:{SECRET}@h:1", authentication=Basic("ann", SECRET)
     )
     assert "in-memory" in refusal(service_url="memory://x", authentication=Token(SECRET))
+    assert "transport" in refusal(service_url="memory://x", transport="wire")
+    assert "'client' or 'wire'" in refusal(transport="tcp")
     assert "authentication is" in refusal(authentication="token")
     assert "listener_name" in refusal(listener_name="")
 
@@ -232,6 +234,7 @@ def test_spark_options_say_a_connection_there_and_back(authentication: Any) -> N
     connection = Connection(
         TLS, "https://h:1", authentication=authentication, listener_name="outside",
         connection_timeout_ms=5_000, operation_timeout_ms=7_000, tls_hostname_verification=False,
+        transport="wire",
     )  # fmt: skip
     source = KeyShardSource("t", subscription="s", connection=connection)
     assert parse_options(to_options(source)) == source

@@ -17,6 +17,7 @@ from keyshard.errors import BrokerError, BrokerUnavailableError
 REDIRECTS_MAX = 20
 """Brokers that may name another one for a topic before they are taken to go round in a circle."""
 _REDIRECT, _CONNECT = 0, 1
+_NOT_READY = 6
 
 
 class Cluster:
@@ -73,7 +74,14 @@ class Cluster:
         question = api.Lookup(topic=topic.encode(), authoritative=authoritative)
         if self._connection.listener_name is not None:
             question.listener_name = self._connection.listener_name.encode()
-        found = asked.ask("lookup", question, _left(end_s))
+        try:
+            found = asked.ask("lookup", question, _left(end_s))
+        except RefusedError as exc:
+            if exc.code != _NOT_READY or not question.HasField("listener_name"):
+                raise
+            raise BrokerUnavailableError(
+                f"{topic} cannot be reached: {exc.said}.{self._listener_hint()}"
+            ) from exc
         if found.response not in (_REDIRECT, _CONNECT):
             raise RefusedError(found.error, found.message)
         return found
@@ -82,17 +90,21 @@ class Cluster:
         tls = self._connection.tls
         url = (found.broker_url_tls if tls else found.broker_url).decode(errors="replace")
         if not url:
-            listener = self._connection.listener_name
-            hint = f" Check that listener_name {listener!r} is one of its advertisedListeners."
             raise BrokerUnavailableError(
                 f"The broker at {asked.address} names no address {'with' if tls else 'without'} "
-                f"TLS.{hint if listener else ''}"
+                f"TLS.{self._listener_hint()}"
             )
         target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
         if found.through_proxy:
             proxy = asked.address
             return Address(proxy.host, proxy.port, f"{target.host}:{target.port}")
         return target
+
+    def _listener_hint(self) -> str:
+        listener = self._connection.listener_name
+        if listener is None:
+            return ""
+        return f" Check that listener_name {listener!r} is one of its advertisedListeners."
 
     def _service(self, end_s: float) -> WireConnection:
         """A connection to a host of the service URL, one that stands before another."""

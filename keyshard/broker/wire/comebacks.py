@@ -47,7 +47,7 @@ class Comebacks:
                 return
             at_s = time.monotonic() + wait_s
             heapq.heappush(self._due, (at_s, next(self._numbers), next_wait_s, attempt))
-            if not self._idle and self._threads < THREADS_MAX:
+            if self._idle < len(self._due) and self._threads < THREADS_MAX:
                 self._threads += 1
                 threading.Thread(
                     target=self._run, name=f"keyshard-wire-back-{self._threads}", daemon=True

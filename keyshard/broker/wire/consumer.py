@@ -19,6 +19,9 @@ from keyshard.errors import BrokerUnavailableError, KeyShardError
 
 ACKNOWLEDGED_AT_ONCE = 10_000
 """Entries that one command acknowledges at most."""
+GLANCE_MS = 10
+"""Time to receive up to which nothing is waited for, milliseconds: whoever has others to serve is
+called when something came."""
 UNSENT_MAX = 100_000
 """Acknowledgements that wait for a connection at most."""
 _EXCLUSIVE, _KEY_SHARED = 0, 3
@@ -64,7 +67,7 @@ class WireConsumer(Subscribed):
         if self._refused is not None:
             self._check_open()
             raise self._refused
-        entries = self.take(timeout_ms / 1000)
+        entries = self.take(timeout_ms / 1000 if timeout_ms > GLANCE_MS else 0)
         if not entries:
             return []
         decoded = decode(entries, self.topic_partition)

@@ -90,14 +90,17 @@ class Subscribed:
             BrokerError: The broker refuses, or does not answer in time.
         """
         end_s = time.monotonic() + self._shared.timeout_s
+        told: BrokerUnavailableError | None = None
         while True:
             try:
                 self._subscribe(max(0.001, end_s - time.monotonic()))
                 return
-            except BrokerUnavailableError:
+            except BrokerUnavailableError as exc:
                 # A topic that moves is served in a moment by another broker.
                 if time.monotonic() + RETRY_S >= end_s:
-                    raise
+                    # The last attempt may have had no time to learn why.
+                    raise told or exc from exc
+                told = exc
             time.sleep(RETRY_S)
 
     def take(self, timeout_s: float) -> list[RawEntry]:

@@ -1,0 +1,130 @@
+"""The wire transport beside pulsar-client, on what real producers and nobody's producers write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pulsar
+import pytest
+from contract_harness import read_to_end, receive, subscribe, wait_until
+from raw_protocol import RawEntry
+from wire_harness import WireHarness
+
+from keyshard import KeyShardSource
+from keyshard.arrow.messages import messages_of
+from keyshard.broker.memory import Batching
+from keyshard.broker.memory import Message as Sent
+from keyshard.broker.port import Broker, Consumer
+from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import Connection
+from keyshard.core.message import Message
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import CorruptEntryError
+from keyshard.testing.devbroker import DevBroker
+
+pytestmark = pytest.mark.broker
+
+FIRST = EntryId(0, 0)
+COMPRESSIONS = ("NONE", "LZ4", "ZLib", "ZSTD", "SNAPPY")
+BATCHED: list[dict[str, object]] = [
+    {"batching_enabled": False},
+    {"batching_enabled": True, "batching_type": pulsar.BatchingType.Default},
+    {"batching_enabled": True, "batching_type": pulsar.BatchingType.KeyBased},
+]
+
+
+@pytest.fixture
+def harness(dev_broker: DevBroker) -> Iterator[WireHarness]:
+    made = WireHarness(dev_broker.service_url, dev_broker.admin_url)
+    yield made
+    made.close()
+
+
+def test_messages_of_every_kind_are_those_that_the_client_reads(
+    harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    client = pulsar.Client(
+        dev_broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    for name in COMPRESSIONS:
+        kind = getattr(pulsar.CompressionType, name)
+        for batching in BATCHED:
+            producer = client.create_producer(
+                where.name, compression_type=kind, batching_max_publish_delay_ms=5_000, **batching
+            )
+            for number in range(20):
+                producer.send_async(
+                    b"%s %d " % (name.encode(), number) * (number + 1), lambda *_: None,
+                    partition_key=f"k{number % 3}" if number % 4 else None,
+                    ordering_key="o" if number == 7 else None,
+                    properties={"p": "ü", "q": ""} if number % 5 == 0 else None,
+                    event_timestamp=number or None,
+                )  # fmt: skip
+            producer.flush()
+            producer.close()
+    client.close()
+    expected = read_by(PulsarBroker(Connection(dev_broker.service_url)), where)
+    assert len(expected) == 20 * len(COMPRESSIONS) * len(BATCHED)
+    assert read_by(harness.broker(), where) == expected
+    consumed = receive([subscribe(harness.broker(), where)], len(expected))
+    assert [m for block in consumed.blocks for m in messages_of(where, block)] == expected
+
+
+def read_by(broker: Broker, where: TopicPartition) -> list[Message]:
+    blocks = read_to_end(broker.reader(where, FIRST)).blocks
+    found = [message for block in blocks for message in messages_of(where, block)]
+    broker.close()
+    return found
+
+
+def test_an_entry_that_cannot_be_unpacked_is_named_and_stays(harness: WireHarness) -> None:
+    """pulsar-client acknowledges it, and nobody is told."""
+    where = TopicPartition(harness.create_topic())
+    consumer = subscribe(harness.broker(), where)
+    good: RawEntry = ({6: b"k"}, b"good")
+    harness.publish_raw(where.name, [good, ({6: b"k", 8: 1, 9: 50}, b"garbage"), good])
+    received, refused = receive_until_refused(consumer)
+    assert (len(received), refused) == (1, EntryId(received[0].ledger, 1))
+    wait_until(lambda: harness.backlog(where) == 3)
+    consumer.close()
+    assert harness.backlog(where) == 3
+
+
+def receive_until_refused(consumer: Consumer) -> tuple[list[EntryId], EntryId]:
+    """What came, and what was refused after it."""
+    found: list[EntryId] = []
+    named: list[EntryId] = []
+
+    def refused() -> bool:
+        try:
+            found.extend(block.id for block in consumer.receive(50))
+        except CorruptEntryError as exc:
+            named.append(EntryId(*(int(str(exc.facts[one])) for one in ("ledger", "entry"))))
+        return bool(named)
+
+    wait_until(refused)
+    return found, named[0]
+
+
+def test_a_source_reads_everything_once_and_writes_letters_through_the_client(
+    harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    topic = harness.create_topic(partitions=2)
+    sent = [Sent(b"%d" % number, key=f"k{number % 17}") for number in range(400)]
+    harness.publish(topic, sent[:200], Batching.BY_KEY)
+    harness.publish(topic, sent[200:])
+    source = KeyShardSource(
+        topic, subscription="wire", service_url=dev_broker.service_url, transport="wire",
+        admin_url=dev_broker.admin_url, parallelism=4, starting_position="earliest",
+    )  # fmt: skip
+    values: list[bytes] = []
+    with source.open() as stream:
+        while len(values) < len(sent) and (batch := stream.next_batch(timeout_s=30)):
+            values += [value for part in batch for value in part.column("value").to_pylist()]
+            stream.commit(batch)
+    assert sorted(map(int, values)) == list(range(len(sent)))
+    wheres = [TopicPartition(topic, number) for number in range(2)]
+    wait_until(lambda: all(harness.backlog(where, "wire") == 0 for where in wheres))
+    producer = harness.broker().producer(wheres[0], send_timeout_ms=5_000)
+    assert producer.send(b"letter", key="k") > FIRST

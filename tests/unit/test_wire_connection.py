@@ -1,0 +1,448 @@
+"""Connections of the wire transport, against a broker of a few lines that does what it is told."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.protobuf import Value, fields_of, message
+from keyshard.broker.wire import connection as connecting
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection import Address, WireConnection
+from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frame
+from keyshard.config.connection import Connection, Token
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import (
+    AuthenticationError,
+    BrokerError,
+    BrokerUnavailableError,
+    CorruptEntryError,
+    RangeConflictError,
+)
+
+CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
+CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
+LAST_ID, LAST_ID_RESPONSE, CHALLENGE, RESPONSE = 29, 30, 36, 37
+DEADLINE_S = 10.0
+TOPIC = TopicPartition("persistent://public/default/t")
+Fields = dict[int, Value]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def framed(kind: int, fields: Fields, stored: bytes = b"") -> bytes:
+    command = message({1: kind, kind: message(fields)})
+    return struct.pack(">II", 4 + len(command) + len(stored), len(command)) + command + stored
+
+
+def entry(number: int, payload: bytes = b"v") -> bytes:
+    """A message without a checksum."""
+    metadata = message({1: b"p", 2: number, 3: 1, 6: b"k"})
+    return struct.pack(">I", len(metadata)) + metadata + payload
+
+
+class Session:
+    """One connection that came."""
+
+    def __init__(self, broker: ToldBroker, stream: socket.socket) -> None:
+        self.broker, self.stream = broker, stream
+        self.consumers: list[int] = []
+
+    def send(self, kind: int, fields: Fields, stored: bytes = b"") -> None:
+        self.stream.sendall(framed(kind, fields, stored))
+
+    def deliver(self, number: int, stored: bytes | None = None, consumer: int = -1) -> None:
+        where = message({1: 7, 2: number})
+        stored = entry(number) if stored is None else stored
+        self.send(MESSAGE, {1: self.consumers[consumer], 2: where}, stored)
+
+    def cut(self) -> None:
+        with suppress(OSError):
+            self.stream.shutdown(socket.SHUT_RDWR)
+
+    def serve(self) -> None:
+        with suppress(OSError, struct.error, ConnectionError):
+            while True:
+                (size,) = struct.unpack(">I", self._exactly(4))
+                frame = self._exactly(size)
+                (length,) = struct.unpack_from(">I", frame)
+                command = fields_of(frame[4 : 4 + length])
+                kind = command[1]
+                assert isinstance(kind, int)
+                content = command.get(kind, b"")
+                assert isinstance(content, bytes)
+                fields = fields_of(content)
+                self.broker.asked.append((kind, fields))
+                self.broker.answers.get(kind, Session.answer)(self, kind, fields)
+
+    def answer(self, kind: int, fields: Fields) -> None:
+        """What a broker answers that has the topic."""
+        if kind == CONNECT:
+            self.send(CONNECTED, {1: b"told", 2: 21, 3: 1_000_000})
+        elif kind == PING:
+            self.send(PONG, {})
+        elif kind == LOOKUP:
+            self.send(LOOKUP_RESPONSE, {1: self.broker.url.encode(), 3: 1, 4: fields[2], 5: 1})
+        elif kind == SUBSCRIBE:
+            number = fields[4]
+            assert isinstance(number, int)
+            self.consumers.append(number)
+            self.send(SUCCESS, {1: fields[5]})
+        elif kind == CLOSE_CONSUMER:
+            self.send(SUCCESS, {1: fields[2]})
+        elif kind == LAST_ID:
+            self.send(LAST_ID_RESPONSE, {1: message({1: 7, 2: 3}), 2: fields[2]})
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self.stream.recv(size - len(data))
+            if not more:
+                raise ConnectionError
+            data += more
+        return data
+
+
+class ToldBroker:
+    """Listens, and answers what :attr:`answers` says, else as a broker that is well."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Callable[[Session, int, Fields], Any]] = {}
+        self.asked: list[tuple[int, Fields]] = []
+        self.sessions: list[Session] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.url = f"pulsar://127.0.0.1:{self.port}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                session = Session(self, self._listening.accept()[0])
+                self.sessions.append(session)
+                threading.Thread(target=session.serve, daemon=True).start()
+
+    def asked_for(self, kind: int) -> list[Fields]:
+        return [fields for one, fields in self.asked if one == kind]
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for session in self.sessions:
+            session.cut()
+            session.stream.close()
+
+
+@pytest.fixture
+def told() -> Iterator[ToldBroker]:
+    broker = ToldBroker()
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def brokers() -> Iterator[Callable[..., WireBroker]]:
+    made: list[WireBroker] = []
+
+    def make(told: ToldBroker, **how: Any) -> WireBroker:
+        made.append(WireBroker(Connection(told.url, **({"operation_timeout_ms": 2_000} | how))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def subscribed(broker: WireBroker, queue: int = 10) -> WireConsumer:
+    return broker.subscribe(
+        TOPIC, "s", split_ring(1)[0], start=StartPosition.LATEST, consumer_name="c",
+        receiver_queue_size=queue,
+    )  # fmt: skip
+
+
+@given(st.lists(st.binary(min_size=4, max_size=50), max_size=6), st.data())
+def test_frames_are_whole_however_they_are_cut(frames: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(struct.pack(">I", len(one)) + one for one in frames)
+    reader, found, position = FrameReader(100), [], 0
+    while position < len(stream):
+        size = data.draw(st.integers(1, len(stream) - position))
+        found += reader.feed(stream[position : position + size])
+        position += size
+    assert found == frames
+
+
+@given(st.binary(max_size=100))
+def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+    with suppress(ProtocolError):
+        for frame in FrameReader(50).feed(data):
+            read_frame(frame)
+
+
+def test_a_size_that_cannot_be_one_is_refused_at_once() -> None:
+    for size in (0, 3, 51, 2**32 - 1):
+        with pytest.raises(ProtocolError):
+            FrameReader(50).feed(struct.pack(">I", size))
+
+
+def test_permits_are_given_back_as_entries_are_taken(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    for number in range(5):
+        told.sessions[0].deliver(number)
+    taken = 0
+    while taken < 5:
+        taken += len(consumer.receive(1_000))
+    until(lambda: len(told.asked_for(FLOW)) > 1)
+    assert [fields[2] for fields in told.asked_for(FLOW)] == [10, 5]
+    assert told.asked_for(SUBSCRIBE)[0][3] == 3
+
+
+def test_redirects_are_followed_with_their_authority(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    owner = ToldBroker()
+
+    def redirect(session: Session, _: int, fields: Fields) -> None:
+        session.send(LOOKUP_RESPONSE, {1: owner.url.encode(), 3: 0, 4: fields[2], 5: 1})
+
+    told.answers[LOOKUP] = redirect
+    consumer = subscribed(brokers(told))
+    assert [fields.get(3, 0) for fields in told.asked_for(LOOKUP)] == [0]
+    assert [fields.get(3, 0) for fields in owner.asked_for(LOOKUP)] == [1]
+    assert len(owner.asked_for(SUBSCRIBE)) == 1
+    consumer.close()
+    owner.close()
+
+
+def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
+    def redirect(session: Session, _: int, fields: Fields) -> None:
+        session.send(LOOKUP_RESPONSE, {1: told.url.encode(), 3: 0, 4: fields[2]})
+
+    told.answers[LOOKUP] = redirect
+    connection = Connection(told.url)
+    cluster = Cluster(connection, Credentials(connection))
+    with pytest.raises(BrokerUnavailableError, match="name one another"):
+        cluster.owner(TOPIC.name, 5.0)
+    cluster.close()
+
+
+def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    def proxied(session: Session, _: int, fields: Fields) -> None:
+        answer: Fields = {1: b"pulsar://hidden:6650", 3: 1, 4: fields[2], 8: 1}
+        session.send(LOOKUP_RESPONSE, answer)
+
+    told.answers[LOOKUP] = proxied
+    subscribed(brokers(told))
+    assert [fields.get(6) for fields in told.asked_for(CONNECT)] == [None, b"hidden:6650"]
+
+
+def test_a_ping_is_answered_and_a_silent_broker_is_given_up(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "KEEP_ALIVE_S", 0.2)
+    consumer = subscribed(brokers(told))
+    told.sessions[0].send(PING, {})
+    until(lambda: told.asked_for(PONG))
+    until(lambda: len(told.asked_for(PING)) > 3)
+    assert consumer.losses == 0, "a broker that answers stays"
+    told.answers[PING] = lambda *_: None
+    until(lambda: consumer.losses)
+    until(consumer.is_connected)
+
+
+def test_an_answer_that_does_not_come_is_an_error_in_time(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    told.answers[SUBSCRIBE] = lambda *_: None
+    began = time.monotonic()
+    with pytest.raises(BrokerUnavailableError, match="did not answer"):
+        subscribed(brokers(told, operation_timeout_ms=1_000))
+    assert time.monotonic() - began < 5
+    # It may hold the range by now.
+    until(lambda: told.asked_for(CLOSE_CONSUMER))
+
+
+def test_a_broker_that_greets_nobody_is_an_error_in_time(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    told.answers[CONNECT] = lambda *_: None
+    with pytest.raises(BrokerUnavailableError, match="does not answer"):
+        subscribed(brokers(told, operation_timeout_ms=1_000))
+
+
+def test_a_refused_connection_and_a_refused_range_are_told_apart(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    def conflict(session: Session, _: int, fields: Fields) -> None:
+        session.send(ERROR, {1: fields[5], 2: 19, 3: b"range is taken"})
+
+    told.answers[SUBSCRIBE] = conflict
+    with pytest.raises(RangeConflictError, match="range is taken"):
+        subscribed(brokers(told))
+    told.answers[CONNECT] = lambda session, *_: session.send(
+        ERROR, {1: 2**64 - 1, 2: 3, 3: b"bad token"}
+    )
+    with pytest.raises(AuthenticationError, match="bad token"):
+        subscribed(brokers(told, authentication=Token("t")))
+
+
+@pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad", b"\0\0\0\x04\xff\xff\xff\xff", b"\0" * 9])
+def test_what_does_not_speak_the_protocol_is_named(
+    told: ToldBroker, brokers: Callable[..., WireBroker], garbage: bytes
+) -> None:
+    told.answers[CONNECT] = lambda session, *_: session.stream.sendall(garbage)
+    with pytest.raises(BrokerUnavailableError, match="does not speak Pulsar's protocol"):
+        subscribed(brokers(told, operation_timeout_ms=1_000))
+
+
+def test_a_challenge_is_answered_with_the_newest_token(
+    told: ToldBroker, brokers: Callable[..., WireBroker], tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    subscribed(brokers(told, authentication=Token(file=str(file))))
+    assert told.asked_for(CONNECT)[0][3] == b"old"
+    assert told.asked_for(CONNECT)[0][10] == message({1: 1}), "it can be asked again"
+    file.write_text("new")
+    told.sessions[0].send(CHALLENGE, {2: message({1: b"token"})})
+    until(lambda: told.asked_for(RESPONSE))
+    assert told.asked_for(RESPONSE)[0][2] == message({1: b"token", 2: b"new"})
+
+
+def test_what_came_before_a_cut_is_forgotten_and_acknowledgements_are_sent_after_it(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    rung = threading.Event()
+    consumer.when_ready(rung.set)
+    told.sessions[0].deliver(0)
+    assert rung.wait(DEADLINE_S)
+    told.answers[SUBSCRIBE] = lambda *_: None
+    told.sessions[0].cut()
+    until(lambda: not consumer.is_connected())
+    assert consumer.receive(10) == []
+    consumer.acknowledge([EntryId(7, 5), EntryId(7, 6)])
+    assert not told.asked_for(ACK)
+    del told.answers[SUBSCRIBE]
+    until(consumer.is_connected)
+    until(lambda: told.asked_for(ACK))
+    kinds = [kind for kind, _ in told.asked if kind in (SUBSCRIBE, ACK, FLOW)]
+    assert kinds[-3:] == [SUBSCRIBE, ACK, FLOW], "before anything can come again"
+    again = told.asked_for(SUBSCRIBE)[-1]
+    assert again[13] == 1, "a subscription that was deleted begins at the earliest"
+    told.sessions[-1].deliver(0)
+    assert [block.id for block in consumer.receive(5_000)] == [EntryId(7, 0)]
+
+
+def test_a_subscription_that_the_broker_ends_while_it_is_made_is_made_again(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    def ended_at_once(session: Session, kind: int, fields: Fields) -> None:
+        told.answers.clear()
+        session.send(CLOSE_CONSUMER, {1: fields[4], 2: 0})
+        session.answer(kind, fields)
+
+    told.answers[SUBSCRIBE] = ended_at_once
+    consumer = subscribed(brokers(told))
+    assert len(told.asked_for(SUBSCRIBE)) == 2
+    told.sessions[0].deliver(3)
+    assert [block.id.entry for block in consumer.receive(5_000)] == [3]
+
+
+def test_a_corrupt_entry_is_named_again_and_again_and_never_acknowledged(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    for number, stored in enumerate([entry(0), b"\x0e\x01\0\0\0\0" + entry(1), entry(2)]):
+        told.sessions[0].deliver(number, stored)
+    assert [block.id.entry for block in consumer.receive(5_000)] == [0]
+    for _ in range(2):
+        with pytest.raises(CorruptEntryError, match=r"Entry 7:1 of .*checksum"):
+            until(lambda: consumer.receive(5_000))
+    consumer.close()
+    assert not told.asked_for(ACK)
+
+
+def test_a_consumer_that_takes_nothing_does_not_hold_up_another(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    broker = brokers(told)
+    idle, busy = subscribed(broker), subscribed(broker)
+    (session,) = told.sessions
+    for number in range(10):
+        session.deliver(number, entry(number, bytes(500_000)), consumer=0)
+    session.deliver(99, consumer=1)
+    assert [block.id.entry for block in busy.receive(5_000)] == [99]
+    assert busy.last_entry() == EntryId(7, 3)
+    assert idle.losses == busy.losses == 0
+
+
+def test_many_entries_are_acknowledged_by_one_command_and_closing_comes_after_it(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    consumer.acknowledge([EntryId(7, number) for number in range(500)])
+    consumer.close()
+    assert [kind for kind, _ in told.asked if kind in (ACK, CLOSE_CONSUMER)] == [
+        ACK, CLOSE_CONSUMER,
+    ]  # fmt: skip
+    with pytest.raises(BrokerError):
+        consumer.acknowledge([EntryId(7, 1)])
+
+
+def test_who_takes_nothing_of_what_is_sent_is_given_up(
+    told: ToldBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "UNSENT_BYTES_MAX", 100_000)
+    held = threading.Event()
+    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    connection = Connection(told.url)
+    open_one = WireConnection(
+        Address("127.0.0.1", told.port), connection, Credentials(connection), 5.0
+    )
+    ids = [connecting.api.MessageId(ledger=2**40, entry=2**40)] * 5_000
+    many = connecting.api.Ack(consumer_id=1, ack_type=0, message_id=ids)
+
+    def send_on() -> None:
+        for _ in range(1_000):
+            open_one.send("ack", many)
+
+    with pytest.raises(BrokerUnavailableError, match="takes nothing"):
+        send_on()
+    held.set()
+
+
+def test_closing_while_the_broker_is_away_takes_no_time(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    broker = brokers(told)
+    consumers = [subscribed(broker) for _ in range(5)]
+    told.close()
+    until(lambda: not any(consumer.is_connected() for consumer in consumers))
+    began = time.monotonic()
+    broker.close()
+    assert time.monotonic() - began < 5
