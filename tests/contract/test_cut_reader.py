@@ -13,9 +13,9 @@ import pulsar
 import pytest
 from contract_harness import subscribe, wait_until
 
+from keyshard.broker.connect import connect
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import Broker, Reader
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError
@@ -32,6 +32,8 @@ class Line(Protocol):
 
     where: TopicPartition
     broker: Broker
+    knows_its_end: bool
+    """Whether a Reader that was cut off knows what it handed out before."""
 
     def publish(self, count: int) -> list[EntryId]:
         """Publish entries of one message each, past the connection."""
@@ -44,6 +46,8 @@ class Line(Protocol):
 
 
 class MemoryLine:
+    knows_its_end = False
+
     def __init__(self) -> None:
         self._cluster = MemoryCluster(entries_per_ledger=1_000)
         self.where = TopicPartition(self._cluster.create_topic("cut"))
@@ -65,14 +69,17 @@ class MemoryLine:
 
 
 class PulsarLine:
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Cluster, number: int, transport: str = "client") -> None:
         self._proxy = cluster.proxy
+        self.knows_its_end = transport == "wire"
         self.where = TopicPartition(f"{TOPIC}-cut-{number}")
         self._client = pulsar.Client(
             cluster.direct_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
         )
         self._producer = self._client.create_producer(self.where.name, batching_enabled=False)
-        self.broker = PulsarBroker(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
+        self.broker = connect(
+            Connection(cluster.proxied_url, operation_timeout_ms=10_000, transport=transport)
+        )
 
     def publish(self, count: int) -> list[EntryId]:
         sent = [self._producer.send(b"v", partition_key="k") for _ in range(count)]
@@ -104,12 +111,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-@pytest.fixture(params=["memory", pytest.param("pulsar", marks=pytest.mark.broker)])
+REAL = [pytest.param(transport, marks=pytest.mark.broker) for transport in ("client", "wire")]
+
+
+@pytest.fixture(params=["memory", *REAL])
 def line(request: pytest.FixtureRequest) -> Iterator[Line]:
     if request.param == "memory":
         yield MemoryLine()
         return
-    made = PulsarLine(request.getfixturevalue("cluster"), time.monotonic_ns())
+    made = PulsarLine(request.getfixturevalue("cluster"), time.monotonic_ns(), request.param)
     yield made
     made.close()
 
@@ -141,14 +151,14 @@ def test_a_reader_that_lost_its_connection_knows_it_for_good_and_skips_nothing(l
 
 
 def test_a_reader_that_is_cut_off_after_its_last_entry_gets_what_comes(line: Line) -> None:
-    """Until then it may say for ever that something is left: that is no reason to wait."""
+    """Until then a client may say for ever that something is left: no reason to wait."""
     last = line.publish(ENTRIES)[-1]
     with opened(line) as reader:
         read_until(reader, last)
         line.cut()
         wait_until(lambda: not reader.stayed_connected())
         wait_until(lambda: answers(reader))
-        assert not reader.at_end()
+        assert reader.at_end() == line.knows_its_end
         assert reader.read(50) == []
         (following,) = line.publish(1)
         assert read_until(reader, following)[-1] == following
