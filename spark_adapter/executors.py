@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 from pyspark import BarrierTaskContext, InheritableThread
 from pyspark.accumulators import AccumulatorParam
@@ -45,6 +46,8 @@ AGAIN_S = 1.0
 LOOK_S = 0.1
 """Time between two looks, seconds."""
 
+_started: WeakSet[ExecutorWorkers] = WeakSet()
+"""All that :func:`start_workers` gave, and somebody has."""
 _log = logging.getLogger(__name__)
 
 
@@ -144,6 +147,7 @@ class ExecutorWorkers:
         self._stopping.set()
         atexit.unregister(self.stop)
         self._teller.join(10 * LOOK_S)
+        registry.forget(self._jvm)
         if self._context._jsc is not None:  # else its tasks have ended with it
             self._context.cancelJobGroup(self._group)
 
@@ -153,20 +157,23 @@ class ExecutorWorkers:
         self._context.setJobGroup(
             self._group, "keyshard: workers of queries", interruptOnCancel=True
         )
-        while not self._ended():
+        while not self.ended():
+            error = ""
             try:
                 slots = slots_of(self._context)
                 slots.check(self._count)
                 # Queries have slots by now: as few at once as will do.
                 self._once(self._count + 1 if self._told else slots.wanted(self._count))
             except Exception as exc:  # noqa: BLE001 - whatever ended the job: it begins again
-                if not self._ended() and self._error != (error := why(exc)):
-                    self._error = error
-                    _log.warning("the job of Spark workers begins again: %s", error)
-            self._stopping.wait(AGAIN_S)
-        registry.forget(self._jvm)
+                error = why(exc)
+            self._stopping.wait(AGAIN_S)  # and the application may be about to end
+            if error not in ("", self._error) and not self.ended():
+                self._error = error
+                _log.warning("the job of Spark workers begins again: %s", error)
+        if not self._stopping.is_set():
+            registry.forget(self._jvm)
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         """Whether this is to end, or the application has."""
         return self._stopping.is_set() or self._context._jsc is None
 
@@ -269,9 +276,15 @@ def start_workers(spark: SparkSession, count: int) -> ExecutorWorkers:
             "spark.dynamicAllocation.enabled is true, with which Spark runs no barrier stage. Set "
             f"it to false, or option 'workers' to 'processes:{count}'."
         )
+    if not all(one.ended() for one in _started):
+        raise ConfigError(
+            "start_workers() hosts workers of this application already. Queries share them; to "
+            "have more, stop() what it gave before."
+        )
     check_workers(spark)
     _settled(context).check(count)
     workers = ExecutorWorkers(context, count)
+    _started.add(workers)
     try:
         workers.wait(START_WAIT_S)
     except BaseException:
