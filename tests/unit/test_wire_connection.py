@@ -245,7 +245,7 @@ def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
     cluster = Cluster(connection, Credentials(connection))
     with pytest.raises(BrokerUnavailableError, match="name one another"):
         cluster.owner(TOPIC.name, 5.0)
-    cluster.close()
+    cluster.close(1.0)
 
 
 def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
@@ -436,6 +436,20 @@ def test_who_takes_nothing_of_what_is_sent_is_given_up(
     held.set()
 
 
+def test_what_the_socket_does_not_take_at_once_is_sent_when_it_does(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    held = threading.Event()
+    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    ids = [EntryId(2**40, 2**40 + number) for number in range(5_000)]
+    for _ in range(100):
+        consumer.acknowledge(ids)
+    held.set()
+    until(lambda: len(told.asked_for(ACK)) == 100)
+    assert consumer.losses == 0
+
+
 def test_closing_while_the_broker_is_away_takes_no_time(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
@@ -446,3 +460,16 @@ def test_closing_while_the_broker_is_away_takes_no_time(
     began = time.monotonic()
     broker.close()
     assert time.monotonic() - began < 5
+
+
+def test_closing_ends_every_thread(told: ToldBroker, brokers: Callable[..., WireBroker]) -> None:
+    before = set(threading.enumerate())
+    for _ in range(20):
+        broker = brokers(told)
+        consumer = subscribed(broker)
+        told.sessions[-1].cut()
+        until(lambda: consumer.losses)  # noqa: B023 - called at once
+        until(consumer.is_connected)
+        broker.close()
+        alive = [one for one in threading.enumerate() if one.name.startswith("keyshard-wire")]
+        assert not set(alive) - before

@@ -30,6 +30,8 @@ from keyshard.errors import BrokerError, BrokerUnavailableError
 if TYPE_CHECKING:
     from keyshard.broker.pulsar.broker import PulsarBroker
 
+LEAVE_S = 2.0
+"""Longest wait for threads at the end, seconds."""
 CLOSE_S = 3.0
 """Longest wait for the broker's answers to an orderly end; then connections are cut, seconds."""
 
@@ -139,7 +141,8 @@ class WireBroker:
                 handle.close(max(0.001, end_s - time.monotonic()))
             except BrokerError as exc:  # noqa: PERF203 - the others are closed all the same
                 _log.debug("closing what is open on %s: %s", handle.topic_partition, exc)
-        self._shared.cluster.close()
+        self._shared.cluster.close(LEAVE_S)
+        self._shared.comebacks.join(LEAVE_S)
         if self._client is not None:
             self._client.close()
 

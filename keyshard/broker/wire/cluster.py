@@ -136,6 +136,9 @@ class Cluster:
                 raise BrokerError("The connection is closed.")
             if known is not None and known.stands:
                 return known
+            if known is not None:
+                # It is telling whoever had it.
+                known.join(_left(end_s))
             made = WireConnection(address, self._connection, self._credentials, _left(end_s))
             with self._lock:
                 if not self._closed:
@@ -146,14 +149,21 @@ class Cluster:
         finally:
             opening.release()
 
-    def close(self) -> None:
-        """End all connections. Idempotent."""
+    def close(self, timeout_s: float) -> None:
+        """End all connections, and wait for their threads. Idempotent.
+
+        Args:
+            timeout_s: Longest wait, seconds.
+        """
+        end_s = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
             known = list(self._open.values())
             self._open.clear()
         for one in known:
             one.close()
+        for one in known:
+            one.join(_left(end_s))
 
 
 def _left(end_s: float) -> float:

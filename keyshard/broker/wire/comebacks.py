@@ -26,7 +26,7 @@ class Comebacks:
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, float, Callable[[], bool]]] = []
         self._numbers = itertools.count()
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
 
@@ -35,11 +35,17 @@ class Comebacks:
         self._add(attempt, 0.0, FIRST_WAIT_S)
 
     def close(self) -> None:
-        """Begin no more attempts. Idempotent."""
+        """Begin no more attempts; returns at once. Idempotent."""
         with self._changed:
             self._closed = True
             self._due.clear()
             self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the attempts have ended that had begun."""
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _add(self, attempt: Callable[[], bool], wait_s: float, next_wait_s: float) -> None:
         with self._changed:
@@ -47,11 +53,10 @@ class Comebacks:
                 return
             at_s = time.monotonic() + wait_s
             heapq.heappush(self._due, (at_s, next(self._numbers), next_wait_s, attempt))
-            if self._idle < len(self._due) and self._threads < THREADS_MAX:
-                self._threads += 1
-                threading.Thread(
-                    target=self._run, name=f"keyshard-wire-back-{self._threads}", daemon=True
-                ).start()
+            if self._idle < len(self._due) and len(self._threads) < THREADS_MAX:
+                name = f"keyshard-wire-back-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
             self._changed.notify()
 
     def _run(self) -> None:

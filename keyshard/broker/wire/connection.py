@@ -109,7 +109,7 @@ class WireConnection:
         self._socket = _dialled(address, connection, timeout_s)
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._socket.settimeout(0)
-        self._wake_end, self._woken_end = os.pipe()
+        self._woken_end, self._wake_end = os.pipe()
         for end in (self._wake_end, self._woken_end):
             os.set_blocking(end, False)
         self._thread = threading.Thread(
@@ -220,6 +220,10 @@ class WireConnection:
             self._why = self._why or why
             self._wake()
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of its thread, which :meth:`close` asked for."""
+        self._thread.join(timeout_s)
+
     def _lost(self) -> BrokerUnavailableError:
         return BrokerUnavailableError(
             f"The connection to the broker at {self.address} is lost: {self._why}."
@@ -227,8 +231,9 @@ class WireConnection:
 
     def _wake(self) -> None:
         """Let the reading thread look; under the lock."""
-        with suppress(OSError):
-            os.write(self._wake_end, b"\0")
+        if self._wake_end >= 0:
+            with suppress(BlockingIOError):
+                os.write(self._wake_end, b"\0")
 
     def _run(self) -> None:
         why = "reading it failed"
