@@ -202,7 +202,7 @@ class InstantWorker(Worker):
     """Answers everything at once, until it is killed."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.kind = self.name = name
         self._dead = threading.Event()
         self._new: deque[int] = deque()
         self.subscribed = 0

@@ -32,6 +32,8 @@ PROCESSES_MAX = 8
 TOGETHER = {
     "tests/ray": "one Ray",
     "tests/spark/test_bad_input.py": "one Spark session",
+    "tests/spark/test_exactly_once.py": "one Spark cluster",
+    "tests/spark/test_executors.py": "one Spark cluster",
     "tests/spark/test_secure.py": "one Spark session",
     "tests/spark/test_triggers.py": "one Spark session",
     "tests/contract/test_crash.py": "one broker that breaks",

@@ -83,9 +83,9 @@ OF_WORKERS = (
         promise="A worker does what its own source says, and nobody else.",
         edits=(
             Edit(
-                "keyshard/broker/hosted/process.py",
-                "        if not secrets.compare_digest(",
-                "        if not token and not secrets.compare_digest(",
+                "keyshard/broker/hosted/wire.py",
+                "    if not secrets.compare_digest(",
+                "    if not token and not secrets.compare_digest(",
             ),
         ),
         killers=(killer(HOSTED, "test_who_has_no_token_is_refused_and_logged_once"),),
