@@ -316,6 +316,7 @@ class World:
                 where = random.choice(self.topics.partitions())
                 if random.random() < 0.1:
                     aborted = Message(b"aborted", key=keys[0])
+                    self.topics.revive(where.topic)
                     self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
             self.scheduler.sleep(random.expovariate(5))
 
