@@ -26,7 +26,7 @@ from keyshard.testing.verify.workloads import (
 
 pytestmark = pytest.mark.broker
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 LOAD = Workload(messages=2_000, keys=50, entry_messages=4)
 
 

@@ -35,9 +35,10 @@ def main(folder: Path) -> None:
         for raylet in node.all_processes["raylet"]:
             raylet.process.kill()
         os.kill(found["Pid"], signal.SIGKILL)
-        cluster.remove_node(node, allow_graceful=False)
+        # At once: what is handled again may begin before Ray has removed the node.
         with HistoryWriter(place.history) as writer:
             Recorder(writer, "test").crashed()
+        cluster.remove_node(node, allow_graceful=False)
         place.take(results, job)
         assert [actor["deaths"] for actor in job.status()["actors"]] == [1, 0]
     place.check_taken()

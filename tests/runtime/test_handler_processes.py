@@ -204,7 +204,7 @@ class Program:
 def test_a_signal_to_the_group_lets_running_handlers_finish_and_parks_nothing(
     tmp_path: Path, number: int
 ) -> None:
-    program = Program(tmp_path, 1.0, "{'executor': 'processes', 'workers': 2}")
+    program = Program(tmp_path, 2.5, "{'executor': 'processes', 'workers': 2}")
     program.began(2)
     os.killpg(program.process.pid, number)
     told = program.end()

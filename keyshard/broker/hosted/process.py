@@ -156,10 +156,10 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             Whether it gave its ranges back. If not, nothing more may leave this process: who has
             them now would meet it.
         """
-        level = self._setup.level
-        lines = _Told(self.log, level)
+        level, ours = self._setup.level, logging.getLogger("keyshard")
+        lines, before = _Told(self.log, level), ours.level
         logging.getLogger().addHandler(lines)
-        logging.getLogger("keyshard").setLevel(level)
+        ours.setLevel(level)
         threading.Thread(target=self.serve, name="keyshard-worker", daemon=True).start()
         while not self.leaving.is_set() and self.lease.left_s() > 0:
             self.leaving.wait(min(1.0, max(0.01, self.lease.left_s())))
@@ -171,6 +171,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             _log.debug("the connection ended: %s", exc)
         self._given_back.set()
         logging.getLogger().removeHandler(lines)
+        ours.setLevel(before)
         return True
 
     def _content(self, asked: dict[str, Any]) -> flight.FlightDataStream:
