@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
 from keyshard.broker.memory.log import EntryLog, StoredEntry
+from keyshard.broker.refused_entries import of_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import (
@@ -388,10 +389,10 @@ class ChunkAssembly:
 
 def refused(entry: StoredEntry, where: TopicPartition) -> ChunkedMessageError:
     """What is raised for the last entry of a chunked message."""
-    return ChunkedMessageError(
+    return of_entry(
+        ChunkedMessageError,
         f"Message {entry.id.ledger}:{entry.id.entry} of {where} is chunked. Nothing of it was "
         "acknowledged. Switch chunking off at the producer.",
-        topic_partition=where.name,
-        ledger=entry.id.ledger,
-        entry=entry.id.entry,
+        where,
+        entry.id,
     )

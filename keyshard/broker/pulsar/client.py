@@ -8,7 +8,7 @@ from typing import Any
 import pulsar
 
 from keyshard.broker.pulsar.client_log import open_client
-from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.credentials import Credentials, warn_of_secrets_in_the_clear
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
 from keyshard.errors import KeyShardError
 from keyshard.redaction import Secret
@@ -26,12 +26,7 @@ def client_of(
         credentials: Those of the connection, where there are some already.
         **options: What else ``pulsar.Client`` takes.
     """
-    if option := connection.says_secrets_in_the_clear:
-        _log.warning(
-            "%s is without TLS, and who reads along on the way learns the secret of this "
-            "connection: write %s",
-            option, "pulsar+ssl://" if option == "service_url" else "https://",
-        )  # fmt: skip
+    warn_of_secrets_in_the_clear(connection)
     if connection.tls:
         ca = connection.tls_trust_certs_file_path
         options = {

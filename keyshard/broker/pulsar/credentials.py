@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import os
 import time
 from datetime import datetime, timezone
@@ -18,6 +19,18 @@ from keyshard.redaction import Secret
 
 TOKEN_BYTES_MAX = 64 * 1024
 """Longest file that is taken for a token."""
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_secrets_in_the_clear(connection: Connection) -> None:
+    """Log that whoever listens on the way learns the secret of a connection, where that is so."""
+    if option := connection.says_secrets_in_the_clear:
+        _log.warning(
+            "%s is without TLS, and who reads along on the way learns the secret of this "
+            "connection: write %s",
+            option, "pulsar+ssl://" if option == "service_url" else "https://",
+        )  # fmt: skip
 
 
 class Shown(NamedTuple):

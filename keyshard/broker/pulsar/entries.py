@@ -14,10 +14,11 @@ import _pulsar
 
 from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
+from keyshard.broker.refused_entries import encrypted_entry, of_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
-from keyshard.errors import ChunkedMessageError, EncryptedMessageError, KeyShardError
+from keyshard.errors import ChunkedMessageError, KeyShardError
 
 ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
@@ -75,14 +76,7 @@ def check_readable(messages: Sequence[Any], where: TopicPartition) -> None:
     if any(map(_Message.encryption_context, messages)):
         encrypted = next(one for one in messages if one.encryption_context() is not None)
         entry_id = EntryId(encrypted.message_id().ledger_id(), encrypted.message_id().entry_id())
-        raise EncryptedMessageError(
-            f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
-            "no keys. Read up to it and from behind it, or consume the topic with a client that "
-            "has the keys.",
-            topic_partition=where.name,
-            ledger=entry_id.ledger,
-            entry=entry_id.entry,
-        )
+        raise encrypted_entry(where, entry_id)
 
 
 def readable_before(messages: Sequence[Any], refused: KeyShardError) -> Sequence[Any]:
@@ -252,11 +246,11 @@ def _indices(
 
 
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
-    return ChunkedMessageError(
+    return of_entry(
+        ChunkedMessageError,
         f"Message {entry_id.ledger}:{entry_id.entry} of {where} is chunked. keyshard commits whole "
         "entries and a chunked message is several; nothing of it was acknowledged. Switch chunking "
         "off at the producer or raise the broker's maxMessageSize.",
-        topic_partition=where.name,
-        ledger=entry_id.ledger,
-        entry=entry_id.entry,
+        where,
+        entry_id,
     )

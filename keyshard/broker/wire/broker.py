@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from keyshard.broker.port import ANYHOW, HowToRead, Producer, StartPosition, WorkerFacts
 from keyshard.broker.pulsar.at_exit import close_at_exit
-from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.credentials import Credentials, warn_of_secrets_in_the_clear
 from keyshard.broker.pulsar.first_question import missing_topics
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.comebacks import Comebacks
@@ -58,12 +58,7 @@ class WireBroker:
         self._handles: weakref.WeakSet[Subscribed] = weakref.WeakSet()
         self._client: PulsarBroker | None = None
         self._closed = False
-        if option := connection.says_secrets_in_the_clear:
-            _log.warning(
-                "%s is without TLS, and who reads along on the way learns the secret of this "
-                "connection: write %s",
-                option, "pulsar+ssl://" if option == "service_url" else "https://",
-            )  # fmt: skip
+        warn_of_secrets_in_the_clear(connection)
         close_at_exit(self)
 
     def workers(self) -> tuple[WorkerFacts, ...]:

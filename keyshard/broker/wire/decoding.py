@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
+from keyshard.broker.refused_entries import encrypted_entry, of_entry
 from keyshard.broker.wire.frames import api
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.ring.key_slot import slots_of
@@ -171,7 +172,7 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if metadata.num_chunks_from_msg > 1:
         raise _chunked(where, raw.id)
     if metadata.encryption_keys:
-        raise _encrypted(where, raw.id)
+        raise encrypted_entry(where, raw.id)
     batched = metadata.HasField("num_messages_in_batch")
     if metadata.compression:
         data, position = _unpacked(metadata, data[position:], batched=batched), 0
@@ -440,33 +441,22 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
 
 
 def _corrupt(where: TopicPartition, entry_id: EntryId, why: str) -> CorruptEntryError:
-    return CorruptEntryError(
+    return of_entry(
+        CorruptEntryError,
         f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
         "was acknowledged. Look for the producer that wrote it; transport=client acknowledges such "
         "entries and leaves them out.",
-        topic_partition=where.name,
-        ledger=entry_id.ledger,
-        entry=entry_id.entry,
+        where,
+        entry_id,
     )
 
 
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
-    return ChunkedMessageError(
+    return of_entry(
+        ChunkedMessageError,
         f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. "
         "keyshard commits whole entries and a chunked message is several; nothing of it was "
         "acknowledged. Switch chunking off at the producer or raise the broker's maxMessageSize.",
-        topic_partition=where.name,
-        ledger=entry_id.ledger,
-        entry=entry_id.entry,
-    )
-
-
-def _encrypted(where: TopicPartition, entry_id: EntryId) -> EncryptedMessageError:
-    return EncryptedMessageError(
-        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has no "
-        "keys. Read up to it and from behind it, or consume the topic with a client that has the "
-        "keys.",
-        topic_partition=where.name,
-        ledger=entry_id.ledger,
-        entry=entry_id.entry,
+        where,
+        entry_id,
     )

@@ -1,0 +1,27 @@
+"""Entries that keyshard refuses, by name: one wording for every implementation of the port."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import EncryptedMessageError, KeyShardError
+
+Refused = TypeVar("Refused", bound=KeyShardError)
+
+
+def of_entry(kind: type[Refused], text: str, where: TopicPartition, entry_id: EntryId) -> Refused:
+    """An error that has the facts of the entry that it is about."""
+    return kind(text, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry)
+
+
+def encrypted_entry(where: TopicPartition, entry_id: EntryId) -> EncryptedMessageError:
+    """Somebody encrypted an entry that must not be left out."""
+    return of_entry(
+        EncryptedMessageError,
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has no "
+        "keys. Read up to it and from behind it, or consume the topic with a client that has the "
+        "keys.",
+        where,
+        entry_id,
+    )
