@@ -53,7 +53,7 @@ protocol: ## generate keyshard/broker/wire/pulsar_api_pb2.py (this version's cod
 	@$(VENV)/.protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3
 	@$(VENV)/.protoc/bin/python -m grpc_tools.protoc -I. --python_out=. keyshard/broker/wire/pulsar_api.proto
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml keyshard/broker/wire/native/decoder.rs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "keyshard needs Python 3.10 or newer as '$(PYTHON)'. Install it, or name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { \

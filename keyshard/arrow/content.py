@@ -171,6 +171,19 @@ def _event_times(event_ms: Sequence[int]) -> pa.Array:
     return pa.array([time or None for time in event_ms], pa.timestamp("ms", tz="UTC")).cast(TIME)
 
 
+def properties_of(offsets: pa.Array, keys: pa.Array, values: pa.Array) -> pa.Array:
+    """Column of properties; all of it where no message has one.
+
+    Args:
+        offsets: Where those of each message begin, and where the last of them end.
+        keys: Their names.
+        values: Their values.
+    """
+    if not len(keys) and len(offsets) <= len(_NO_PROPERTIES):
+        return _NO_PROPERTIES.slice(0, len(offsets) - 1)
+    return pa.MapArray.from_arrays(offsets, keys, values)
+
+
 def _properties(properties: Sequence[Mapping[str, str]]) -> pa.Array:
     if not any(properties) and len(properties) <= len(_NO_PROPERTIES):
         return _NO_PROPERTIES.slice(0, len(properties))

@@ -1,118 +1,62 @@
-"""Entries decoded from their bytes, against an encoder that shares no code with the decoder."""
+"""Entries decoded from their bytes."""
 
 from __future__ import annotations
 
-import struct
+import shutil
 import zlib
 from base64 import b64encode
+from collections.abc import Iterator
 from typing import Any
 
-import google_crc32c
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.pulsar.protobuf import Value, message
-from keyshard.broker.wire import decoding
-from keyshard.broker.wire.decoding import Decoded, RawEntry, decode
+from keyshard.broker.wire import bulk, unpacking
+from keyshard.broker.wire.decoding import decode
 from keyshard.core.message import Message
-from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ChunkedMessageError, CorruptEntryError, EncryptedMessageError
-
-WHERE = TopicPartition("persistent://public/default/t", 2)
-ID = EntryId(7, 11)
-NONE, LZ4, ZLIB, ZSTD, SNAPPY = range(5)
-TEXT = st.text(max_size=8)
-MESSAGES = st.fixed_dictionaries(
-    {
-        "value": st.binary(max_size=40),
-        "key": st.none() | TEXT,
-        "key_bytes": st.none() | st.binary(min_size=1, max_size=9),
-        "ordering_key": st.none() | TEXT,
-        "properties": st.dictionaries(TEXT, TEXT, max_size=2),
-        "event_ms": st.sampled_from([0, 1, 1_700_000_000_123]),
-    }
+from stored_entries import (
+    BASE,
+    DAMAGE,
+    ID,
+    LZ4,
+    MESSAGES,
+    SNAPPY,
+    WHERE,
+    ZLIB,
+    ZSTD,
+    batch,
+    batch_payload,
+    damaged,
+    decoded,
+    look_at,
+    packed,
+    plain,
+    raw,
+    reference_only,
+    single,
+    stored,
 )
 
 
-def properties_of(one: dict[str, Any], number: int) -> bytes:
-    pairs = (message({1: k.encode(), 2: v.encode()}) for k, v in one["properties"].items())
-    return b"".join(message({number: pair}) for pair in pairs)
+@pytest.fixture(scope="module", params=["compiled", "reference"], autouse=True)
+def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Who decodes."""
+    if request.param == "reference":
+        with reference_only():
+            yield
+    elif bulk.is_there():
+        yield
+    else:
+        pytest.skip("the install built no decoder")
 
 
-def keys_of(one: dict[str, Any], key: int, of_bytes: int, ordering_key: int) -> dict[int, Value]:
-    found: dict[int, Value] = {}
-    if one["key_bytes"] is not None:
-        found |= {key: b64encode(one["key_bytes"]), of_bytes: 1}
-    elif one["key"] is not None:
-        found[key] = one["key"].encode()
-    if one["ordering_key"] is not None:
-        found[ordering_key] = one["ordering_key"].encode()
-    return found
-
-
-def packed(payload: bytes, compression: int) -> bytes:
-    if compression == ZLIB:
-        return zlib.compress(payload)
-    names = {LZ4: "lz4_raw", ZSTD: "zstd", SNAPPY: "snappy"}
-    if compression == NONE:
-        return payload
-    found: bytes = pa.Codec(names[compression]).compress(payload, asbytes=True)
-    return found
-
-
-def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: bytes = b"") -> bytes:
-    """What is stored of an entry: checksum, metadata, payload."""
-    body = struct.pack(">I", len(metadata)) + metadata + payload
-    if checked:
-        body = b"\x0e\x01" + struct.pack(">I", google_crc32c.value(body)) + body
-    return b"\x0e\x02" + struct.pack(">I", len(broker)) + broker + body if broker else body
-
-
-def batch_payload(messages: list[dict[str, Any]]) -> bytes:
-    payload = b""
-    for one in messages:
-        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(one["value"]), 8: 5}
-        if one["event_ms"]:
-            fields[5] = one["event_ms"]
-        single = properties_of(one, 1) + message(fields)
-        payload += struct.pack(">I", len(single)) + single + one["value"]
-    return payload
-
-
-BASE: dict[int, Value] = {1: b"producer", 2: 3, 3: 1_700_000_000_000}
-
-
-def batch(messages: list[dict[str, Any]], compression: int = NONE, **how: Any) -> bytes:
-    payload = batch_payload(messages)
-    fields = BASE | {8: compression, 9: len(payload), 11: len(messages)}
-    return stored(message(fields), packed(payload, compression), **how)
-
-
-def single(one: dict[str, Any], compression: int = NONE, **how: Any) -> bytes:
-    fields = BASE | keys_of(one, 6, 17, 18) | {8: compression, 9: len(one["value"])}
-    if one["event_ms"]:
-        fields[12] = one["event_ms"]
-    metadata = properties_of(one, 4) + message(fields)
-    return stored(metadata, packed(one["value"], compression), **how)
-
-
-def raw(data: bytes, ack_set: tuple[int, ...] = (), *, redelivered: bool = False) -> RawEntry:
-    return RawEntry(ID, redelivered, ack_set, b"head" + data, 4)
-
-
-def decoded(*data: bytes, **how: Any) -> Decoded:
-    return decode([raw(one) for one in data], WHERE, **how)
-
-
-def plain(value: bytes = b"v", key: str | None = "k") -> dict[str, Any]:
-    return {
-        "value": value, "key": key, "key_bytes": None, "ordering_key": None, "properties": {},
-        "event_ms": 0,
-    }  # fmt: skip
+def test_the_compiled_decoder_is_there_where_it_can_be_built() -> None:
+    assert bulk.is_there() == (shutil.which("rustc") is not None)
 
 
 def check(found: list[Message], sent: list[dict[str, Any]]) -> None:
@@ -222,7 +166,7 @@ def test_content_of_another_size_than_declared_is_no_content(
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "UNPACKED_BYTES_MAX", 1_000)
+    monkeypatch.setattr(unpacking, "UNPACKED_BYTES_MAX", 1_000)
     bomb = stored(message(BASE | {8: ZLIB, 9: 1_001}), zlib.compress(bytes(1_001)))
     assert "more than 1000" in corrupt(bomb)
     small = stored(message(BASE | {8: ZLIB, 9: 1_000}), zlib.compress(bytes(100_000)))
@@ -239,13 +183,6 @@ def test_chunked_and_encrypted_entries_are_refused_by_their_own_id() -> None:
     assert (found.refused, found.left_out, len(found.blocks), found.messages) == (None, ID, 1, 4)
 
 
-DAMAGE = st.one_of(
-    st.tuples(st.just("cut"), st.integers(0, 400), st.just(0)),
-    st.tuples(st.just("flip"), st.integers(0, 400), st.integers(1, 255)),
-    st.tuples(st.just("insert"), st.integers(0, 400), st.integers(0, 255)),
-)
-
-
 @given(
     st.lists(MESSAGES, min_size=1, max_size=3),
     st.sampled_from(range(5)),
@@ -258,29 +195,10 @@ def test_damaged_entries_are_an_error_that_names_them_or_messages(
 ) -> None:
     """With a checksum that fits, so that the damage comes as far as it can."""
     whole = batch(messages, compression) if batched else single(messages[0], compression)
-    body = bytearray(whole[6:])
-    for kind, at, byte in damage:
-        place = at % (len(body) + 1)
-        if kind == "cut":
-            del body[place:]
-        elif kind == "insert":
-            body[place:place] = bytes([byte])
-        elif place < len(body):
-            body[place] ^= byte
-    checksum = struct.pack(">I", google_crc32c.value(bytes(body)))
-    look_at(b"\x0e\x01" + checksum + bytes(body))
+    look_at(damaged(whole, damage))
 
 
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=100)
 def test_random_bytes_are_an_error_that_names_the_entry_or_a_message(data: bytes) -> None:
     look_at(data)
-
-
-def look_at(data: bytes) -> None:
-    found = decode([raw(data)], WHERE)
-    if found.refused is not None:
-        assert (found.refused.facts["ledger"], found.refused.facts["entry"]) == ID
-        assert not found.blocks
-    for block in found.blocks:
-        assert len(messages_of(WHERE, block)) == block.rows == len(block.indices)

@@ -10,7 +10,8 @@ from typing import Any
 
 from keyshard.broker.port import HowToRead
 from keyshard.broker.wire.connection import WireConnection
-from keyshard.broker.wire.decoding import Decoded, RawEntry, decode
+from keyshard.broker.wire.decoding import decode
+from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.subscribed import Shared, Subscribed, ids_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition

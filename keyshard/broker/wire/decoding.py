@@ -3,14 +3,14 @@
 What is stored is the network's and the producers': every length is checked against what is there,
 nothing is allocated by a number that was only declared, and an entry that cannot be read is an
 error that names it. A walk over the bytes in plain Python; no object for a message beyond its
-columns.
+columns. It is the reference for the compiled code of :mod:`keyshard.broker.wire.bulk`, which
+decodes what is plain where it is there.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-import zlib
 from base64 import b64decode
 from binascii import Error as NotBase64Error
 from collections.abc import Collection, Iterable, Sequence
@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import google_crc32c
-import pyarrow as pa
 from google.protobuf.message import DecodeError
 
 from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import encrypted_entry, of_entry
+from keyshard.broker.wire import bulk
+from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.unpacking import unpacked
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
@@ -34,36 +36,12 @@ from keyshard.errors import (
     KeyShardError,
 )
 
-UNPACKED_BYTES_MAX = 128 * 1024 * 1024
-"""Largest content of a compressed entry: what declares more is refused before it is unpacked."""
 ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in, as with the client's messages."""
 
 _BROKER_METADATA, _CHECKED = b"\x0e\x02", b"\x0e\x01"
 _SIZE = struct.Struct(">I")
-_CODECS = {1: "lz4_raw", 3: "zstd", 4: "snappy"}
-_ZLIB = 2
-_PADDED = (1, 4)
-"""Compressions that fill up what is declared too large; of a batch its structure tells that."""
-_UNPACKING = (OSError, pa.ArrowException, zlib.error, ValueError)
 _KEY_VALUE = api.KeyValue.FromString
-
-
-class RawEntry(NamedTuple):
-    """An entry as it came: nothing of what is stored has been looked at."""
-
-    id: EntryId
-    redelivered: bool
-    ack_set: Sequence[int]
-    """Words of 64 bits, one bit for each message that is still to be delivered; empty: all are."""
-    data: bytes
-    """The frame it came in."""
-    position: int
-    """Where in it the stored bytes begin."""
-
-
-class _UnreadableError(Exception):
-    """Why an entry cannot be read."""
 
 
 @dataclass(slots=True)
@@ -94,19 +72,6 @@ class _Row(NamedTuple):
     indices: Sequence[int]
 
 
-class Decoded(NamedTuple):
-    """What some entries became."""
-
-    blocks: list[EntryBlock]
-    """Of the entries before the first that is refused, in their order."""
-    refused: KeyShardError | None
-    """Why the next one is."""
-    left_out: EntryId | None
-    """An encrypted entry that was left out, where that is allowed."""
-    messages: int
-    """Messages of the blocks and of what was left out, as the broker counts them."""
-
-
 def decode(
     entries: Sequence[RawEntry],
     where: TopicPartition,
@@ -122,7 +87,11 @@ def decode(
         columns: Columns of the content that are wanted; ``None``: all.
         encrypted_too: Whether an encrypted entry is refused; else it is left out.
     """
-    into = _Columns(keeps_values=columns is None or "value" in columns)
+    keeps_values = columns is None or "value" in columns
+    plain = bulk.decode(entries, keeps_values=keeps_values)
+    if plain is not None:
+        return plain
+    into = _Columns(keeps_values=keeps_values)
     rows: list[_Row] = []
     refused: KeyShardError | None = None
     left_out: EntryId | None = None
@@ -131,7 +100,7 @@ def decode(
         start = len(into.sizes)
         try:
             row = _take(raw, where, into)
-        except _UnreadableError as exc:
+        except UnreadableError as exc:
             refused = _corrupt(where, raw.id, str(exc))
         except (DecodeError, struct.error, IndexError) as exc:
             refused = _corrupt(where, raw.id, f"it ends too early ({exc})")
@@ -161,7 +130,7 @@ def messages_in(raw: RawEntry) -> int:
     """
     try:
         metadata, _, _ = _opened(raw)
-    except (_UnreadableError, DecodeError, struct.error, IndexError):
+    except (UnreadableError, DecodeError, struct.error, IndexError):
         return 1
     return len(_indices(raw, max(1, metadata.num_messages_in_batch)))
 
@@ -175,11 +144,14 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
         raise encrypted_entry(where, raw.id)
     batched = metadata.HasField("num_messages_in_batch")
     if metadata.compression:
-        data, position = _unpacked(metadata, data[position:], batched=batched), 0
+        data = unpacked(
+            metadata.compression, metadata.uncompressed_size, data[position:], batched=batched
+        )
+        position = 0
     start = len(into.sizes)
     count = metadata.num_messages_in_batch if batched else 1
     if count < 1 or count > (len(data) - position) // 4 + 1:
-        raise _UnreadableError(f"it cannot hold {count} messages")
+        raise UnreadableError(f"it cannot hold {count} messages")
     indices = _indices(raw, count) if batched else range(1)
     if batched:
         skipped = set(range(count)).difference(indices) if len(indices) < count else ()
@@ -201,11 +173,11 @@ def _opened(raw: RawEntry) -> tuple[Any, bytes, int]:
         (checksum,) = _SIZE.unpack_from(data, position + 2)
         data, position = data[position + 6 :], 0
         if google_crc32c.value(data) != checksum:
-            raise _UnreadableError("its checksum is wrong")
+            raise UnreadableError("its checksum is wrong")
     (size,) = _SIZE.unpack_from(data, position)
     position += 4 + size
     if position > len(data):
-        raise _UnreadableError("its metadata ends too early")
+        raise UnreadableError("its metadata ends too early")
     return api.MessageMetadata.FromString(data[position - size : position]), data, position
 
 
@@ -222,37 +194,6 @@ def _indices(raw: RawEntry, count: int) -> Sequence[int]:
     return [index for index in range(min(count, bits.bit_length())) if bits >> index & 1]
 
 
-def _unpacked(metadata: Any, packed: bytes, *, batched: bool) -> bytes:
-    size, kind = metadata.uncompressed_size, metadata.compression
-    if size > UNPACKED_BYTES_MAX:
-        raise _UnreadableError(f"unpacked it has {size} bytes, more than {UNPACKED_BYTES_MAX}")
-    if kind != _ZLIB and kind not in _CODECS:
-        raise _UnreadableError(f"its compression, number {kind}, is unknown")
-    if not packed and not size:
-        return b""
-    try:
-        if kind == _ZLIB:
-            found = zlib.decompressobj().decompress(packed, size + 1)
-        else:
-            found = pa.Codec(_CODECS[kind]).decompress(packed, size, asbytes=True)
-        fits = len(found) == size and (
-            batched or not size or kind not in _PADDED or not _fits(kind, packed, size - 1)
-        )
-    except _UNPACKING as exc:
-        raise _UnreadableError(f"it cannot be unpacked ({exc})") from exc
-    if not fits:
-        raise _UnreadableError(f"unpacked it has not the {size} bytes that it declares")
-    return found
-
-
-def _fits(kind: int, packed: bytes, size: int) -> bool:
-    try:
-        pa.Codec(_CODECS[kind]).decompress(packed, size)
-    except _UNPACKING:
-        return False
-    return True
-
-
 def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into: _Columns) -> None:
     """Append the messages of a batch."""
     end = len(data)
@@ -263,7 +204,7 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         length, key, ordering_key, of_bytes, event_ms, properties = _said(data, position + 4, start)
         position = start + length
         if position > end:
-            raise _UnreadableError(f"message {index} ends too early")
+            raise UnreadableError(f"message {index} ends too early")
         if index in skipped:
             continue
         if keeps_values:
@@ -273,7 +214,7 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         into.properties.append(_properties(map(_KEY_VALUE, properties), into) if properties else {})
         _append_keys(into, key, ordering_key, bool(of_bytes))
     if position != end:
-        raise _UnreadableError(f"behind its {count} messages are {end - position} bytes more")
+        raise UnreadableError(f"behind its {count} messages are {end - position} bytes more")
 
 
 def _said(  # noqa: PLR0912 - one loop over the tags
@@ -306,7 +247,7 @@ def _said(  # noqa: PLR0912 - one loop over the tags
             elif tag == 0x0A:
                 properties = [*properties, found]
         elif kind:
-            raise _UnreadableError("what is said of a message cannot be read")
+            raise UnreadableError("what is said of a message cannot be read")
         elif tag == 0x18:
             length = value + 1
         elif tag == 0x28:
@@ -314,7 +255,7 @@ def _said(  # noqa: PLR0912 - one loop over the tags
         elif tag == 0x30:
             of_bytes = value
     if position != stop or not length:
-        raise _UnreadableError("what is said of a message cannot be read")
+        raise UnreadableError("what is said of a message cannot be read")
     return length - 1, key, ordering_key, of_bytes, event_ms, properties
 
 
@@ -391,7 +332,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise _UnreadableError("a number in it does not end")
+    raise UnreadableError("a number in it does not end")
 
 
 def _cut(into: _Columns, rows: int) -> None:

@@ -19,7 +19,7 @@ from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.connection import WireConnection
-from keyshard.broker.wire.decoding import RawEntry
+from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import Frame, api
 from keyshard.core.position.entry import EntryId, TopicPartition

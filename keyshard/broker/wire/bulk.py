@@ -1,0 +1,216 @@
+"""Entries decoded by compiled code, where the install could build it: ``native/decoder.rs``.
+
+It answers for plain entries only. Everything else (damaged, chunked, encrypted, partly
+acknowledged, with something that is no text or no time) is left to
+:mod:`keyshard.broker.wire.decoding`, the reference, with which it agrees row by row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.arrow.content import CONTENT, TIME, properties_of
+from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
+from keyshard.broker.wire.unpacking import unpacked
+from keyshard.core.position.entry import EntryBlock, Part
+
+BUILT = Path(__file__).parent / "native" / "_decoder.so"
+"""What the install builds."""
+VERSION = 1
+"""Of the functions of the library; another one is not called."""
+LET_OTHERS_BYTES = 256 * 1024
+"""Size of what is decoded from which on other threads run meanwhile. Below it, getting the
+interpreter back may take longer than decoding."""
+_OPENED, _DECODED = 6, 5
+"""Numbers that the library tells of an entry."""
+_BUFFERS = (
+    "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
+    "ordering_key_offsets", "ordering_keys", "has_event", "events", "property_offsets",
+    "property_key_offsets", "property_keys", "property_value_offsets", "property_values",
+)  # fmt: skip
+
+
+class _Found(ctypes.Structure):
+    _fields_ = (
+        ("addresses", ctypes.c_void_p * len(_BUFFERS)),
+        ("sizes", ctypes.c_uint64 * len(_BUFFERS)),
+        ("keys", ctypes.c_uint64),
+        ("ordering_keys", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+        ("properties", ctypes.c_uint64),
+    )
+
+
+class _Library:
+    """The functions of the library.
+
+    Raises:
+        OSError: There is none for this machine.
+        AttributeError: It is another one.
+    """
+
+    def __init__(self) -> None:
+        self._calls = ctypes.PyDLL(str(BUILT)), ctypes.CDLL(str(BUILT))
+        for library in self._calls:
+            library.keyshard_decoder_version.restype = ctypes.c_uint64
+            library.keyshard_open.restype = ctypes.c_bool
+            library.keyshard_decode.restype = ctypes.POINTER(_Found)
+            library.keyshard_free.argtypes = [ctypes.POINTER(_Found)]
+            library.keyshard_free.restype = None
+        self.version: int = self._calls[0].keyshard_decoder_version()
+        self.free = self._calls[0].keyshard_free
+
+    def calls(self, size: int) -> Any:
+        """The functions for entries of some bytes."""
+        return self._calls[size >= LET_OTHERS_BYTES]
+
+
+class _Owner:
+    """Keeps what the library found until no column needs it."""
+
+    def __init__(self, library: _Library, found: Any) -> None:
+        self._library = library
+        self._found = found
+
+    def __del__(self) -> None:
+        self._library.free(self._found)
+
+
+def _load() -> _Library | None:
+    with suppress(OSError, AttributeError):
+        library = _Library()
+        if library.version == VERSION:
+            return library
+    return None
+
+
+_library = _load()
+
+
+def is_there() -> bool:
+    """Whether the install built the library."""
+    return _library is not None
+
+
+def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None:
+    """As :func:`keyshard.broker.wire.decoding.decode`, of plain entries; ``None`` for others."""
+    if _library is None or any(entry.ack_set for entry in entries):
+        return None
+    count = len(entries)
+    numbers = ctypes.c_uint64 * count
+    pointers = ctypes.c_char_p * count
+    sizes = [len(entry.data) for entry in entries]
+    where = (
+        ctypes.c_size_t(count),
+        pointers(*[entry.data for entry in entries]),
+        numbers(*sizes),
+        numbers(*[entry.position for entry in entries]),
+    )
+    calls = _library.calls(sum(sizes))
+    told = (ctypes.c_uint64 * (_OPENED * count))()
+    if not calls.keyshard_open(*where, told):
+        return None
+    opened = told[:]
+    payloads: list[bytes | None] = [None] * count
+    if any(opened[3::_OPENED]):
+        try:
+            payloads = [
+                _payload(entry, opened[at : at + _OPENED])
+                for entry, at in zip(entries, range(0, len(opened), _OPENED), strict=True)
+            ]
+        except UnreadableError:
+            return None
+    slots, rows = ctypes.POINTER(ctypes.c_int32)(), ctypes.POINTER(ctypes.c_int64)()
+    found = calls.keyshard_decode(
+        *where,
+        pointers(*payloads),
+        numbers(*[0 if payload is None else len(payload) for payload in payloads]),
+        ctypes.c_bool(keeps_values),
+        ctypes.byref(slots),
+        ctypes.byref(rows),
+    )
+    if not found:
+        return None
+    owner = _Owner(_library, found)
+    decoded = rows[: _DECODED * count]
+    content = _content(found.contents, owner, sum(decoded[::_DECODED]), keeps_values=keeps_values)
+    return _blocks(entries, opened, decoded, slots, content)
+
+
+def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
+    payload, batched, _, compression, size, _ = opened
+    if not compression:
+        return None
+    return unpacked(compression, size, entry.data[payload:], batched=bool(batched))
+
+
+def _content(found: Any, owner: _Owner, rows: int, *, keeps_values: bool) -> pa.RecordBatch:
+    """Columns over the buffers that were found, which they keep."""
+
+    def buffer(name: str) -> pa.Buffer:
+        at = _BUFFERS.index(name)
+        return pa.foreign_buffer(found.addresses[at], found.sizes[at], owner)
+
+    def column(
+        kind: pa.DataType, rows: int, names: Sequence[str], valid: int, validity: str = ""
+    ) -> pa.Array:
+        if not valid and validity:
+            return pa.nulls(rows, kind)
+        nulls = buffer(validity) if valid < rows else None
+        return pa.Array.from_buffers(kind, rows, [nulls, *map(buffer, names)], rows - valid)
+
+    text, pairs = pa.string(), found.properties
+    columns = [
+        column(pa.binary(), rows, ("value_offsets", "values"), rows)
+        if keeps_values
+        else pa.nulls(rows, pa.binary()),
+        column(text, rows, ("key_offsets", "keys"), found.keys, "has_key"),
+        column(
+            text, rows, ("ordering_key_offsets", "ordering_keys"),
+            found.ordering_keys, "has_ordering_key",
+        ),
+        column(TIME, rows, ("events",), found.events, "has_event"),
+        properties_of(
+            column(pa.int32(), rows + 1, ("property_offsets",), rows + 1),
+            column(text, pairs, ("property_key_offsets", "property_keys"), pairs),
+            column(text, pairs, ("property_value_offsets", "property_values"), pairs),
+        ),
+    ]  # fmt: skip
+    return pa.RecordBatch.from_arrays(columns, schema=CONTENT)
+
+
+def _blocks(
+    entries: Sequence[RawEntry],
+    opened: Sequence[int],
+    decoded: Sequence[int],
+    slots: Any,
+    content: pa.RecordBatch,
+) -> Decoded:
+    blocks: list[EntryBlock] = []
+    start = 0
+    for number, entry in enumerate(entries):
+        rows, size, slot, mixed, of_bytes = decoded[_DECODED * number : _DECODED * (number + 1)]
+        _, batched, _, _, _, publish_ms = opened[_OPENED * number : _OPENED * (number + 1)]
+        blocks.append(
+            EntryBlock(
+                entry.id,
+                rows,
+                bool(batched),
+                range(rows),
+                slot or None,
+                [one or None for one in slots[start : start + rows]] if mixed else None,
+                publish_ms,
+                size,
+                (Part(content, start, rows),),
+                entry.redelivered,
+                bool(of_bytes),
+            )
+        )
+        start += rows
+    return Decoded(blocks, None, None, start)

@@ -1,0 +1,39 @@
+"""An entry as it came, and what entries become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.errors import KeyShardError
+
+
+class RawEntry(NamedTuple):
+    """An entry as it came: nothing of what is stored has been looked at."""
+
+    id: EntryId
+    redelivered: bool
+    ack_set: Sequence[int]
+    """Words of 64 bits, one bit for each message that is still to be delivered; empty: all are."""
+    data: bytes
+    """The frame it came in."""
+    position: int
+    """Where in it the stored bytes begin."""
+
+
+class Decoded(NamedTuple):
+    """What some entries became."""
+
+    blocks: list[EntryBlock]
+    """Of the entries before the first that is refused, in their order."""
+    refused: KeyShardError | None
+    """Why the next one is."""
+    left_out: EntryId | None
+    """An encrypted entry that was left out, where that is allowed."""
+    messages: int
+    """Messages of the blocks and of what was left out, as the broker counts them."""
+
+
+class UnreadableError(Exception):
+    """Why an entry cannot be read."""

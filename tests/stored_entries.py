@@ -1,0 +1,240 @@
+"""Entries as a producer and a broker write them: an encoder that shares no code with the decoders.
+
+``python -m tests.stored_entries --inputs 1000000 --seed 7`` decodes random and damaged entries with
+both decoders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+import zlib
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import google_crc32c
+import pyarrow as pa
+import pytest
+from hypothesis import strategies as st
+
+from keyshard.arrow.content import CONTENT
+from keyshard.arrow.messages import messages_of
+from keyshard.broker.pulsar.protobuf import Value, message
+from keyshard.broker.wire import bulk
+from keyshard.broker.wire.decoding import decode
+from keyshard.broker.wire.entries import Decoded, RawEntry
+from keyshard.core.position.entry import EntryId, TopicPartition
+
+WHERE = TopicPartition("persistent://public/default/t", 2)
+ID = EntryId(7, 11)
+NONE, LZ4, ZLIB, ZSTD, SNAPPY = range(5)
+TEXT = st.text(max_size=8)
+MESSAGES = st.fixed_dictionaries(
+    {
+        "value": st.binary(max_size=40),
+        "key": st.none() | TEXT,
+        "key_bytes": st.none() | st.binary(min_size=1, max_size=9),
+        "ordering_key": st.none() | TEXT,
+        "properties": st.dictionaries(TEXT, TEXT, max_size=2),
+        "event_ms": st.sampled_from([0, 1, 1_700_000_000_123]),
+    }
+)
+
+
+def properties_of(one: dict[str, Any], number: int) -> bytes:
+    pairs = (message({1: k.encode(), 2: v.encode()}) for k, v in one["properties"].items())
+    return b"".join(message({number: pair}) for pair in pairs)
+
+
+def keys_of(one: dict[str, Any], key: int, of_bytes: int, ordering_key: int) -> dict[int, Value]:
+    found: dict[int, Value] = {}
+    if one["key_bytes"] is not None:
+        found |= {key: b64encode(one["key_bytes"]), of_bytes: 1}
+    elif one["key"] is not None:
+        found[key] = one["key"].encode()
+    if one["ordering_key"] is not None:
+        found[ordering_key] = one["ordering_key"].encode()
+    return found
+
+
+def packed(payload: bytes, compression: int) -> bytes:
+    if compression == ZLIB:
+        return zlib.compress(payload)
+    names = {LZ4: "lz4_raw", ZSTD: "zstd", SNAPPY: "snappy"}
+    if compression == NONE:
+        return payload
+    found: bytes = pa.Codec(names[compression]).compress(payload, asbytes=True)
+    return found
+
+
+def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: bytes = b"") -> bytes:
+    """What is stored of an entry: checksum, metadata, payload."""
+    body = struct.pack(">I", len(metadata)) + metadata + payload
+    if checked:
+        body = b"\x0e\x01" + struct.pack(">I", google_crc32c.value(body)) + body
+    return b"\x0e\x02" + struct.pack(">I", len(broker)) + broker + body if broker else body
+
+
+def batch_payload(messages: list[dict[str, Any]]) -> bytes:
+    payload = b""
+    for one in messages:
+        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(one["value"]), 8: 5}
+        if one["event_ms"]:
+            fields[5] = one["event_ms"]
+        single = properties_of(one, 1) + message(fields)
+        payload += struct.pack(">I", len(single)) + single + one["value"]
+    return payload
+
+
+BASE: dict[int, Value] = {1: b"producer", 2: 3, 3: 1_700_000_000_000}
+
+
+def batch(messages: list[dict[str, Any]], compression: int = NONE, **how: Any) -> bytes:
+    payload = batch_payload(messages)
+    fields = BASE | {8: compression, 9: len(payload), 11: len(messages)}
+    return stored(message(fields), packed(payload, compression), **how)
+
+
+def single(one: dict[str, Any], compression: int = NONE, **how: Any) -> bytes:
+    fields = BASE | keys_of(one, 6, 17, 18) | {8: compression, 9: len(one["value"])}
+    if one["event_ms"]:
+        fields[12] = one["event_ms"]
+    metadata = properties_of(one, 4) + message(fields)
+    return stored(metadata, packed(one["value"], compression), **how)
+
+
+def raw(data: bytes, ack_set: tuple[int, ...] = (), *, redelivered: bool = False) -> RawEntry:
+    return RawEntry(ID, redelivered, ack_set, b"head" + data, 4)
+
+
+def decoded(*data: bytes, **how: Any) -> Decoded:
+    return decode([raw(one) for one in data], WHERE, **how)
+
+
+def plain(value: bytes = b"v", key: str | None = "k") -> dict[str, Any]:
+    return {
+        "value": value, "key": key, "key_bytes": None, "ordering_key": None, "properties": {},
+        "event_ms": 0,
+    }  # fmt: skip
+
+
+DAMAGE = st.one_of(
+    st.tuples(st.just("cut"), st.integers(0, 400), st.just(0)),
+    st.tuples(st.just("flip"), st.integers(0, 400), st.integers(1, 255)),
+    st.tuples(st.just("insert"), st.integers(0, 400), st.integers(0, 255)),
+)
+
+
+def damaged(whole: bytes, damage: Sequence[tuple[str, int, int]]) -> bytes:
+    """An entry with some of its bytes changed, and a checksum that fits."""
+    body = bytearray(whole[6:])
+    for kind, at, byte in damage:
+        place = at % (len(body) + 1)
+        if kind == "cut":
+            del body[place:]
+        elif kind == "insert":
+            body[place:place] = bytes([byte])
+        elif place < len(body):
+            body[place] ^= byte
+    return b"\x0e\x01" + struct.pack(">I", google_crc32c.value(bytes(body))) + bytes(body)
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Without the compiled decoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bulk, "decode", lambda *_, **__: None)
+        yield
+
+
+def look_at(data: bytes) -> bool:
+    """Decode what may be an entry: messages or an error that names it; whether it is messages.
+
+    Where the compiled decoder answers, the reference says the same.
+    """
+    entries = [raw(data)]
+    compiled = bulk.decode(entries, keeps_values=True)
+    with reference_only():
+        found = decode(entries, WHERE)
+    if found.refused is not None:
+        assert (found.refused.facts["ledger"], found.refused.facts["entry"]) == ID
+        assert not found.blocks
+    for block in found.blocks:
+        assert len(messages_of(WHERE, block)) == block.rows == len(block.indices)
+    if compiled is not None:
+        agree(compiled, found)
+    return found.refused is None
+
+
+def agree(compiled: Decoded, reference: Decoded) -> None:
+    """Both say the same, column by column."""
+    assert compiled[1:] == reference[1:]
+    assert len(compiled.blocks) == len(reference.blocks)
+    for one, other in zip(compiled.blocks, reference.blocks, strict=True):
+        assert replace(one, parts=()) == replace(other, parts=(), indices=one.indices)
+        assert list(one.indices) == list(other.indices)
+        for column in CONTENT.names:
+            assert one.column(column) == other.column(column)
+        for part in one.parts:
+            part.content.validate(full=True)
+
+
+def _random_entry(draw: random.Random) -> bytes:
+    """A batch or a single message, mostly damaged, or bytes that are nothing."""
+    if not draw.randrange(8):
+        return draw.randbytes(draw.randrange(200))
+
+    def text() -> str:
+        return "".join(draw.choices("ab=+/é€\U0001f600\0 ", k=draw.randrange(6)))
+
+    messages = [
+        {
+            "value": draw.randbytes(draw.randrange(40)),
+            "key": draw.choice([None, text()]),
+            "key_bytes": draw.choice([None, None, None, draw.randbytes(draw.randrange(1, 9))]),
+            "ordering_key": draw.choice([None, None, None, text()]),
+            "properties": {text(): text() for _ in range(draw.choice([0, 0, 0, 1, 2]))},
+            "event_ms": draw.choice([0, 0, 1, 1_700_000_000_123, 2**63]),
+        }
+        for _ in range(draw.randrange(1, 5))
+    ]
+    compression = draw.choice([NONE, NONE, NONE, LZ4, ZLIB, ZSTD, SNAPPY])
+    whole = batch(messages, compression) if draw.randrange(4) else single(messages[0], compression)
+    damage = [
+        (
+            draw.choice(["cut", "flip", "flip", "insert"]),
+            draw.randrange(400),
+            draw.randrange(1, 256),
+        )
+        for _ in range(draw.choice([0, 1, 1, 2, 4]))
+    ]
+    return damaged(whole, damage)
+
+
+def main() -> None:
+    """Decode as many entries as asked for."""
+    arguments = argparse.ArgumentParser(description="Decode random and damaged entries.")
+    arguments.add_argument("--inputs", type=int, default=100_000, help="how many (100000)")
+    arguments.add_argument("--seed", type=int, default=0, help="of the first of them (0)")
+    options = arguments.parse_args()
+    whole = 0
+    for number in range(options.inputs):
+        seed = options.seed + number
+        try:
+            whole += look_at(_random_entry(random.Random(seed)))
+        except BaseException:
+            print(f"input {seed}: python -m tests.stored_entries --inputs 1 --seed {seed}")
+            raise
+        if not (number + 1) % 50_000:
+            print(f"{number + 1:,} inputs, {whole:,} of them messages", flush=True)
+    print(
+        f"{options.inputs:,} inputs hold, {whole:,} of them messages; compiled: {bulk.is_there()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
