@@ -59,8 +59,8 @@ OPTIONS = (
     Option(
         "transport",
         "transport",
-        "`client` or `wire`: whether pulsar-client consumes and reads, or keyshard itself, by "
-        "Pulsar's binary protocol, which takes whole entries and costs less.",
+        "What consumes and reads: `wire`, keyshard itself by Pulsar's binary protocol, which takes "
+        "whole entries and costs less; `client`, pulsar-client; or `auto`, which is `wire`.",
     ),
     Option(
         "parallelism",

@@ -78,6 +78,8 @@ def status(**changes: Any) -> dict[str, Any]:
         "topics": ["persistent://public/default/t"],
         "topicsPattern": None,
         "serviceUrl": "pulsar://127.0.0.1:6650",
+        "transport": "wire",
+        "decoder": "compiled",
         "pid": 1,
         "host": "here",
         "epoch": 0,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar import at_exit  # before what ends a run at exit
-from keyshard.config.connection import MEMORY, WIRE, Connection
+from keyshard.config.connection import AUTO, MEMORY, WIRE, Connection
 from keyshard.config.workers import Workers
 
 if TYPE_CHECKING:
     from keyshard.broker.memory import MemoryCluster
     from keyshard.broker.memory.admin import MemoryAdmin
     from keyshard.broker.pulsar.admin import PulsarAdmin
+
+_log = logging.getLogger(__name__)
 
 
 def connect(connection: Connection, workers: Workers | None = None) -> Broker:
@@ -41,13 +45,39 @@ def connect(connection: Connection, workers: Workers | None = None) -> Broker:
         from keyshard.broker.memory import MemoryBroker  # noqa: PLC0415
 
         return MemoryBroker(_cluster(connection))
-    if connection.transport == WIRE:
+    transport, decoder = transport_of(connection), decoder_of(connection)
+    _tell(transport, decoder)
+    if transport == WIRE:
         from keyshard.broker.wire.broker import WireBroker  # noqa: PLC0415
 
         return WireBroker(connection)
     from keyshard.broker.pulsar.broker import PulsarBroker  # noqa: PLC0415
 
     return PulsarBroker(connection)
+
+
+def transport_of(connection: Connection) -> str:
+    """What consumes and reads: ``wire``, ``client``, or ``memory``."""
+    if connection.in_memory:
+        return "memory"
+    # Nothing that a connection can say needs the other one.
+    return WIRE if connection.transport == AUTO else connection.transport
+
+
+def decoder_of(connection: Connection) -> str | None:
+    """What decodes entries in this process, ``compiled`` code or ``python``; ``None``: none do."""
+    if transport_of(connection) != WIRE:
+        return None
+    from keyshard.broker.wire import bulk  # noqa: PLC0415
+
+    return "compiled" if bulk.is_there() else "python"
+
+
+@cache
+def _tell(transport: str, decoder: str | None) -> None:
+    """Log it, once in a process: workers and splits connect as well."""
+    by = "" if decoder is None else f", entries decoded by {decoder} code"
+    _log.info("consuming and reading by transport %s%s", transport, by)
 
 
 def connect_admin(connection: Connection) -> PulsarAdmin | MemoryAdmin:

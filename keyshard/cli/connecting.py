@@ -77,6 +77,13 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
         "listenerName",
         Annotated[str | None, _option("--listener-name", "Which of advertisedListeners is used.")],
     ),
+    "transport": (
+        "transport",
+        Annotated[
+            str | None,
+            _option("--transport", "What consumes and reads: auto, wire or client."),
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -127,8 +134,9 @@ def connection_of(client_conf: Path | None, given: dict[str, Any]) -> Connection
         text = exc.message
         for option, (name, _) in _OPTIONS.items():
             shown = f"--{option.replace('_', '-')}"
-            text = text.replace(NAMES[name], shown) if name != "authParams" else text
-            text = text.replace(name, shown)
+            own = {name} if name == "authParams" else {name, NAMES[name]}
+            for word in own:
+                text = text.replace(word, shown)
         raise ConfigError(text) from exc
 
 

@@ -91,10 +91,12 @@ def _view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
 
 def _head(told: Status) -> str:
     topics = told["topicsPattern"] or ", ".join(told["topics"])
+    decoder = f" ({told['decoder']})" if told["decoder"] else ""
     return (
         f"{told['state']}: {told['subscription']!r} on {topics} at {told['serviceUrl']}: "
         f"{plural(len(told['ranges']), 'range')} x {plural(told['lanes'], 'lane')}, "
         f"{plural(told['workers'], 'worker')} ({told['executor']}), epoch {told['epoch']}, "
+        f"{told['transport']}{decoder}, "
         f"pid {told['pid']} on {told['host']}"
     )
 

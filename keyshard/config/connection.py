@@ -17,7 +17,7 @@ SERVICE_URL = "pulsar://127.0.0.1:6650"
 """Where a broker is by default."""
 MEMORY = "memory://"
 """Beginning of the URL of an in-memory cluster of this process; its name follows."""
-CLIENT, WIRE = "client", "wire"
+AUTO, CLIENT, WIRE = "auto", "client", "wire"
 """Transports."""
 _SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
 _MEMORY = re.compile(r"memory://[^/\s,]+")
@@ -147,8 +147,9 @@ class Connection:
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
     """Longest time until a connection of the client is there, milliseconds."""
     transport: str = field(default=CLIENT, kw_only=True)
-    """What consumes and reads: ``client``, which is pulsar-client, or ``wire``, which speaks the
-    protocol itself and takes whole entries. What is produced goes through pulsar-client always."""
+    """What consumes and reads: ``wire``, which speaks the protocol itself and takes whole entries,
+    ``client``, which is pulsar-client, or ``auto``: ``wire``, which can do whatever a connection
+    says. What is produced goes through pulsar-client always."""
 
     def __repr__(self) -> str:
         given = (
@@ -172,7 +173,7 @@ class Connection:
             check_text("listener_name", self.listener_name, "name one of advertisedListeners")
         check_integer("operation_timeout_ms", self.operation_timeout_ms, 1_000, 3_600_000)
         check_integer("connection_timeout_ms", self.connection_timeout_ms, 100, 3_600_000)
-        check_choice("transport", self.transport, CLIENT, WIRE)
+        check_choice("transport", self.transport, AUTO, CLIENT, WIRE)
         self._check_together()
 
     def _check_urls(self) -> None:
@@ -215,7 +216,7 @@ class Connection:
         if self.in_memory and (
             self.authentication is not None
             or self.listener_name is not None
-            or self.transport != CLIENT
+            or self.transport == WIRE
         ):
             raise ConfigError(
                 f"service_url is {shown(self.service_url)}: an in-memory cluster knows neither "

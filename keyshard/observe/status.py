@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from keyshard.broker.connect import decoder_of, transport_of
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
@@ -114,6 +115,8 @@ class StatusView:
             "topics": list(config.topics),
             "topicsPattern": config.topics_pattern,
             "serviceUrl": redacted(config.service_url),
+            "transport": transport_of(config.how_to_connect()),
+            "decoder": decoder_of(config.how_to_connect()),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "epoch": subject.coordinator.epoch if started else 0,

@@ -71,6 +71,8 @@ class Status(TypedDict):
     topics: list[str]
     topicsPattern: str | None
     serviceUrl: str
+    transport: str
+    decoder: str | None
     pid: int
     host: str
     epoch: int

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import pickle
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 
 from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
+from keyshard.broker import connect as connecting
+from keyshard.broker.connect import connect, decoder_of, transport_of
+from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.wire import bulk
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.cli.connecting import connection_of
 from keyshard.config.connection_names import fields_of, names_of, read_client_conf
 from keyshard.errors import AuthenticationError, ConfigError, KeyShardError
 from keyshard.redaction import redacted
@@ -49,9 +56,56 @@ def test_what_does_not_go_together_is_refused(pem: str) -> None:
     )
     assert "in-memory" in refusal(service_url="memory://x", authentication=Token(SECRET))
     assert "transport" in refusal(service_url="memory://x", transport="wire")
-    assert "'client' or 'wire'" in refusal(transport="tcp")
+    assert "'auto', 'client' or 'wire'" in refusal(transport="tcp")
     assert "authentication is" in refusal(authentication="token")
     assert "listener_name" in refusal(listener_name="")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"authentication": Token(SECRET)},
+        {"authentication": Basic("ann", SECRET)},
+        {"authentication": OAuth2(issuer_url="https://i/x", client_id="a", client_secret=SECRET)},
+        {"service_url": TLS, "tls_hostname_verification": False},
+        {"service_url": "pulsar://one:1,other:1", "listener_name": "outside"},
+    ],
+)
+def test_auto_takes_the_wire_whatever_a_connection_says(said: dict[str, Any]) -> None:
+    connection = Connection(**said, transport="auto")
+    assert transport_of(connection) == "wire"
+    with closing(connect(connection)) as broker:
+        assert isinstance(broker, WireBroker)
+    with closing(connect(replace(connection, transport="client"))) as broker:
+        assert isinstance(broker, PulsarBroker)
+
+
+def test_the_transport_and_who_decodes_are_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto, client = Connection(transport="auto"), Connection(transport="client")
+    assert decoder_of(client) is None
+    assert transport_of(Connection("memory://x")) == "memory"
+    assert decoder_of(Connection("memory://x")) is None
+    monkeypatch.setattr(bulk, "_library", None)
+    assert decoder_of(auto) == "python"
+    monkeypatch.setattr(bulk, "_library", object())
+    assert decoder_of(auto) == "compiled"
+    connecting._tell.cache_clear()
+    with caplog.at_level(logging.INFO, connecting.__name__):
+        for connection in (auto, client, auto, auto):
+            connect(connection).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "consuming and reading by transport wire, entries decoded by compiled code",
+        "consuming and reading by transport client",
+    ]
+
+
+def test_commands_take_a_transport_and_name_its_option() -> None:
+    assert connection_of(None, {"transport": "wire"}).transport == "wire"
+    with pytest.raises(ConfigError, match=r"^\[\w+\] --transport is 'tcp'; write "):
+        connection_of(None, {"transport": "tcp"})
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Connection)])

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import pulsar
 
+from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.broker.pulsar.client import client_of
 from keyshard.broker.pulsar.client_log import close_client
 from keyshard.config.connection import Connection
@@ -123,7 +123,7 @@ class LiveCheck:
             remove_subscription(self.connection, topic, source.subscription)
 
     def _connect(self) -> Broker:
-        return PulsarBroker(replace(self.connection, operation_timeout_ms=_TIMEOUT_MS))
+        return connect(replace(self.connection, operation_timeout_ms=_TIMEOUT_MS))
 
 
 def require_empty(broker: Broker, topic: str) -> None:
