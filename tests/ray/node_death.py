@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
         os.kill(found["Pid"], signal.SIGKILL)
         # At once: what is handled again may begin before Ray has removed the node.
         with HistoryWriter(place.history) as writer:
-            Recorder(writer, "test").crashed()
+            Recorder(writer, f"actor {found['Pid']}").crashed()
         cluster.remove_node(node, allow_graceful=False)
         place.take(results, job)
         assert [actor["deaths"] for actor in job.status()["actors"]] == [1, 0]
