@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import compute
 
 from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather, runs_of
-from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
+from keyshard.core.position.entry import EntryBlock, Part
 from keyshard.core.window.layout import Located
 
 ROWS_PER_BATCH_MAX = 10_000
@@ -34,48 +36,37 @@ and for a number that is no time, which then is a property), properties, and the
 again must have the same rows)."""
 
 
-def _repeated(
-    blocks: Sequence[Located], what: Callable[[TopicPartition], Any], kind: pa.DataType
-) -> pa.Array:
-    """A constant per topic partition, repeated for its rows; entries are sorted by partition."""
-    parts: list[pa.Array] = []
-    current: TopicPartition | None = None
-    rows = 0
-    for topic_partition, block in blocks:
-        if topic_partition != current and current is not None:
-            parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
-            rows = 0
-        current = topic_partition
-        rows += block.rows
-    if current is not None:
-        parts.append(pa.repeat(pa.scalar(what(current), kind), rows))
-    return pa.concat_arrays(parts)
+def _repeated(values: Sequence[Any], blocks: Sequence[Located], kind: pa.DataType) -> pa.Array:
+    """A value of each entry, repeated for its rows."""
+    if len(blocks) == 1:
+        return pa.repeat(pa.scalar(values[0], kind), blocks[0][1].rows)
+    ends = pa.array(list(accumulate(block.rows for _, block in blocks)), pa.int32())
+    runs = pa.RunEndEncodedArray.from_arrays(ends, pa.array(values, kind))
+    return compute.run_end_decode(runs)
 
 
 def _topics(blocks: Sequence[Located]) -> pa.Array:
-    return _repeated(blocks, lambda topic_partition: topic_partition.topic, pa.string())
+    return _repeated([where.topic for where, _ in blocks], blocks, pa.string())
 
 
 def _partitions(blocks: Sequence[Located]) -> pa.Array:
-    return _repeated(blocks, lambda topic_partition: topic_partition.partition, pa.int32())
+    return _repeated([where.partition for where, _ in blocks], blocks, pa.int32())
 
 
 def _message_ids(blocks: Sequence[Located]) -> pa.Array:
-    texts: list[str] = []
-    for _, block in blocks:
-        prefix = f"{block.id.ledger}:{block.id.entry}:"
-        texts.extend([f"{prefix}{index}" for index in block.indices])
-    return pa.array(texts, pa.string())
+    entries = _repeated([f"{b.id.ledger}:{b.id.entry}" for _, b in blocks], blocks, pa.string())
+    indices = pa.array([index for _, block in blocks for index in block.indices], pa.int32())
+    return compute.binary_join_element_wise(entries, indices.cast(pa.string()), ":")
 
 
 def _publish_times(blocks: Sequence[Located]) -> pa.Array:
-    times: list[int | None] = []
-    for _, block in blocks:
-        times.extend([block.publish_ms or None] * block.rows)
-    return pa.array(times, pa.timestamp("ms", tz="UTC")).cast(TIME)
+    times = [block.publish_ms or None for _, block in blocks]
+    return _repeated(times, blocks, pa.timestamp("ms", tz="UTC")).cast(TIME)
 
 
 def _slots(blocks: Sequence[Located]) -> pa.Array:
+    if not any(block.mixed_slots or block.keys_of_bytes for _, block in blocks):
+        return _repeated([block.slot for _, block in blocks], blocks, pa.int32())
     return pa.array([slot for _, block in blocks for slot in block.text_slots], pa.int32())
 
 

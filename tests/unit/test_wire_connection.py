@@ -23,7 +23,7 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import Address, WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
-from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frame
+from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
 from keyshard.config.connection import Connection, Token
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
@@ -196,7 +196,7 @@ def test_frames_are_whole_however_they_are_cut(frames: list[bytes], data: st.Dat
 def test_what_is_no_frame_is_an_error(data: bytes) -> None:
     with suppress(ProtocolError):
         for frame in FrameReader(50).feed(data):
-            read_frame(frame)
+            list(read_frames([frame]))
 
 
 def test_a_size_that_cannot_be_one_is_refused_at_once() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,22 @@ import pyarrow as pa
 from keyshard.arrow.content import CONTENT, TIME, properties_of
 from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.unpacking import unpacked
-from keyshard.core.position.entry import EntryBlock, Part
+from keyshard.core.position.entry import EntryBlock, EntryId, Part
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 1
+VERSION = 2
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
 interpreter back may take longer than decoding."""
-_OPENED, _DECODED = 6, 5
+FRAMES_MIN = 4
+"""Frames that are worth a call."""
+_CAME, _OPENED, _DECODED = 5, 6, 5
 """Numbers that the library tells of an entry."""
+_INDICES = [range(count) for count in range(1_001)]
+"""All entries of one size share the indices of their messages."""
+_entry_id = partial(tuple.__new__, EntryId)
 _BUFFERS = (
     "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
     "ordering_key_offsets", "ordering_keys", "has_event", "events", "property_offsets",
@@ -59,6 +65,7 @@ class _Library:
         self._calls = ctypes.PyDLL(str(BUILT)), ctypes.CDLL(str(BUILT))
         for library in self._calls:
             library.keyshard_decoder_version.restype = ctypes.c_uint64
+            library.keyshard_came.restype = None
             library.keyshard_open.restype = ctypes.c_bool
             library.keyshard_decode.restype = ctypes.POINTER(_Found)
             library.keyshard_free.argtypes = [ctypes.POINTER(_Found)]
@@ -96,6 +103,31 @@ _library = _load()
 def is_there() -> bool:
     """Whether the install built the library."""
     return _library is not None
+
+
+def came(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
+    """Entries of frames, behind their sizes, and for whom they are; ``None`` for other frames.
+
+    An entry that is acknowledged in part counts as one of those.
+    """
+    if _library is None or len(frames) < FRAMES_MIN:
+        return [None] * len(frames)
+    count = len(frames)
+    told = (ctypes.c_uint64 * (_CAME * count))()
+    _library.calls(0).keyshard_came(
+        ctypes.c_size_t(count),
+        (ctypes.c_char_p * count)(*frames),
+        (ctypes.c_uint64 * count)(*map(len, frames)),
+        told,
+    )
+    numbers = told[:]
+    ids = map(_entry_id, zip(numbers[1::_CAME], numbers[2::_CAME], strict=True))
+    return [
+        (consumer, RawEntry(entry_id, redelivered > 0, (), data, position)) if position else None
+        for consumer, entry_id, redelivered, position, data in zip(
+            numbers[::_CAME], ids, numbers[3::_CAME], numbers[4::_CAME], frames, strict=True
+        )
+    ]
 
 
 def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None:
@@ -194,15 +226,15 @@ def _blocks(
 ) -> Decoded:
     blocks: list[EntryBlock] = []
     start = 0
-    for number, entry in enumerate(entries):
-        rows, size, slot, mixed, of_bytes = decoded[_DECODED * number : _DECODED * (number + 1)]
-        _, batched, _, _, _, publish_ms = opened[_OPENED * number : _OPENED * (number + 1)]
+    numbers = (decoded[at::_DECODED] for at in range(_DECODED))
+    told = zip(entries, opened[1::_OPENED], opened[5::_OPENED], *numbers, strict=True)
+    for entry, batched, publish_ms, rows, size, slot, mixed, of_bytes in told:
         blocks.append(
             EntryBlock(
                 entry.id,
                 rows,
                 bool(batched),
-                range(rows),
+                _INDICES[rows] if rows < len(_INDICES) else range(rows),
                 slot or None,
                 [one or None for one in slots[start : start + rows]] if mixed else None,
                 publish_ms,

@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NoAnswerError
 from contextlib import contextmanager, suppress
@@ -23,8 +23,16 @@ from typing import Any, NamedTuple, Protocol
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.refusals import not_accepted
 from keyshard.broker.pulsar.tls import tls_context, tls_error
+from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import RefusedError
-from keyshard.broker.wire.frames import Frame, FrameReader, ProtocolError, api, frame_of, read_frame
+from keyshard.broker.wire.frames import (
+    Frame,
+    FrameReader,
+    ProtocolError,
+    api,
+    frame_of,
+    read_frames,
+)
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
@@ -66,8 +74,8 @@ class Address(NamedTuple):
 class Handle(Protocol):
     """Who is sent entries."""
 
-    def came(self, frame: Frame) -> None:
-        """An entry came. Called by the reading thread; returns at once."""
+    def came(self, consumer_id: int, entries: Sequence[RawEntry]) -> None:
+        """Entries came. Called by the reading thread; returns at once."""
 
     def lost(self, consumer_id: int) -> None:
         """Nothing more comes: the connection is lost, or the broker ended the subscription."""
@@ -271,8 +279,7 @@ class WireConnection:
                     raise ConnectionResetError("the broker closed it")
                 if data is not None:
                     heard, asked = time.monotonic(), False
-                    for one in self._frames.feed(data):
-                        self._take(read_frame(one))
+                    self._take_all(self._frames.feed(data))
             silent_s = time.monotonic() - heard
             if silent_s >= 2 * KEEP_ALIVE_S:
                 raise TimeoutError(f"the broker is silent for {silent_s:.0f} s")
@@ -305,13 +312,29 @@ class WireConnection:
         with self._lock:
             del self._unsent[: self._write(self._unsent)]
 
+    def _take_all(self, frames: Sequence[bytes]) -> None:
+        """Entries are handed over together, before the command that follows them."""
+        came: dict[int, list[RawEntry]] = {}
+        try:
+            for one in read_frames(frames):
+                if isinstance(one, Frame):
+                    self._hand_over(came)
+                    came = {}
+                    self._take(one)
+                else:
+                    came.setdefault(one[0], []).append(one[1])
+        finally:
+            self._hand_over(came)
+
+    def _hand_over(self, came: Mapping[int, Sequence[RawEntry]]) -> None:
+        for consumer_id, entries in came.items():
+            handle = self._handles.get(consumer_id)
+            if handle is not None:
+                handle.came(consumer_id, entries)
+
     def _take(self, frame: Frame) -> None:
         name, command = frame.name, frame.command
-        if name == "message":
-            handle = self._handles.get(command.consumer_id)
-            if handle is not None:
-                handle.came(frame)
-        elif name in _ANSWERS:
+        if name in _ANSWERS:
             self._answer(name, command)
         elif name == "ping":
             self.send("pong", api.Nothing())

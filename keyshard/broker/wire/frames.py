@@ -6,11 +6,14 @@ A frame is its size, the size of its command, the command and, for an entry, wha
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from keyshard.broker.wire import pulsar_api_pb2
+from keyshard.broker.wire import bulk, pulsar_api_pb2
+from keyshard.broker.wire.entries import RawEntry
+from keyshard.core.position.entry import EntryId
 
 api: Any = pulsar_api_pb2
 """The generated classes, which no type checker sees."""
@@ -26,16 +29,16 @@ class ProtocolError(Exception):
 
 
 class Frame(NamedTuple):
-    """One frame, its command read."""
+    """One frame that brings no entry, its command read."""
 
     name: str
     """Of the command; empty for one that is not known here."""
     command: Any
     """The content of the command; ``None`` for one that is not known here."""
-    data: bytes
-    """The frame behind its size."""
-    position: int
-    """Where in it the command ends."""
+
+
+Came = tuple[int, RawEntry]
+"""An entry, and the id of the consumer that it came for."""
 
 
 def frame_of(name: str, content: Any) -> bytes:
@@ -89,12 +92,17 @@ class FrameReader:
         return frames
 
 
-def read_frame(data: bytes) -> Frame:
-    """Read the command of a frame.
+def read_frames(frames: Sequence[bytes]) -> Iterator[Came | Frame]:
+    """Read the commands of some frames.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: One is none; what came before it is handed out.
     """
+    for data, entry in zip(frames, bulk.came(frames), strict=True):
+        yield _read_frame(data) if entry is None else entry
+
+
+def _read_frame(data: bytes) -> Came | Frame:
     (size,) = _SIZE.unpack_from(data)
     if size > len(data) - 4:
         raise ProtocolError(f"a command of {size} bytes in a frame of {len(data)}")
@@ -105,4 +113,10 @@ def read_frame(data: bytes) -> Frame:
     name = NAMES.get(command.type, "")
     if name and not command.HasField(name) and name not in ("ping", "pong"):
         raise ProtocolError(f"a command {name!r} without content")
-    return Frame(name, getattr(command, name) if name else None, data, 4 + size)
+    content: Any = getattr(command, name) if name else None
+    if name != "message":
+        return Frame(name, content)
+    where, ack_set = content.message_id, tuple(content.ack_set)
+    entry_id = EntryId(where.ledger, where.entry)
+    entry = RawEntry(entry_id, content.redelivery_count > 0, ack_set, data, 4 + size)
+    return content.consumer_id, entry

@@ -21,7 +21,7 @@ from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of
-from keyshard.broker.wire.frames import Frame, api
+from keyshard.broker.wire.frames import api
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
@@ -221,20 +221,11 @@ class Subscribed:
                 at, consumer_id, self._shared.timeout_s if timeout_s is None else timeout_s
             )
 
-    def came(self, frame: Frame) -> None:
-        command = frame.command
-        where = command.message_id
-        entry = RawEntry(
-            EntryId(where.ledger, where.entry),
-            command.redelivery_count > 0,
-            tuple(command.ack_set),
-            frame.data,
-            frame.position,
-        )
+    def came(self, consumer_id: int, entries: Sequence[RawEntry]) -> None:
         with self._changed:
-            if command.consumer_id != self._id or self._closed:
+            if consumer_id != self._id or self._closed:
                 return
-            self._entries.append(entry)
+            self._entries.extend(entries)
             ring, self._ring = self._ring, None
             self._changed.notify()
         if ring is not None:

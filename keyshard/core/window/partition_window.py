@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import le
 
 from keyshard.core.holes.settling import Proofs, Settled, settle, settles_more
 from keyshard.core.position.checkpoint import PartitionCheckpoint
@@ -121,8 +122,7 @@ class PartitionWindow:
 
     def drop_received(self) -> None:
         """Forget what is received and in no batch."""
-        for block, _ in self.received:
-            self.let_go(block)
+        self.let_go([block for block, _ in self.received])
         self.received = []
         self.received_rows = self.received_bytes = self.received_payload = 0
         self.waiting_rows = 0
@@ -226,11 +226,14 @@ class PartitionWindow:
         self.bytes += memory
         return rows, memory
 
-    def let_go(self, block: EntryBlock) -> None:
-        """Count an entry as held no longer."""
-        self.held.pop(block.id, None)
-        self.rows -= block.rows
-        self.bytes -= _size(block)
+    def let_go(self, blocks: Sequence[EntryBlock]) -> None:
+        """Count entries as held no longer."""
+        held, rows = self.held, 0
+        for block in blocks:
+            held.pop(block.id, None)
+            rows += len(block.indices)
+        self.rows -= rows
+        self.bytes -= rows * ROW_OVERHEAD_BYTES + sum(block.payload_bytes for block in blocks)
 
     def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
         """Take the entries of the next batch out of what is received; they stay held.
@@ -244,6 +247,8 @@ class PartitionWindow:
         if not count:
             self.waiting_rows = self.received_rows
             return []
+        if count == len(self.received) and all(map(le, self.received_sizes, limits)):
+            return self._take_all()
         taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
         self.received = rest + self.received[count:]
         self.left_out = {index for _, index in self.received} - {index for _, index in taken}
@@ -251,6 +256,13 @@ class PartitionWindow:
         self.received_rows -= sum(block.rows for block in blocks)
         self.received_bytes -= sum(map(_size, blocks))
         self.received_payload -= sum(block.payload_bytes for block in blocks)
+        return blocks
+
+    def _take_all(self) -> list[EntryBlock]:
+        blocks = [block for block, _ in self.received]
+        self.received = []
+        self.left_out = set()
+        self.received_rows = self.received_bytes = self.received_payload = 0
         return blocks
 
     def _fitting(self, entries: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:

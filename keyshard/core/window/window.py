@@ -384,8 +384,7 @@ class Window:
     ) -> dict[TopicPartition, list[EntryId]]:
         for topic_partition, blocks in entries.items():
             window = self.known[topic_partition]
-            for block in blocks:
-                window.let_go(block)
+            window.let_go(blocks)
             self._forget(topic_partition)
         return {where: [block.id for block in blocks] for where, blocks in entries.items()}
 

@@ -4,8 +4,8 @@
 //! chunked, encrypted, a key that is no text, a number that is no time, ...) is left to it, error
 //! texts included. So this code has to be right where it answers, and may always decline.
 //!
-//! No crates, and nothing of Python: a shared library with four functions. Bytes of the network are
-//! only looked at through checked slices; `unsafe` is what the four functions are given.
+//! No crates, and nothing of Python: a shared library with five functions. Bytes of the network are
+//! only looked at through checked slices; `unsafe` is what the five functions are given.
 
 use std::collections::HashSet;
 use std::mem::size_of_val;
@@ -14,6 +14,10 @@ use std::slice;
 
 /// Numbers of an opened entry: see `Opened`.
 const OPENED: usize = 6;
+/// Numbers of an entry that came: see `came`.
+const CAME: usize = 5;
+/// Type of the command that brings an entry, and its field in `BaseCommand`.
+const MESSAGE: u64 = 9;
 /// Times from here on are none; `TIME_MS_MAX` in `arrow/metadata.py`.
 const TIME_MS_MAX: u64 = 253_370_764_800_000;
 const BYTES_MAX: usize = i32::MAX as usize;
@@ -214,6 +218,44 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
         publish_ms,
     };
     Ok((opened, said))
+}
+
+/// What a frame says of the entry in it: `CommandMessage` of `pulsar_api.proto`.
+fn came(frame: &[u8]) -> Plain<[u64; CAME]> {
+    let size = size_at(frame, 0)?;
+    let mut command = Fields::of(part(frame, 4, size)?);
+    let (mut kind, mut message) = (0, None);
+    while let Some((field, value)) = command.next()? {
+        match field {
+            1 => kind = value.number()?,
+            MESSAGE => message = Some(value.bytes()?),
+            _ => return Err(Odd),
+        }
+    }
+    let (MESSAGE, Some(message)) = (kind, message) else { return Err(Odd) };
+    let (mut consumer, mut redelivered, mut id) = (None, 0, None);
+    let mut fields = Fields::of(message);
+    while let Some((field, value)) = fields.next()? {
+        match field {
+            1 => consumer = Some(value.number()?),
+            2 => id = Some(value.bytes()?),
+            3 => redelivered = value.number()?,
+            // Words of an entry that is acknowledged in part.
+            4 => return Err(Odd),
+            _ => {}
+        }
+    }
+    let (mut ledger, mut entry) = (None, None);
+    let mut fields = Fields::of(id.ok_or(Odd)?);
+    while let Some((field, value)) = fields.next()? {
+        match field {
+            1 => ledger = Some(value.number()?),
+            2 => entry = Some(value.number()?),
+            _ => {}
+        }
+    }
+    let position = (4 + size) as u64;
+    Ok([consumer.ok_or(Odd)?, ledger.ok_or(Odd)?, entry.ok_or(Odd)?, redelivered, position])
 }
 
 /// A column of bytes: offsets, and whether a row is null.
@@ -553,7 +595,34 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    1
+    2
+}
+
+/// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
+/// entry, count of redeliveries and where what is stored begins; for every other one a position 0.
+///
+/// # Safety
+/// `frames` and `sizes` have `count` values, each frame has its size, and `told` has room for
+/// `CAME` times as many.
+#[no_mangle]
+pub unsafe extern "C" fn keyshard_came(
+    count: usize, frames: *const *const u8, sizes: *const u64, told: *mut u64,
+) {
+    let _ = catch_unwind(|| {
+        // SAFETY: the caller's.
+        let (frames, sizes, told) = unsafe {
+            (
+                slice::from_raw_parts(frames, count),
+                slice::from_raw_parts(sizes, count),
+                slice::from_raw_parts_mut(told, count * CAME),
+            )
+        };
+        for (number, row) in told.chunks_exact_mut(CAME).enumerate() {
+            // SAFETY: the caller's.
+            let frame = unsafe { slice::from_raw_parts(frames[number], sizes[number] as usize) };
+            row.copy_from_slice(&came(frame).unwrap_or([0; CAME]));
+        }
+    });
 }
 
 /// Opens entries: the numbers of `Opened` for each, into `told`. Whether all of them are plain.
