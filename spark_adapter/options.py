@@ -103,6 +103,13 @@ OPTIONS = (
         "batches by default instead of by key, and order per key is lost.",
     ),
     Option(
+        "onCorrupt",
+        "on_corrupt",
+        "`fail` or `skip` when an entry cannot be read: the query ends before it, or acknowledges "
+        "it, counts it in `corruptSkipped` and leaves it out. `skip` needs `transport` `wire`: "
+        "pulsar-client skips them all, and nobody is told.",
+    ),
+    Option(
         "windowMaxRows",
         "window_rows_max",
         "Most rows held, received and not yet committed, over all ranges. Keep it below what the "

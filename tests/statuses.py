@@ -54,6 +54,7 @@ def progress() -> Progress:
         "misrouted": 0,
         "keyless": 0,
         "unreadable": 0,
+        "corruptSkipped": 0,
         "ackHoles": 0,
         "holesSettled": 0,
         "entriesLost": 0,

@@ -52,8 +52,8 @@ class Consumer(Protocol):
 
         Raises:
             ChunkedMessageError: A chunked message came; nothing of it is acknowledged.
-            CorruptEntryError: An entry cannot be read; nothing of it is acknowledged. Not every
-                client tells.
+            CorruptEntryError: An entry cannot be read; nothing of it is acknowledged. The next call
+                goes on behind it. Not every client tells.
             BrokerError: The consumer is closed or broken.
         """
 
@@ -112,6 +112,8 @@ class Reader(Protocol):
         Raises:
             ChunkedMessageError: A chunked message came; not before what lies before it was read.
             EncryptedMessageError: So did an encrypted one, which is not to be left out.
+            CorruptEntryError: An entry cannot be read; not before what lies before it was read. The
+                next call goes on behind it.
             BrokerError: The reader is closed or broken.
         """
 

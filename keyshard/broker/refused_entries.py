@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import EncryptedMessageError, KeyShardError
+from keyshard.errors import CorruptEntryError, EncryptedMessageError, KeyShardError
 
 Refused = TypeVar("Refused", bound=KeyShardError)
 
@@ -13,6 +13,26 @@ Refused = TypeVar("Refused", bound=KeyShardError)
 def of_entry(kind: type[Refused], text: str, where: TopicPartition, entry_id: EntryId) -> Refused:
     """An error that has the facts of the entry that it is about."""
     return kind(text, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry)
+
+
+def corrupt_entry(where: TopicPartition, entry_id: EntryId, why: str) -> CorruptEntryError:
+    """An entry cannot be read."""
+    return of_entry(
+        CorruptEntryError,
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
+        "was acknowledged. Look for the producer that wrote it; on_corrupt=skip acknowledges such "
+        "entries, counts them and leaves them out.",
+        where,
+        entry_id,
+    )
+
+
+def entry_of(refused: KeyShardError) -> EntryId:
+    """The entry that an error is about."""
+    ledger, entry = refused.facts["ledger"], refused.facts["entry"]
+    assert isinstance(ledger, int)
+    assert isinstance(entry, int)
+    return EntryId(ledger, entry)
 
 
 def encrypted_entry(where: TopicPartition, entry_id: EntryId) -> EncryptedMessageError:

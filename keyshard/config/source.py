@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 
-from keyshard.config.connection import CLIENT, SERVICE_URL, Connection
+from keyshard.config.connection import CLIENT, SERVICE_URL, WIRE, Connection
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
@@ -54,6 +54,10 @@ class SourceConfig:
     on_misrouted: str = field(default="warn", kw_only=True)
     """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
     by default instead of by key, so the order of their keys is not kept."""
+    on_corrupt: str = field(default="fail", kw_only=True)
+    """``fail`` or ``skip`` on entries that cannot be read: the source ends before one, or
+    acknowledges it, counts it and leaves it out. ``skip`` needs ``transport`` ``wire``:
+    pulsar-client skips them all, and nobody is told."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
@@ -110,6 +114,7 @@ class SourceConfig:
             raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
         check_choice("starting_position", self.starting_position, "earliest", "latest")
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
+        self._check_corrupt()
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)
         self._check_numbers()
@@ -193,6 +198,20 @@ class SourceConfig:
             raise ConfigError(
                 "topics_pattern needs the admin REST interface, which lists topics. Set admin_url, "
                 "or name the topics."
+            )
+
+    @property
+    def skips_corrupt(self) -> bool:
+        """Whether entries that cannot be read are left out."""
+        return self.on_corrupt == "skip"
+
+    def _check_corrupt(self) -> None:
+        check_choice("on_corrupt", self.on_corrupt, "fail", "skip")
+        if self.skips_corrupt and self.transport != WIRE and not self.in_memory:
+            raise ConfigError(
+                f"on_corrupt is 'skip', and transport is {shown(self.transport)}: pulsar-client "
+                "acknowledges entries that it cannot read by itself, and tells nobody. Use "
+                f"transport={WIRE!r}, or leave on_corrupt out."
             )
 
     def _check_workers(self) -> None:

@@ -77,8 +77,9 @@ def audit(
             return Proofs(), unknown
         # Markers of transactions are acknowledged by the broker itself: no Reader shows them.
         found = inspect_holes(
-            broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX
-        )
+            broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX,
+            skips_corrupt=config.skips_corrupt,
+        )  # fmt: skip
         if not found.complete and not found.existing:
             raise _unread(topic_partition)
         proofs = Proofs(settled=unknown, published_ms=_now_ms())
@@ -113,7 +114,7 @@ def _check_newest(
     newest = state.delivered.last
     if newest is None or newest.ledger not in broker_state.ledgers:
         return
-    with Scan(broker, topic_partition, newest, newest) as scan:
+    with Scan(broker, topic_partition, newest, newest, corrupt={}) as scan:
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

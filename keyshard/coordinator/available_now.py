@@ -33,7 +33,12 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.fingerprint import check_ledgers
 from keyshard.core.position.target import Gap, Target
 from keyshard.core.reception import Rest
-from keyshard.errors import AvailableNowTimeoutError, BrokerError, ReplayTimeoutError
+from keyshard.errors import (
+    AvailableNowTimeoutError,
+    BrokerError,
+    CorruptEntryError,
+    ReplayTimeoutError,
+)
 from keyshard.reading.scan import Scan
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.intake import Admitted
@@ -233,7 +238,8 @@ class AvailableNow:
         for gap in target.open_gaps(state.delivered, state.floor, broker_state):
             sure = broker_state is not None
             try:
-                found = _first_entry(self._broker, where, gap)
+                skips = self._config.skips_corrupt
+                found = _first_entry(self._broker, where, gap, skips_corrupt=skips)
             except (BrokerError, ReplayTimeoutError) as exc:
                 _log.debug("gap %s of %s could not be read: %s", gap, where, exc)
                 return f"{where} cannot be read: {exc.message}"
@@ -294,10 +300,14 @@ class AvailableNow:
             )  # fmt: skip
 
 
-def _first_entry(broker: Broker, where: TopicPartition, gap: Gap) -> EntryId | None:
+def _first_entry(
+    broker: Broker, where: TopicPartition, gap: Gap, *, skips_corrupt: bool = False
+) -> EntryId | None:
     """The first entry that is stored in a gap and can be received, or ``None``."""
     deadline = time.monotonic() + READER_TIMEOUT_S
-    with Scan(broker, where, gap.start, EntryId(gap.end.ledger, gap.end.entry - 1)) as scan:
+    last = EntryId(gap.end.ledger, gap.end.entry - 1)
+    corrupt: dict[EntryId, CorruptEntryError] | None = {} if skips_corrupt else None
+    with Scan(broker, where, gap.start, last, corrupt=corrupt) as scan:
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

@@ -18,6 +18,7 @@ class WindowProgress(TypedDict):
     misrouted: int
     keyless: int
     unreadable: int
+    corruptSkipped: int
     ackHoles: int
     holesSettled: int
     entriesLost: int

@@ -194,7 +194,10 @@ class Settler:
         if not unknown or room <= 0:
             return Proofs()
         deadline = time.monotonic() + READ_S
-        found = inspect_holes(self._broker, topic_partition, unknown, deadline, existing_max=room)
+        found = inspect_holes(
+            self._broker, topic_partition, unknown, deadline, existing_max=room,
+            skips_corrupt=self._config.skips_corrupt,
+        )  # fmt: skip
         watched.existing |= found.existing
         watched.absent |= found.proofs.settled
         if FIRST in unknown:

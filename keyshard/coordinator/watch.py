@@ -75,6 +75,7 @@ class Watch:
             "misrouted": counters.misrouted,
             "keyless": counters.keyless,
             "unreadable": counters.unreadable,
+            "corruptSkipped": counters.corrupt_skipped,
             "ackHoles": window.holes,
             "holesSettled": counters.holes_settled,
             "entriesLost": counters.entries_lost,

@@ -138,7 +138,7 @@ def _look_into(
         ledger, entries = stored[-1]
         start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
         left = SAMPLE_ENTRIES
-        with Scan(broker, where, start, None) as scan:
+        with Scan(broker, where, start, None, corrupt={}) as scan:
             while left > 0 and not scan.done and (left_s := deadline - time.monotonic()) > 0:
                 for block in retry_until(scan.read, left_s):
                     sample.add(where, block)

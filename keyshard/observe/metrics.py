@@ -172,6 +172,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_messages_unreadable_total", _COUNTER, "messages", (),
            "Messages with a time, key or property that cannot be read.",
            _one("window", "unreadable")),
+    Metric("keyshard_entries_corrupt_skipped_total", _COUNTER, "entries", (),
+           "Entries that cannot be read and were acknowledged: on_corrupt is skip.",
+           _one("window", "corruptSkipped")),
 )  # fmt: skip
 """In the order of the document."""
 

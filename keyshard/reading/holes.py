@@ -11,6 +11,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.core.holes.settling import LedgerEnd, Proofs
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.errors import CorruptEntryError
 from keyshard.reading.replay import stretches
 from keyshard.reading.scan import Scan
 
@@ -34,22 +35,40 @@ def inspect_holes(
     deadline: float,
     *,
     existing_max: int = 10**9,
+    skips_corrupt: bool = False,
 ) -> Inspection:
     """Read over holes until a moment of the monotonic clock, or enough existing entries.
 
+    Args:
+        broker: Connection to read through.
+        topic_partition: Whose holes.
+        holes: The holes.
+        deadline: When to end.
+        existing_max: Entries that exist after which it ends.
+        skips_corrupt: Whether nobody is delivered what cannot be read.
+
     Raises:
+        CorruptEntryError: A hole is an entry that cannot be read, and is not skipped.
         BrokerError: The broker cannot be reached until that moment, or refused.
     """
     found = Inspection()
     for stretch in stretches(holes):
         start, last = stretch.first, stretch.last
         assert start is not None
-        with Scan(broker, topic_partition, start, last) as scan:
+        corrupt: dict[EntryId, CorruptEntryError] = {}
+        with Scan(broker, topic_partition, start, last, corrupt=corrupt) as scan:
             while not scan.done and len(found.existing) < existing_max:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                _take(found, stretch, scan.position, retry_until(scan.read, left_s))
+                position = scan.position
+                blocks = retry_until(scan.read, left_s)
+                for entry_id, error in corrupt.items():
+                    if entry_id in stretch and not skips_corrupt:
+                        raise error
+                    position = _passed(found, position, entry_id)
+                corrupt.clear()
+                _take(found, stretch, position, blocks)
         # Entry -1 is before the first: `above` then takes the whole ledger.
         at = EntryId(scan.position.ledger, scan.position.entry - 1)
         found.proofs.settled |= (stretch - stretch.above(at)) - EntrySet.of(found.existing)
@@ -64,8 +83,13 @@ def _take(
 ) -> None:
     """What was read from a position on, where every entry before it is known."""
     for block in blocks:
-        if block.id.ledger > position.ledger:
-            found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, block.id)
+        position = _passed(found, position, block.id)
         if block.id in stretch:
             found.existing[block.id] = block.possible_slots
-        position = EntryId(block.id.ledger, block.id.entry + 1)
+
+
+def _passed(found: Inspection, position: EntryId, entry_id: EntryId) -> EntryId:
+    """The position behind an entry that came at another one."""
+    if entry_id.ledger > position.ledger:
+        found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, entry_id)
+    return EntryId(entry_id.ledger, entry_id.entry + 1)

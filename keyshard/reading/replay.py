@@ -18,7 +18,13 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.fingerprint import check_delivered
-from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    CorruptEntryError,
+    DataLossTrimmedError,
+    KeyShardError,
+    ReplayTimeoutError,
+)
 from keyshard.reading.scan import Scan
 
 GAP_ENTRIES_MAX = 2_000
@@ -55,6 +61,7 @@ def replay(
 
     Raises:
         DataLossTrimmedError: The broker no longer stores some of the entries.
+        CorruptEntryError: One of them cannot be read any more.
         TopicRecreatedError: It stores others under their ids.
         ReplayTimeoutError: The deadline passed (retriable).
         BrokerUnavailableError: The connection was lost, and did not come back before the deadline
@@ -62,9 +69,17 @@ def replay(
     """
     deadline = time.monotonic() + timeout_s
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
+    corrupt: dict[TopicPartition, dict[EntryId, CorruptEntryError]] = {tp: {} for tp in wanted}
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
         futures = {
-            tp: pool.submit(_replay_partition, None if tp in gone else broker, tp, state, deadline)
+            tp: pool.submit(
+                _replay_partition,
+                None if tp in gone else broker,
+                tp,
+                state,
+                deadline,
+                corrupt[tp],
+            )
             for tp, state in wanted.items()
         }
         found = {tp: future.result() for tp, future in futures.items()}
@@ -73,7 +88,8 @@ def replay(
             check_delivered(tp, wanted[tp].published_ms, block)
         missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
         if missing:
-            loss = _trimmed(tp, missing)
+            unread = (exc for entry_id, exc in corrupt[tp].items() if entry_id in missing)
+            loss: KeyShardError = next(unread, None) or _trimmed(tp, missing)
             if fail_on_data_loss:
                 raise loss
             _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
@@ -85,14 +101,18 @@ def _replay_partition(
     topic_partition: TopicPartition,
     state: PartitionCheckpoint,
     deadline: float,
+    corrupt: dict[EntryId, CorruptEntryError],
 ) -> list[EntryBlock]:
+    """Entries of one topic partition; ``corrupt`` gets those that cannot be read."""
     found: dict[EntryId, EntryBlock] = {}
     for _ in range(0 if broker is None else LOOKS):
         for stretch in stretches(state.batch - EntrySet.of(found)):
 
             def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
                 assert broker is not None
-                return _read_stretch(broker, topic_partition, stretch, state.partial, deadline)
+                return _read_stretch(
+                    broker, topic_partition, stretch, state.partial, deadline, corrupt=corrupt
+                )
 
             for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
                 indices = state.partial.get(block.id)
@@ -117,6 +137,8 @@ def _read_stretch(
     stretch: EntrySet,
     partial: Mapping[EntryId, Collection[int]],
     deadline: float,
+    *,
+    corrupt: dict[EntryId, CorruptEntryError],
 ) -> list[EntryBlock]:
     """Entries of a stretch, with all indices that the checkpoint wants of them."""
     start, last = stretch.first, stretch.last
@@ -124,7 +146,7 @@ def _read_stretch(
     assert last is not None
     found: dict[EntryId, EntryBlock] = {}
     cut_off: set[EntryId] = set()
-    with Scan(broker, topic_partition, start, last) as scan:
+    with Scan(broker, topic_partition, start, last, corrupt=corrupt) as scan:
         for block in _entries(scan, topic_partition, deadline, cut_off):
             if block.id in stretch:
                 found[block.id] = block

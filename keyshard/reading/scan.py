@@ -16,8 +16,9 @@ import time
 from types import TracebackType
 
 from keyshard.broker.port import ANYHOW, Broker, HowToRead, Reader
+from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
 
 READ_WAIT_MS = 200
 """One wait for the next messages of a Reader, milliseconds."""
@@ -37,6 +38,8 @@ class Scan:
         start: First position, inclusive.
         last: Last position, inclusive; ``None``: all that is stored.
         how: What its Readers may leave out.
+        corrupt: Where entries go that cannot be read, which are passed then; ``None``: they are
+            errors.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Scan:
         start: EntryId,
         last: EntryId | None,
         how: HowToRead = ANYHOW,
+        *,
+        corrupt: dict[EntryId, CorruptEntryError] | None = None,
     ) -> None:
         self.position = start
         """What lies before it was handed out, or nobody can read it."""
@@ -55,6 +60,7 @@ class Scan:
         self._topic_partition = topic_partition
         self._last = last
         self._how = how
+        self._corrupt = corrupt
         self._reader: Reader | None = None
         self._heard_s = 0.0
 
@@ -75,6 +81,7 @@ class Scan:
         It may go beyond the stretch. An entry of several blocks may begin again.
 
         Raises:
+            CorruptEntryError: An entry cannot be read, and is not to be passed.
             BrokerUnavailableError: The connection was lost; the next step goes on with another
                 Reader (retriable).
             BrokerError: The broker refused.
@@ -83,6 +90,12 @@ class Scan:
             return []
         try:
             blocks, at_end = self._step()
+        except CorruptEntryError as exc:
+            if self._corrupt is None:
+                self._close()
+                raise
+            self._pass(entry_of(exc), exc)
+            return []
         except BaseException:
             self._close()
             raise
@@ -106,15 +119,31 @@ class Scan:
             reader = self._broker.reader(self._topic_partition, self.position, self._how)
             self._reader = reader
             self._heard_s = time.monotonic()
-        blocks = reader.read(READ_WAIT_MS)
-        at_end = not blocks and reader.at_end()
+        refused: CorruptEntryError | None = None
+        blocks: list[EntryBlock] = []
+        try:
+            blocks = reader.read(READ_WAIT_MS)
+        except CorruptEntryError as exc:
+            refused = exc
+        at_end = not blocks and refused is None and reader.at_end()
         if not reader.stayed_connected():
             ledger, entry = self.position
             raise BrokerUnavailableError(
                 f"A Reader of {self._topic_partition} lost its connection at {ledger}:{entry}. "
                 "What is stored from there on is not known. Check that the broker is running."
             )
+        if refused is not None:
+            raise refused
         return blocks, at_end
+
+    def _pass(self, entry_id: EntryId, error: CorruptEntryError) -> None:
+        assert self._corrupt is not None
+        if entry_id < self.position:
+            return
+        self._corrupt[entry_id] = error
+        self._heard_s = time.monotonic()
+        self.position = EntryId(entry_id.ledger, entry_id.entry + 1)
+        self.done = self._last is not None and self.position > self._last
 
     def _close(self) -> None:
         reader, self._reader = self._reader, None

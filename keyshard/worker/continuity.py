@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from keyshard.broker.port import Broker
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.fingerprint import Known
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from keyshard.reading.scan import Scan
@@ -75,15 +75,15 @@ class Continuity:
                 if partition is not None:
                     partition.doubt()
 
-    def may_receive(self, topic_partition: TopicPartition, entries: Sequence[EntryBlock]) -> bool:
-        """Whether what came now is to be taken; else it has to come again.
+    def may_receive(self, topic_partition: TopicPartition, first: EntryId) -> bool:
+        """Whether what came now, an entry or some from it on, is to be taken; else it has to come
+        again.
 
         Raises:
             TopicRecreatedError: The topic partition is another one.
         """
         if self._doubted(topic_partition) is None:
             return True
-        first = min(block.id for block in entries)
         try:
             # What came now may be from before, where nothing shows that it is the same.
             return self._shown(topic_partition, first) in (Shown.SAME, Shown.OTHERS)
@@ -124,7 +124,7 @@ class Continuity:
         start = start if first is None else min(start, first)
         shown = Shown.NOTHING
         deadline = time.monotonic() + COMPARE_S
-        with Scan(self._broker, topic_partition, start, last) as scan:
+        with Scan(self._broker, topic_partition, start, last, corrupt={}) as scan:
             while not scan.done:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from keyshard.broker.port import Broker
+from keyshard.broker.refused_entries import entry_of
 from keyshard.config.source import SourceConfig
+from keyshard.core.holes.settling import Proofs
 from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.reception import Rest
 from keyshard.core.window.partition_window import Receipt
-from keyshard.errors import KeyShardError
+from keyshard.errors import CorruptEntryError, KeyShardError
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.continuity import Continuity
 from keyshard.worker.load_meter import LoadMeter
@@ -106,9 +109,31 @@ class Intake:
         if committed:
             self._acknowledger.submit(owned_range.topic_partition, committed)
 
+    def corrupt(self, range_consumer: RangeConsumer, error: CorruptEntryError) -> Rest | None:
+        if not self._config.skips_corrupt:
+            raise error
+        owned_range, entry_id = range_consumer.owned_range, entry_of(error)
+        where = owned_range.topic_partition
+        if not self._continuity.may_receive(where, entry_id):
+            return Rest(time.monotonic() + COMPARE_AGAIN_S)
+        with self._shared.lock:
+            window = self._shared.window
+            if not self._range_consumers.owns(owned_range) or window.known[where].holds(entry_id):
+                return None  # it could be read once: it is acknowledged with its batch
+            if not window.known[where].state.settled(entry_id):
+                window.counters.corrupt_skipped += 1
+                settled = EntrySet.of([entry_id])
+                proofs = Proofs(settled=settled, published_ms=time.time_ns() // 1_000_000)
+                window.prove(where, proofs, window.known[where].owners)
+            skipped = window.counters.corrupt_skipped
+        self._oddities.corrupt(error, skipped)
+        self._acknowledger.submit(where, [entry_id])
+        return None
+
     def _admitted(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
         """Those of some entries that are to be taken now."""
-        if not self._continuity.may_receive(range_consumer.owned_range.topic_partition, entries):
+        first = min(block.id for block in entries)
+        if not self._continuity.may_receive(range_consumer.owned_range.topic_partition, first):
             # Everything comes again to the consumer that is subscribed then.
             return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
         if self._admit is None:

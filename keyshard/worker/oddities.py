@@ -6,11 +6,11 @@ import logging
 import time
 
 from keyshard.core.position.entry import EntryBlock
-from keyshard.errors import MisroutedError
+from keyshard.errors import CorruptEntryError, MisroutedError
 from keyshard.worker.receiver import OwnedRange
 
 WARN_INTERVAL_S = 60.0
-"""Shortest time between two warnings of misrouted messages, seconds."""
+"""Shortest time between two warnings of misrouted messages or of skipped entries, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class Oddities:
         self._fail_on_misrouted = fail_on_misrouted
         self._warned_s = -WARN_INTERVAL_S
         self._named_unreadable = False
+        self._named_corrupt_s = -WARN_INTERVAL_S
 
     def misrouted(self, owned_range: OwnedRange, rows: int) -> None:
         """Messages came to a range that they do not hash into.
@@ -49,6 +50,22 @@ class Oddities:
         if now_s - self._warned_s >= WARN_INTERVAL_S:
             self._warned_s = now_s
             _log.warning("%s", text)
+
+    def corrupt(self, error: CorruptEntryError, skipped: int) -> None:
+        """An entry that cannot be read is skipped.
+
+        Args:
+            error: Names it.
+            skipped: How many have been.
+        """
+        now_s, level = time.monotonic(), logging.DEBUG
+        if now_s - self._named_corrupt_s >= WARN_INTERVAL_S:
+            self._named_corrupt_s, level = now_s, logging.WARNING
+        why = error.message.partition(". ")[0]
+        _log.log(
+            level, "%s. It is acknowledged and left out, because on_corrupt is skip; %d so far.",
+            why, skipped,
+        )  # fmt: skip
 
     def unreadable(self, owned_range: OwnedRange, block: EntryBlock) -> None:
         """A message has metadata that cannot be what it should; named once."""

@@ -17,7 +17,7 @@ from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.core.reception import Event, Reception, Rest, Turn
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import ClientQueue
-from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
+from keyshard.errors import BrokerError, CorruptEntryError, KeyShardError, RuntimeStoppedError
 
 RECEIVE_WAIT_MS = 10
 """Longest wait for one consumer before the next has its turn, milliseconds."""
@@ -72,6 +72,9 @@ class Sink(Protocol):
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
         """Take entries of one range consumer, in delivery order; an answer where some are not."""
+
+    def corrupt(self, range_consumer: RangeConsumer, error: CorruptEntryError) -> Rest | None:
+        """Skip an entry that cannot be read, or raise that; an answer where it is to come again."""
 
     def reopen(self, range_consumer: RangeConsumer) -> None:
         """Give it a new consumer; everything unacknowledged comes again."""
@@ -242,12 +245,20 @@ class Receiver:
         if turn is Turn.RECEIVE_ANEW:
             self._reopen(range_consumer)
         connected = range_consumer.consumer.is_connected()
-        blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
-        if not blocks:
+        blocks: Sequence[EntryBlock] = ()
+        corrupt: CorruptEntryError | None = None
+        try:
+            blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
+        except CorruptEntryError as exc:
+            corrupt = exc
+        if not blocks and corrupt is None:
             self._ask_to_ring(range_consumer)
             return
         reception.heard(time.monotonic())
-        rest = (self._take if connected else self._let_pass)(range_consumer, blocks)
+        if corrupt is not None and connected:
+            rest = self._sink.corrupt(range_consumer, corrupt)
+        else:
+            rest = (self._take if connected else self._let_pass)(range_consumer, blocks)
         if rest is not None:
             self._rest(range_consumer, rest)
             return

@@ -76,6 +76,9 @@ class Harness(Protocol):
     def publish_chunked(self, topic: str, key: str) -> list[EntryId]:
         """Publish a message that is stored as several entries; their ids."""
 
+    def publish_corrupt(self, topic: str) -> None:
+        """Store an entry that cannot be read."""
+
     def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
         """Start another process with a consumer of the subscription."""
 

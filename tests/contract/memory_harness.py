@@ -54,6 +54,10 @@ class MemoryHarness:
         for time_ms in times_ms:
             self._cluster.publish(topic, Message(b"%d" % time_ms, key="k"), publish_ms=time_ms)
 
+    def publish_corrupt(self, topic: str) -> None:
+        ((where, entry_id),) = self._cluster.publish(topic, Message(b"?", key="k"))
+        self._cluster.corrupt(where, entry_id)
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         return self._cluster.backlog(topic_partition, subscription)
 

@@ -94,6 +94,10 @@ class PulsarHarness:
         ]
         self.publish_raw(topic, timed)
 
+    def publish_corrupt(self, topic: str) -> None:
+        # LZ4 that is none.
+        self.publish_raw(topic, [({6: b"k", 8: 1, 9: 50}, b"garbage")])
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         answer = self._admin.get(
             f"{_path(topic_partition.name)}/stats", params={"getPreciseBacklog": "true"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from contract_harness import (
     RECEIVE_MS,
@@ -16,10 +18,11 @@ from contract_harness import (
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.log import MARKER_SLOT
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.broker.refused_entries import entry_of
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.errors import ChunkedMessageError
+from keyshard.errors import ChunkedMessageError, CorruptEntryError
 
 FIRST = EntryId(0, 0)
 LOW, HIGH = split_ring(2)
@@ -105,3 +108,36 @@ def test_of_a_partly_acknowledged_batch_only_the_rest_comes(breakable: Breakable
     assert breakable.backlog(where) == 1
     consumer.acknowledge([entry_id])
     wait_until(lambda: breakable.backlog(where) == 0)
+
+
+def test_an_entry_that_cannot_be_read_is_named_once_and_what_lies_behind_it_comes(
+    harness: Harness, request: pytest.FixtureRequest
+) -> None:
+    if "pulsar" in request.node.callspec.params.values():
+        pytest.skip("pulsar-client acknowledges it, and tells nobody")
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    for number in range(3):
+        harness.publish(where.name, [Message(b"%d" % number, key="k")])
+        harness.publish_corrupt(where.name)
+    reader = broker.reader(where, FIRST)
+    for take in (consumer.receive, reader.read):
+        found: list[bytes | int] = []
+
+        def taken(
+            take: Callable[[int], list[EntryBlock]] = take, found: list[bytes | int] = found
+        ) -> bool:
+            try:
+                found.extend(value for block in take(RECEIVE_MS) for value in block.values)
+            except CorruptEntryError as exc:
+                found.append(entry_of(exc).entry)
+            return len(found) == 6
+
+        wait_until(taken)
+        assert found == [b"0", 1, b"1", 3, b"2", 5]
+    assert reader.at_end()
+    assert harness.backlog(where) == 6
+    ledger = consumer.last_entry()
+    assert ledger is not None
+    consumer.acknowledge([EntryId(ledger.ledger, number) for number in range(6)])
+    wait_until(lambda: harness.backlog(where) == 0)

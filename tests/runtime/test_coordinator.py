@@ -696,6 +696,7 @@ def test_the_status_is_of_plain_json_values(bench: Bench) -> None:
             "misrouted": 0,
             "keyless": 0,
             "unreadable": 0,
+            "corruptSkipped": 0,
             "ackHoles": 0,
             "holesSettled": 0,
             "entriesLost": 0,

@@ -25,7 +25,7 @@ from keyshard.broker.wire.connection import Address, WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
 from keyshard.config.connection import Connection, Token
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import (
     AuthenticationError,
@@ -373,18 +373,40 @@ def test_a_subscription_that_the_broker_ends_while_it_is_made_is_made_again(
     assert [block.id.entry for block in consumer.receive(5_000)] == [3]
 
 
-def test_a_corrupt_entry_is_named_again_and_again_and_never_acknowledged(
+def test_a_corrupt_entry_is_named_where_it_lies_and_never_acknowledged(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    broker = brokers(told)
+    consumer, reader = subscribed(broker), broker.reader(TOPIC, EntryId(7, 0))
+    bad = b"\x0e\x01\0\0\0\0" + entry(1)
+    for number, take in enumerate((consumer.receive, reader.read)):
+        for entry_id, stored in enumerate([entry(0), bad, entry(2), bad, bad, entry(5)]):
+            told.sessions[0].deliver(entry_id, stored, number)
+        found = [next_of(take) for _ in range(6)]
+        assert found == [0, "7:1", 2, "7:3", "7:4", 5]
+    broker.close()
+    assert not told.asked_for(ACK)
+
+
+def next_of(take: Callable[[int], list[EntryBlock]]) -> int | str:
+    """Number of the next entry that comes; a text of one that cannot be read."""
+    try:
+        (block,) = take(5_000)
+    except CorruptEntryError as exc:
+        return str(exc.message.split()[1])
+    return block.id.entry
+
+
+def test_permits_of_a_corrupt_batch_are_given_back_as_the_broker_counts_them(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     consumer = subscribed(brokers(told))
-    for number, stored in enumerate([entry(0), b"\x0e\x01\0\0\0\0" + entry(1), entry(2)]):
-        told.sessions[0].deliver(number, stored)
-    assert [block.id.entry for block in consumer.receive(5_000)] == [0]
-    for _ in range(2):
-        with pytest.raises(CorruptEntryError, match=r"Entry 7:1 of .*checksum"):
-            until(lambda: consumer.receive(5_000))
-    consumer.close()
-    assert not told.asked_for(ACK)
+    metadata = message({1: b"p", 2: 0, 3: 1, 11: 10})
+    checksum_wrong = b"\x0e\x01\0\0\0\0" + struct.pack(">I", len(metadata)) + metadata
+    told.sessions[0].deliver(0, checksum_wrong)
+    with pytest.raises(CorruptEntryError):
+        until(lambda: consumer.receive(5_000))
+    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 10])
 
 
 def test_a_consumer_that_takes_nothing_does_not_hold_up_another(

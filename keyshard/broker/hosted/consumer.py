@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from keyshard.broker.hosted.wire import Delivery
+from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, CorruptEntryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,16 @@ class Holders:
         self._held: dict[HostedConsumer, set[EntryId]] = {}
         """The same by consumer: one that loses its worker is forgotten beside all others."""
 
-    def took(self, consumer: HostedConsumer, blocks: Sequence[EntryBlock]) -> None:
+    def took(self, consumer: HostedConsumer, entries: Iterable[EntryId]) -> None:
         """A consumer has handed out entries."""
         with self._lock:
             own = self._held.setdefault(consumer, set())
-            for block in blocks:
-                before = self._holders.get(block.id)
+            for entry_id in entries:
+                before = self._holders.get(entry_id)
                 if before is not None:
-                    self._held[before].discard(block.id)
-                self._holders[block.id] = consumer
-                own.add(block.id)
+                    self._held[before].discard(entry_id)
+                self._holders[entry_id] = consumer
+                own.add(entry_id)
 
     def release(
         self, entries: Sequence[EntryId], other: HostedConsumer
@@ -124,10 +125,12 @@ class HostedConsumer:
             delivery = self._queue.popleft()
             self._taken += sum(block.rows for block in delivery.blocks)
             number, taken = self.number, self._taken
-        self._holders.took(self, delivery.blocks)
+        error = delivery.error
+        corrupt = [entry_of(error)] if isinstance(error, CorruptEntryError) else []
+        self._holders.took(self, [*(block.id for block in delivery.blocks), *corrupt])
         self._hosting.took(number, taken)
-        if delivery.error is not None:
-            raise delivery.error
+        if error is not None:
+            raise error
         return list(delivery.blocks)
 
     def when_ready(self, callback: Callable[[], None]) -> None:
@@ -199,7 +202,7 @@ class HostedConsumer:
         """Without a connection: what is here comes again with the next one."""
         passed, self._queue = self._queue, deque()
         for delivery in passed:
-            if delivery.error is None:
+            if delivery.error is None or isinstance(delivery.error, CorruptEntryError):
                 self._taken += sum(block.rows for block in delivery.blocks)
             else:
                 self._queue.append(delivery)

@@ -18,7 +18,7 @@ from keyshard.broker.hosted.wire import NOTHING, Delivery, keys_of, packed
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError, KeyShardError
 
 FULL_WAIT_S = 0.02
 """Longest wait for something to give while a consumer waits until more of it was taken, seconds."""
@@ -313,7 +313,12 @@ class Host:
                 return
             connected = hosted.consumer.is_connected()
             self._tell(hosted, connected=connected)
-            blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
+            try:
+                blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
+            except CorruptEntryError as exc:
+                # What lies behind it comes next.
+                self._give(hosted, Delivery(hosted.number, (), exc))
+                return
             if not blocks:
                 hosted.consumer.when_ready(lambda: self._ring(hosted))
             elif connected:
@@ -360,7 +365,7 @@ class Host:
             hosted.given += rows
             if hosted.given - hosted.taken >= hosted.ahead_max:
                 self._full.add(hosted.number)
-            elif delivery.error is None:
+            elif delivery.error is None or isinstance(delivery.error, CorruptEntryError):
                 self._ready.append(hosted)
             self._changed.notify_all()
 

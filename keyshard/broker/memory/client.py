@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from keyshard.broker.memory.chunks import ChunkAssembly, refused
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
-from keyshard.broker.memory.log import EntryLog, StoredEntry
-from keyshard.broker.refused_entries import of_entry
+from keyshard.broker.memory.log import EntryLog
+from keyshard.broker.refused_entries import corrupt_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
-    ChunkedMessageError,
+    KeyShardError,
     RangeConflictError,
     TopicNotFoundError,
 )
@@ -28,6 +29,8 @@ READ_MESSAGES_MAX = 1_000
 """Messages one read returns at most, unless its first entry is larger."""
 GROUP_MAX = 1_000
 """Acknowledgements a client groups at most."""
+CORRUPT = "its checksum is wrong"
+"""What is wrong with an entry that a test made corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,12 @@ class MemoryConsumer:
                 if self._queue[0].entry.chunk is not None:
                     chunked = self._queue.popleft().entry
                     raise refused(chunked, self._topic_partition)
+                corrupt = self._queue[0].entry.id
+                if corrupt in self._subscription.log.corrupt:
+                    if blocks:
+                        break
+                    self._pass(self._queue.popleft())
+                    raise corrupt_entry(self._topic_partition, corrupt, CORRUPT)
                 blocks.append(self._take(room))
                 room -= blocks[-1].rows
             self._return_permits(self._queue_size - room)
@@ -235,6 +244,10 @@ class MemoryConsumer:
             answers=self._connection.answers,
         )
 
+    def _pass(self, delivery: Delivery) -> None:
+        self._return_permits(len(delivery.indices) - self._taken)
+        self._taken = 0
+
     def _take(self, room: int) -> EntryBlock:
         entry, indices = self._queue[0]
         block = entry.block(indices[self._taken : self._taken + room], self._hash_range)
@@ -280,7 +293,7 @@ class MemoryReader:
         self._closed = False
         self._connected = self._stayed_connected = True
         self._asked_without = False
-        self._refused: ChunkedMessageError | None = None
+        self._refused: KeyShardError | None = None
         self._expects = -1
         self._notify: Callable[[], None] = self._changed.notify_all
         log.on_append.append(self._notify)
@@ -305,6 +318,11 @@ class MemoryReader:
             while self._connected and self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
+                if entry.id in self._log.corrupt:
+                    if blocks:
+                        break
+                    self._next += 1
+                    raise corrupt_entry(self._topic_partition, entry.id, CORRUPT)
                 self._next += 1
                 if entry.hidden or self._chunks.is_incomplete(entry):
                     continue
@@ -363,36 +381,3 @@ class MemoryReader:
     def _check_open(self) -> None:
         if self._closed:
             raise BrokerError(f"A reader of {self._topic_partition} is closed.")
-
-
-class ChunkAssembly:
-    """Joins the parts of chunked messages; one whose first part did not come is skipped."""
-
-    def __init__(self) -> None:
-        self._parts: dict[EntryId, int] = {}
-
-    def is_incomplete(self, entry: StoredEntry) -> bool:
-        """Take an entry; whether it is a part of a message that is not whole now."""
-        chunk = entry.chunk
-        if chunk is None:
-            return False
-        if chunk.number == 0:
-            self._parts[chunk.first] = 0
-        if self._parts.get(chunk.first) != chunk.number:
-            return True
-        self._parts[chunk.first] += 1
-        if self._parts[chunk.first] < chunk.count:
-            return True
-        del self._parts[chunk.first]
-        return False
-
-
-def refused(entry: StoredEntry, where: TopicPartition) -> ChunkedMessageError:
-    """What is raised for the last entry of a chunked message."""
-    return of_entry(
-        ChunkedMessageError,
-        f"Message {entry.id.ledger}:{entry.id.entry} of {where} is chunked. Nothing of it was "
-        "acknowledged. Switch chunking off at the producer.",
-        where,
-        entry.id,
-    )

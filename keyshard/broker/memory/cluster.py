@@ -220,6 +220,11 @@ class MemoryCluster:
             self._appended(topic_partition)
         return [entry.id for entry in entries]
 
+    def corrupt(self, topic_partition: TopicPartition, *entries: EntryId) -> None:
+        """From now on nobody can read some entries."""
+        with self.lock:
+            self.log(topic_partition).corrupt.update(entries)
+
     def acknowledge(
         self, topic_partition: TopicPartition, subscription: str, entries: Iterable[EntryId]
     ) -> None:

@@ -135,6 +135,8 @@ class EntryLog:
         self._next_id = EntryId(self.first_ledger, 0)
         self._sequence_ids: dict[str, int] = {}
         self._first = 0
+        self.corrupt: set[EntryId] = set()
+        """Entries that nobody can read any more."""
         self.on_append: list[Callable[[], None]] = []
         """Called after entries were appended; readers wait on it."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyshard.broker.port import HowToRead
+from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
@@ -16,7 +17,7 @@ from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.subscribed import Shared, Subscribed, ids_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.errors import BrokerUnavailableError, CorruptEntryError, KeyShardError
 
 ACKNOWLEDGED_AT_ONCE = 10_000
 """Entries that one command acknowledges at most."""
@@ -66,8 +67,7 @@ class WireConsumer(Subscribed):
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         if self._refused is not None:
-            self._check_open()
-            raise self._refused
+            raise self._refusal()
         entries = self.take(timeout_ms / 1000 if timeout_ms > GLANCE_MS else 0)
         if not entries:
             return []
@@ -81,9 +81,20 @@ class WireConsumer(Subscribed):
                 ledger, entry, self.topic_partition,
             )  # fmt: skip
         self._refused = decoded.refused
-        if self._refused is not None and not decoded.blocks:
-            raise self._refused
+        if self._refused is not None:
+            self.put_back(entries[decoded.seen :])
+            if not decoded.blocks:
+                raise self._refusal()
         return decoded.blocks
+
+    def _refusal(self) -> KeyShardError:
+        """What is refused; what is behind an entry that cannot be read comes next."""
+        self._check_open()
+        assert self._refused is not None
+        refused = self._refused
+        if isinstance(refused, CorruptEntryError):
+            self._refused = None
+        return refused
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         with self._acknowledging:
@@ -159,17 +170,27 @@ class WireReader(Subscribed):
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         if self._refused is not None:
-            self._check_open()
-            raise self._refused
+            raise self._refusal()
         entries = self.take(timeout_ms / 1000)
         if not entries:
             return []
         decoded = self._decode(entries)
         self.used(decoded.messages)
         self._refused = decoded.refused
-        if self._refused is not None and not decoded.blocks:
-            raise self._refused
+        if self._refused is not None:
+            self.put_back(entries[decoded.seen :])
+            if not decoded.blocks:
+                raise self._refusal()
         return decoded.blocks
+
+    def _refusal(self) -> KeyShardError:
+        """What is refused; an entry that cannot be read is passed then."""
+        self._check_open()
+        assert self._refused is not None
+        refused = self._refused
+        if isinstance(refused, CorruptEntryError):
+            self._passed, self._refused = entry_of(refused), None
+        return refused
 
     def _decode(self, entries: Sequence[RawEntry]) -> Decoded:
         decoded = decode(

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
-from keyshard.broker.refused_entries import encrypted_entry, of_entry
+from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
 from keyshard.broker.wire import bulk
 from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.frames import api
@@ -31,7 +31,6 @@ from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartiti
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
     ChunkedMessageError,
-    CorruptEntryError,
     EncryptedMessageError,
     KeyShardError,
 )
@@ -95,15 +94,16 @@ def decode(
     rows: list[_Row] = []
     refused: KeyShardError | None = None
     left_out: EntryId | None = None
-    messages = 0
+    messages = number = 0
     for number, raw in enumerate(entries, 1):
         start = len(into.sizes)
         try:
             row = _take(raw, where, into)
         except UnreadableError as exc:
-            refused = _corrupt(where, raw.id, str(exc))
+            refused, messages = corrupt_entry(where, raw.id, str(exc)), messages + messages_in(raw)
         except (DecodeError, struct.error, IndexError) as exc:
-            refused = _corrupt(where, raw.id, f"it ends too early ({exc})")
+            why = f"it ends too early ({exc})"
+            refused, messages = corrupt_entry(where, raw.id, why), messages + messages_in(raw)
         except ChunkedMessageError as exc:
             refused = exc
         except EncryptedMessageError as exc:
@@ -120,19 +120,21 @@ def decode(
         if not number % ENTRIES_AT_ONCE:
             time.sleep(0)
     blocks = _blocks(rows, into) if rows else []
-    return Decoded(blocks, refused, left_out, messages)
+    return Decoded(blocks, refused, left_out, messages, 0 if refused is None else number)
 
 
 def messages_in(raw: RawEntry) -> int:
     """Messages that the broker counts against the permits of whom it sent an entry.
 
-    An entry that cannot be read counts as one.
+    The broker looks at no checksum. An entry whose metadata cannot be read counts as one.
     """
     try:
-        metadata, _, _ = _opened(raw)
+        metadata, _, _ = _opened(raw, checked=False)
     except (UnreadableError, DecodeError, struct.error, IndexError):
         return 1
-    return len(_indices(raw, max(1, metadata.num_messages_in_batch)))
+    count = max(1, metadata.num_messages_in_batch)
+    # What is declared may be any number.
+    return len(_indices(raw, min(count, 64 * len(raw.ack_set)))) if raw.ack_set else count
 
 
 def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
@@ -164,7 +166,7 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     return _Row(raw, start, count, batched, indices)
 
 
-def _opened(raw: RawEntry) -> tuple[Any, bytes, int]:
+def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
     """Metadata of an entry, and where its payload begins in which bytes."""
     data, position = raw.data, raw.position
     if data[position : position + 2] == _BROKER_METADATA:
@@ -172,7 +174,7 @@ def _opened(raw: RawEntry) -> tuple[Any, bytes, int]:
     if data[position : position + 2] == _CHECKED:
         (checksum,) = _SIZE.unpack_from(data, position + 2)
         data, position = data[position + 6 :], 0
-        if google_crc32c.value(data) != checksum:
+        if checked and google_crc32c.value(data) != checksum:
             raise UnreadableError("its checksum is wrong")
     (size,) = _SIZE.unpack_from(data, position)
     position += 4 + size
@@ -379,17 +381,6 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
             )
         )
     return blocks
-
-
-def _corrupt(where: TopicPartition, entry_id: EntryId, why: str) -> CorruptEntryError:
-    return of_entry(
-        CorruptEntryError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
-        "was acknowledged. Look for the producer that wrote it; transport=client acknowledges such "
-        "entries and leaves them out.",
-        where,
-        entry_id,
-    )
 
 
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:

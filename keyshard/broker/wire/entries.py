@@ -32,7 +32,10 @@ class Decoded(NamedTuple):
     left_out: EntryId | None
     """An encrypted entry that was left out, where that is allowed."""
     messages: int
-    """Messages of the blocks and of what was left out, as the broker counts them."""
+    """Messages of the blocks, of what was left out and of what cannot be read, as the broker counts
+    them."""
+    seen: int = 0
+    """Entries up to the one that is refused, it included; 0 without one."""
 
 
 class UnreadableError(Exception):

@@ -127,6 +127,12 @@ class Subscribed:
                 found.append(one)
             return found
 
+    def put_back(self, entries: Sequence[RawEntry]) -> None:
+        """They were taken last, and are to be taken again, unless they come again."""
+        with self._changed:
+            if self._taken_id == self._id and not self._closed:
+                self._entries.extendleft(reversed(entries))
+
     def used(self, messages: int) -> None:
         """Let the broker send as many messages more as were taken last."""
         with self._changed:

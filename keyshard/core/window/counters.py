@@ -17,6 +17,8 @@ class Counters:
     keyless: int = 0
     unreadable: int = 0
     """Messages with a time, key or property that cannot be what it should."""
+    corrupt_skipped: int = 0
+    """Entries that could not be read, and were acknowledged because ``on_corrupt`` is ``skip``."""
     holes_settled: int = 0
     """Entries of holes that a checkpoint calls settled."""
     entries_lost: int = 0

@@ -165,6 +165,10 @@ class PartitionWindow:
             del self.taken[block.id]
         return blocks[:count]
 
+    def holds(self, entry_id: EntryId) -> bool:
+        """Whether an entry is received, taken or planned, perhaps before it is read again."""
+        return entry_id in self.held or entry_id in self.expected
+
     def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> Receipt:
         """What becomes of an entry whose id is held or settled.
 

@@ -1,0 +1,173 @@
+"""Entries that cannot be read: the source ends before one, or skips it by the user's choice."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from helpers import commit, config, keys_of, received, rows_of, running, wait_until
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.errors import ConfigError, CorruptEntryError
+
+KEYS = keys_of(4)
+
+
+class Bench:
+    """A topic without partitions, whose entries tell their number."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=30)
+        self.topic = self.cluster.create_topic("orders")
+        (self.where,) = self.cluster.partitions(self.topic)
+        self.ids: list[EntryId] = []
+
+    def publish(self, count: int) -> None:
+        for number in range(len(self.ids), len(self.ids) + count):
+            message = Message(b"%d" % number, key=KEYS[number % 4])
+            ((_, entry_id),) = self.cluster.publish(self.where, message)
+            self.ids.append(entry_id)
+
+    def corrupt(self, *numbers: int) -> None:
+        self.cluster.corrupt(self.where, *(self.ids[number] for number in numbers))
+
+    def source(self, **changes: Any) -> SourceConfig:
+        return config(self.topic, **({"on_corrupt": "skip", "transport": "wire"} | changes))
+
+    @property
+    def backlog(self) -> int:
+        return self.cluster.backlog(self.where, "unit")
+
+
+def numbers(coordinator: Coordinator, end: Checkpoint) -> list[int]:
+    return sorted(int(row["value"]) for part in rows_of(coordinator, end).values() for row in part)
+
+
+def test_skipped_entries_are_acknowledged_counted_named_and_no_hole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    bench.publish(20)
+    bench.corrupt(0, 7, 8, 19)
+    with caplog.at_level(logging.WARNING), running(bench.cluster, bench.source()) as coordinator:
+        received(coordinator, 16)
+        wait_until(lambda: coordinator.status()["corruptSkipped"] == 4)
+        wait_until(lambda: bench.backlog == 16)  # before anything is committed
+        end = commit(coordinator)
+        wait_until(lambda: bench.backlog == 0)
+        assert coordinator.status()["ackHoles"] == 0
+    assert end.partitions[bench.where].delivered.run_count == 1
+    (said,) = [one.getMessage() for one in caplog.records if "on_corrupt" in one.getMessage()]
+    assert "its checksum is wrong" in said
+
+
+def test_without_a_word_a_source_ends_before_one_and_acknowledges_nothing() -> None:
+    bench = Bench()
+    bench.publish(4)
+    bench.corrupt(3)
+    with running(bench.cluster, bench.source(on_corrupt="fail")) as coordinator:
+
+        def ended() -> bool:
+            coordinator.batches.cut()
+            return False
+
+        with pytest.raises(CorruptEntryError, match=r"Entry \d+:3 .*on_corrupt=skip"):
+            wait_until(ended)
+        assert bench.backlog == 4
+
+
+@pytest.mark.parametrize("with_admin", [False, True])
+def test_a_bounded_run_ends_behind_them(with_admin: bool) -> None:
+    bench = Bench()
+    bench.publish(40)
+    bench.corrupt(0, 5, 29, 30, 38, 39)
+    admin = MemoryAdmin(bench.cluster) if with_admin else None
+    source = bench.source(available_now_timeout_ms=20_000, available_now_quiet_ms=3_600_000)
+    coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster), admin)
+    coordinator.start(None, available_now=True)
+    got: list[int] = []
+    while (end := coordinator.batches.cut_available(7)) is not None:
+        got += numbers(coordinator, end)
+        coordinator.batches.release(end)
+    coordinator.stop()
+    assert sorted(got) == sorted(set(range(40)) - {0, 5, 29, 30, 38, 39})
+
+
+@pytest.mark.parametrize("on_corrupt", ["skip", "fail"])
+@pytest.mark.parametrize("with_admin", [False, True])
+def test_a_batch_among_them_is_read_again_as_it_was(on_corrupt: str, with_admin: bool) -> None:
+    """Whatever is chosen by then."""
+    bench = Bench()
+    bench.publish(20)
+    bench.corrupt(4, 12)
+    admin = MemoryAdmin(bench.cluster) if with_admin else None
+    with running(bench.cluster, bench.source(), admin=admin) as coordinator:
+        received(coordinator, 18)
+        wait_until(lambda: coordinator.status()["corruptSkipped"] == 2)
+        end = coordinator.batches.cut()
+        assert end is not None
+        before = numbers(coordinator, end)
+        wait_until(lambda: bench.backlog == 18)
+    source = bench.source(on_corrupt=on_corrupt)
+    with running(bench.cluster, source, end, planned=True, admin=admin) as coordinator:
+        assert numbers(coordinator, end) == before
+        coordinator.batches.release(end)
+        wait_until(lambda: bench.backlog == 0)
+
+
+def test_an_entry_of_a_batch_that_became_corrupt_is_named_and_not_left_out() -> None:
+    bench = Bench()
+    bench.publish(8)
+    with running(bench.cluster, bench.source()) as coordinator:
+        received(coordinator, 8)
+        end = coordinator.batches.cut()
+        assert end is not None
+    bench.corrupt(5)
+    with (
+        running(bench.cluster, bench.source(), end, planned=True) as coordinator,
+        pytest.raises(CorruptEntryError, match=r"Entry \d+:5 "),
+    ):
+        coordinator.batches.plan(end)
+    assert bench.backlog == 8
+
+
+def test_what_could_be_read_once_is_not_acknowledged_before_its_batch() -> None:
+    bench = Bench()
+    bench.publish(8)
+    with running(bench.cluster, bench.source()) as coordinator:
+        received(coordinator, 8)
+        bench.corrupt(5)
+        assert bench.cluster.deliver_again(bench.where, "unit", bench.ids[5]) == 1
+        bench.publish(4)
+        received(coordinator, 12)
+        assert (bench.backlog, coordinator.status()["corruptSkipped"]) == (12, 0)
+        commit(coordinator)
+        wait_until(lambda: bench.backlog == 0)
+
+
+def test_a_broker_that_forgets_that_it_was_acknowledged_is_told_again() -> None:
+    bench = Bench()
+    bench.publish(8)
+    bench.corrupt(3)
+    with running(bench.cluster, bench.source()) as coordinator:
+        received(coordinator, 7)
+        wait_until(lambda: coordinator.status()["corruptSkipped"] == 1)
+        commit(coordinator)
+        wait_until(lambda: bench.backlog == 0)
+        bench.cluster.crash()
+        wait_until(lambda: bench.backlog == 0)
+        assert coordinator.status()["corruptSkipped"] == 1
+
+
+def test_pulsar_client_is_not_asked_to_count_what_it_hides() -> None:
+    with pytest.raises(ConfigError, match="transport"):
+        SourceConfig("t", on_corrupt="skip")
+    with pytest.raises(ConfigError, match="on_corrupt"):
+        SourceConfig("t", on_corrupt="park", transport="wire")
+    assert SourceConfig("t", on_corrupt="skip", transport="wire").skips_corrupt
