@@ -207,7 +207,7 @@ class SourceConfig:
 
     def _check_corrupt(self) -> None:
         check_choice("on_corrupt", self.on_corrupt, "fail", "skip")
-        if self.skips_corrupt and self.transport != WIRE and not self.in_memory:
+        if self.skips_corrupt and self.transport == CLIENT and not self.in_memory:
             raise ConfigError(
                 f"on_corrupt is 'skip', and transport is {shown(self.transport)}: pulsar-client "
                 "acknowledges entries that it cannot read by itself, and tells nobody. Use "
