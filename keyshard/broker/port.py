@@ -68,7 +68,9 @@ class Consumer(Protocol):
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge whole entries of this topic partition, whoever received them.
 
-        Returns as soon as the client took them; the broker may forget them in a crash.
+        Returns as soon as the client took them; the broker may forget them in a crash. A client
+        that is told by the broker that it has taken them sends again what a lost connection left
+        open.
 
         Raises:
             BrokerError: The client did not take them.
@@ -89,6 +91,9 @@ class Consumer(Protocol):
 
     def close(self, *, for_another: bool = False) -> None:
         """Flush acknowledgements and give the range back. Idempotent.
+
+        Where the broker tells the client that it has taken acknowledgements, that is waited for,
+        for a short time; what it has not confirmed by then is named in the log.
 
         What was delivered and not acknowledged is delivered again to the next owner.
 

@@ -16,6 +16,7 @@ from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Sent
 from keyshard.broker.port import Broker, Consumer
 from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -128,3 +129,14 @@ def test_a_source_reads_everything_once_and_writes_letters_through_the_client(
     wait_until(lambda: all(harness.backlog(where, "wire") == 0 for where in wheres))
     producer = harness.broker().producer(wheres[0], send_timeout_ms=5_000)
     assert producer.send(b"letter", key="k") > FIRST
+
+
+def test_a_broker_says_that_it_has_taken_acknowledgements(harness: WireHarness) -> None:
+    where = TopicPartition(harness.create_topic())
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, [Sent(b"%d" % number, key="k") for number in range(3)])
+    received = receive([consumer], 3)
+    assert isinstance(consumer, WireConsumer)
+    consumer.acknowledge(received.ids)
+    assert consumer.unconfirmed(10) == 0
+    assert harness.backlog(where) == 0, "no sooner than that"

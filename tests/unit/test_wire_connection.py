@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.protobuf import Value, fields_of, message
+from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
+from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import Address, WireConnection
@@ -37,7 +39,7 @@ from keyshard.errors import (
 
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
-LAST_ID, LAST_ID_RESPONSE, CHALLENGE, RESPONSE = 29, 30, 36, 37
+LAST_ID, LAST_ID_RESPONSE, CHALLENGE, RESPONSE, ACK_RESPONSE = 29, 30, 36, 37, 38
 DEADLINE_S = 10.0
 TOPIC = TopicPartition("persistent://public/default/t")
 Fields = dict[int, Value]
@@ -80,6 +82,11 @@ class Session:
         with suppress(OSError):
             self.stream.shutdown(socket.SHUT_RDWR)
 
+    def end_consumers(self) -> None:
+        """As a broker does whose topic goes to another one."""
+        for number in self.consumers:
+            self.send(CLOSE_CONSUMER, {1: number, 2: 0})
+
     def serve(self) -> None:
         with suppress(OSError, struct.error, ConnectionError):
             while True:
@@ -108,6 +115,8 @@ class Session:
             assert isinstance(number, int)
             self.consumers.append(number)
             self.send(SUCCESS, {1: fields[5]})
+        elif kind == ACK:
+            self.send(ACK_RESPONSE, {1: fields[1], 6: fields[8]})
         elif kind == CLOSE_CONSUMER:
             self.send(SUCCESS, {1: fields[2]})
         elif kind == LAST_ID:
@@ -436,6 +445,83 @@ def test_many_entries_are_acknowledged_by_one_command_and_closing_comes_after_it
         consumer.acknowledge([EntryId(7, 1)])
 
 
+def test_an_acknowledgement_without_a_receipt_is_sent_again_with_the_next_subscription(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    """Also where the broker ends the subscription and not the connection."""
+    consumer = subscribed(brokers(told))
+    for number, lose in enumerate((Session.cut, Session.end_consumers)):
+        told.answers[ACK] = lambda *_: None
+        consumer.acknowledge([EntryId(7, number)])
+        until(lambda: len(told.asked_for(ACK)) == 2 * number + 1)  # noqa: B023 - called at once
+        del told.answers[ACK]
+        lose(told.sessions[-1])
+        until(lambda: len(told.asked_for(ACK)) == 2 * number + 2)  # noqa: B023 - called at once
+        first, second = told.asked_for(ACK)[-2:]
+        assert first[3] == second[3]
+        assert first[1] != second[1]
+        assert consumer.unconfirmed(DEADLINE_S) == 0
+    assert len(told.sessions) == 2
+
+
+def test_the_end_waits_for_receipts(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "CONFIRM_S", DEADLINE_S)
+    may_answer = threading.Event()
+    told.answers[ACK] = lambda *what: may_answer.wait(DEADLINE_S) and Session.answer(*what)
+    consumer = subscribed(brokers(told))
+    consumer.acknowledge([EntryId(7, 1)])
+    closing = threading.Thread(target=consumer.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    may_answer.set()
+    closing.join(DEADLINE_S)
+    assert [kind for kind, _ in told.asked if kind in (ACK, CLOSE_CONSUMER)] == [
+        ACK, CLOSE_CONSUMER,
+    ]  # fmt: skip
+
+
+def test_the_end_says_what_has_no_receipt(
+    told: ToldBroker,
+    brokers: Callable[..., WireBroker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(brokering, "CONFIRM_S", 0.2)
+    broker = brokers(told)
+    one, other = subscribed(broker), subscribed(broker)
+    one.acknowledge([EntryId(7, 1)])
+    assert one.unconfirmed(DEADLINE_S) == 0
+    told.answers[ACK] = lambda *_: None
+    one.acknowledge([EntryId(7, 2), EntryId(7, 3)])
+    other.acknowledge([EntryId(7, 4)])
+    began = time.monotonic()
+    broker.close()
+    assert time.monotonic() - began < 5
+    assert "not confirmed that 3 entries" in caplog.text
+    assert len(told.asked_for(CLOSE_CONSUMER)) == 2, "in good order all the same"
+
+
+def test_a_refused_acknowledgement_is_none(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    refused = threading.Event()
+
+    def refuse(session: Session, _: int, fields: Fields) -> None:
+        del told.answers[ACK]
+        session.send(ACK_RESPONSE, {1: fields[1], 4: 2, 5: b"no bookie", 6: fields[8]})
+        refused.set()
+
+    told.answers[ACK] = refuse
+    consumer = subscribed(brokers(told))
+    consumer.acknowledge([EntryId(7, 1)])
+    assert refused.wait(DEADLINE_S)
+    assert consumer.unconfirmed(DEADLINE_S) == 0
+    assert len(told.asked_for(ACK)) == 2
+
+
 def test_who_takes_nothing_of_what_is_sent_is_given_up(
     told: ToldBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,7 +549,7 @@ def test_what_the_socket_does_not_take_at_once_is_sent_when_it_does(
 ) -> None:
     consumer = subscribed(brokers(told))
     held = threading.Event()
-    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    told.answers[ACK] = lambda *what: held.wait(DEADLINE_S) and Session.answer(*what)
     ids = [EntryId(2**40, 2**40 + number) for number in range(5_000)]
     for _ in range(100):
         consumer.acknowledge(ids)

@@ -19,7 +19,12 @@ from keyshard.broker.pulsar.credentials import Credentials, warn_of_secrets_in_t
 from keyshard.broker.pulsar.first_question import missing_topics
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.comebacks import Comebacks
-from keyshard.broker.wire.consumer import WireConsumer, WireReader
+from keyshard.broker.wire.consumer import (
+    CONFIRM_S,
+    WireConsumer,
+    WireReader,
+    warn_of_unconfirmed,
+)
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.subscribed import RETRY_S, Shared, Subscribed
 from keyshard.config.connection import Connection
@@ -129,6 +134,10 @@ class WireBroker:
                 return
             self._closed = True
             handles = list(self._handles)
+        end_s = time.monotonic() + CONFIRM_S
+        left = sum(one.unconfirmed(max(0.0, end_s - time.monotonic())) for one in handles)
+        if left:
+            warn_of_unconfirmed(left, "this connection")
         self._shared.comebacks.close()
         end_s = time.monotonic() + CLOSE_S
         for handle in handles:

@@ -14,10 +14,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NoAnswerError
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from keyshard.broker.pulsar.credentials import Credentials
@@ -50,11 +51,13 @@ _CLIENT = b"keyshard"
 _PROTOCOL_VERSION = 21
 _ANSWERS = {
     "success", "partitioned_metadata_response", "lookup_response", "get_last_message_id_response",
+    "ack_response",
 }  # fmt: skip
-_MAY_FAIL = {"partitioned_metadata_response", "lookup_response"}
+_MAY_FAIL = {"partitioned_metadata_response", "lookup_response", "ack_response"}
 _NO_REQUEST = 2**64 - 1
 """Request id of a broker that refuses no request, but the connection."""
 
+_request_ids = itertools.count(1)
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +108,6 @@ class WireConnection:
         self._credentials = credentials
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Any]] = {}
-        self._request_ids = itertools.count(1)
         self._connected: Future[Any] = Future()
         self._handles: dict[int, Handle] = {}
         self._unsent = bytearray()
@@ -184,27 +186,63 @@ class WireConnection:
                 self._why = "it takes nothing of what is sent"
             self._wake()
 
-    def ask(self, name: str, content: Any, timeout_s: float) -> Any:
+    def ask(
+        self, name: str, content: Any, timeout_s: float, answered: Future[Any] | None = None
+    ) -> Any:
         """Send a request, and wait for its answer; gives it its ``request_id``.
+
+        Args:
+            name: Of the command.
+            content: The command.
+            timeout_s: Longest wait, seconds.
+            answered: Where the answer goes, for somebody else who may know it.
 
         Raises:
             BrokerUnavailableError: The connection is lost, or no answer came in time.
             RefusedError: The broker refuses.
         """
-        content.request_id = next(self._request_ids)
-        answered: Future[Any] = Future()
-        with self._lock:
-            self._requests[content.request_id] = answered
+        content.request_id = next(_request_ids)
+        answered = answered or Future()
         try:
-            self.send(name, content)
+            self._request(name, content, answered)
             return answered.result(timeout_s)
         except NoAnswerError as exc:
             raise BrokerUnavailableError(
                 f"The broker at {self.address} did not answer within {timeout_s:.1f} s."
             ) from exc
         finally:
-            with self._lock:
-                self._requests.pop(content.request_id, None)
+            self.forget(content.request_id)
+
+    def begin(self, name: str, content: Any, done: Callable[[int, Future[Any]], None]) -> int:
+        """Send a request; gives it its ``request_id``, and returns that at once.
+
+        Args:
+            name: Of the command.
+            content: The command.
+            done: Called with the id and the answer, or that it is lost, by the reading thread.
+
+        Raises:
+            BrokerUnavailableError: The connection is lost.
+        """
+        number = content.request_id = next(_request_ids)
+        answered: Future[Any] = Future()
+        answered.add_done_callback(partial(done, number))
+        try:
+            self._request(name, content, answered)
+        except BrokerUnavailableError:
+            self.forget(number)
+            raise
+        return number
+
+    def forget(self, request_id: int) -> None:
+        """Wait for an answer no more. Idempotent."""
+        with self._lock:
+            self._requests.pop(request_id, None)
+
+    def _request(self, name: str, content: Any, answered: Future[Any]) -> None:
+        with self._lock:
+            self._requests[content.request_id] = answered
+        self.send(name, content)
 
     def register(self, consumer_id: int, handle: Handle) -> None:
         """Give a handle what comes for a consumer id; it is told when the connection is lost.
@@ -353,7 +391,7 @@ class WireConnection:
 
     def _answer(self, name: str, command: Any) -> None:
         with self._lock:
-            waiting = self._requests.get(command.request_id)
+            waiting = self._requests.pop(command.request_id, None)
         if waiting is None:
             return
         with suppress(InvalidStateError):
@@ -365,7 +403,7 @@ class WireConnection:
     def _refuse(self, command: Any) -> None:
         refused = RefusedError(command.error, command.message)
         with self._lock:
-            waiting = self._requests.get(command.request_id)
+            waiting = self._requests.pop(command.request_id, None)
         if waiting is None and not self._connected.done():
             waiting = self._connected
         if waiting is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +13,20 @@ from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.broker.wire.frames import api
-from keyshard.broker.wire.subscribed import Shared, Subscribed, ids_of
+from keyshard.broker.wire.receipts import Receipts
+from keyshard.broker.wire.subscribed import Shared, Subscribed
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerUnavailableError, CorruptEntryError, KeyShardError
+from keyshard.errors import CorruptEntryError, KeyShardError
 
-ACKNOWLEDGED_AT_ONCE = 10_000
-"""Entries that one command acknowledges at most."""
 GLANCE_MS = 10
 """Time to receive up to which nothing is waited for, milliseconds: whoever has others to serve is
 called when something came."""
-UNSENT_MAX = 100_000
-"""Acknowledgements that wait for a connection at most."""
+CONFIRM_S = 2.0
+"""Longest wait at the end for the broker to say that it took what was acknowledged, seconds."""
 _EXCLUSIVE, _KEY_SHARED = 0, 3
 _STICKY = 1
 _LATEST, _EARLIEST = 0, 1
-_INDIVIDUAL = 0
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +58,7 @@ class WireConsumer(Subscribed):
         self._consumer_name = consumer_name
         self._latest = latest
         self._refused: KeyShardError | None = None
-        self._unsent: list[EntryId] = []
-        self._acknowledging = threading.Lock()
+        self._receipts = Receipts(topic_partition)
         self._told = False
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
@@ -97,35 +93,25 @@ class WireConsumer(Subscribed):
         return refused
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
-        with self._acknowledging:
-            self._unsent.extend(entries)
-            if not self._send_acknowledgements() and len(self._unsent) > UNSENT_MAX:
-                del self._unsent[len(self._unsent) - len(entries) :]
-                raise BrokerUnavailableError(
-                    f"Could not acknowledge in {self.topic_partition}: there is no connection, and "
-                    f"{UNSENT_MAX} acknowledgements wait for one."
-                )
+        self._check_open()
+        self._receipts.add(entries, self.standing)
 
-    def close(self, timeout_s: float | None = None, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
+    def unconfirmed(self, timeout_s: float) -> int:
+        return 0 if self._closed else self._receipts.wait(self.standing, timeout_s)
+
+    def close(self, timeout_s: float | None = None, *, for_another: bool = False) -> None:
+        if not for_another and timeout_s is None and (left := self.unconfirmed(CONFIRM_S)):
+            warn_of_unconfirmed(left, str(self.topic_partition))
         super().close(timeout_s)
+
+    def lost(self, consumer_id: int) -> None:
+        self._receipts.lost(consumer_id)
+        super().lost(consumer_id)
 
     def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
         """Acknowledge what waited, so that it does not come again."""
         self._latest = False
-        with self._acknowledging:
-            while self._unsent:
-                some = self._unsent[:ACKNOWLEDGED_AT_ONCE]
-                at.send("ack", _acknowledgement(some, consumer_id))
-                del self._unsent[: len(some)]
-
-    def _send_acknowledgements(self) -> bool:
-        while self._unsent:
-            some = self._unsent[:ACKNOWLEDGED_AT_ONCE]
-            if not self.send("ack", _acknowledgement(some, 0)):
-                return False
-            del self._unsent[: len(some)]
-        self._check_open()
-        return True
+        self._receipts.subscribed(at, consumer_id)
 
     def _key_shared(self) -> Any:
         where = self.hash_range
@@ -143,8 +129,13 @@ class WireConsumer(Subscribed):
         )
 
 
-def _acknowledgement(entries: Sequence[EntryId], consumer_id: int) -> Any:
-    return api.Ack(consumer_id=consumer_id, ack_type=_INDIVIDUAL, message_id=ids_of(entries))
+def warn_of_unconfirmed(entries: int, where: str) -> None:
+    """Say what is not known at the end."""
+    _log.warning(
+        "The broker has not confirmed that %d entries of %s are acknowledged. Where they are not, "
+        "they come again to the next run, which knows them by its checkpoint and drops them.",
+        entries, where,
+    )  # fmt: skip
 
 
 class WireReader(Subscribed):

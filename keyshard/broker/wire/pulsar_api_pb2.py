@@ -3,7 +3,6 @@
 # source: keyshard/broker/wire/pulsar_api.proto
 # Protobuf Python Version: 4.25.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import symbol_database as _symbol_database
@@ -13,67 +12,71 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n%keyshard/broker/wire/pulsar_api.proto\x12\rkeyshard.wire"Z\n\tMessageId\x12\x0e\n\x06ledger\x18\x01 \x02(\x04\x12\r\n\x05\x65ntry\x18\x02 \x02(\x04\x12\x15\n\tpartition\x18\x03 \x01(\x05:\x02-1\x12\x17\n\x0b\x62\x61tch_index\x18\x04 \x01(\x05:\x02-1"&\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x02(\x0c\x12\r\n\x05value\x18\x02 \x02(\x0c"\x1d\n\x0e\x45ncryptionKeys\x12\x0b\n\x03key\x18\x01 \x02(\x0c"\x88\x03\n\x0fMessageMetadata\x12\x15\n\rproducer_name\x18\x01 \x02(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x02(\x04\x12\x14\n\x0cpublish_time\x18\x03 \x02(\x04\x12+\n\nproperties\x18\x04 \x03(\x0b\x32\x17.keyshard.wire.KeyValue\x12\x15\n\rpartition_key\x18\x06 \x01(\x0c\x12\x13\n\x0b\x63ompression\x18\x08 \x01(\r\x12\x19\n\x11uncompressed_size\x18\t \x01(\r\x12\x1d\n\x15num_messages_in_batch\x18\x0b \x01(\x05\x12\x12\n\nevent_time\x18\x0c \x01(\x04\x12\x36\n\x0f\x65ncryption_keys\x18\r \x03(\x0b\x32\x1d.keyshard.wire.EncryptionKeys\x12!\n\x19partition_key_b64_encoded\x18\x11 \x01(\x08\x12\x14\n\x0cordering_key\x18\x12 \x01(\x0c\x12\x1b\n\x13num_chunks_from_msg\x18\x1b \x01(\x05"-\n\x0c\x46\x65\x61tureFlags\x12\x1d\n\x15supports_auth_refresh\x18\x01 \x01(\x08"7\n\x08\x41uthData\x12\x18\n\x10\x61uth_method_name\x18\x01 \x01(\x0c\x12\x11\n\tauth_data\x18\x02 \x01(\x0c"\xb9\x01\n\x07\x43onnect\x12\x16\n\x0e\x63lient_version\x18\x01 \x02(\x0c\x12\x11\n\tauth_data\x18\x03 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x18\n\x10\x61uth_method_name\x18\x05 \x01(\x0c\x12\x1b\n\x13proxy_to_broker_url\x18\x06 \x01(\x0c\x12\x32\n\rfeature_flags\x18\n \x01(\x0b\x32\x1b.keyshard.wire.FeatureFlags"W\n\tConnected\x12\x16\n\x0eserver_version\x18\x01 \x02(\x0c\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x18\n\x10max_message_size\x18\x03 \x01(\x05";\n\rAuthChallenge\x12*\n\tchallenge\x18\x02 \x01(\x0b\x32\x17.keyshard.wire.AuthData"k\n\x0c\x41uthResponse\x12\x16\n\x0e\x63lient_version\x18\x01 \x01(\x0c\x12)\n\x08response\x18\x02 \x01(\x0b\x32\x17.keyshard.wire.AuthData\x12\x18\n\x10protocol_version\x18\x03 \x01(\x05"&\n\x08IntRange\x12\r\n\x05start\x18\x01 \x02(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x02(\x05"K\n\rKeySharedMeta\x12\x0c\n\x04mode\x18\x01 \x02(\r\x12,\n\x0bhash_ranges\x18\x03 \x03(\x0b\x32\x17.keyshard.wire.IntRange"\x93\x02\n\tSubscribe\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x14\n\x0csubscription\x18\x02 \x02(\x0c\x12\x10\n\x08sub_type\x18\x03 \x02(\r\x12\x13\n\x0b\x63onsumer_id\x18\x04 \x02(\x04\x12\x12\n\nrequest_id\x18\x05 \x02(\x04\x12\x15\n\rconsumer_name\x18\x06 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x08 \x01(\x08\x12\x32\n\x10start_message_id\x18\t \x01(\x0b\x32\x18.keyshard.wire.MessageId\x12\x18\n\x10initial_position\x18\r \x01(\r\x12\x30\n\nkey_shared\x18\x11 \x01(\x0b\x32\x1c.keyshard.wire.KeySharedMeta"8\n\x13PartitionedMetadata\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x12\n\nrequest_id\x18\x02 \x02(\x04"w\n\x1bPartitionedMetadataResponse\x12\x12\n\npartitions\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\x12\x10\n\x08response\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\x0c"Y\n\x06Lookup\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\x12\x15\n\rauthoritative\x18\x03 \x01(\x08\x12\x15\n\rlistener_name\x18\x07 \x01(\x0c"\xb0\x01\n\x0eLookupResponse\x12\x12\n\nbroker_url\x18\x01 \x01(\x0c\x12\x16\n\x0e\x62roker_url_tls\x18\x02 \x01(\x0c\x12\x10\n\x08response\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x02(\x04\x12\x15\n\rauthoritative\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\r\x12\x0f\n\x07message\x18\x07 \x01(\x0c\x12\x15\n\rthrough_proxy\x18\x08 \x01(\x08"w\n\x07Message\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12,\n\nmessage_id\x18\x02 \x02(\x0b\x32\x18.keyshard.wire.MessageId\x12\x18\n\x10redelivery_count\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x63k_set\x18\x04 \x03(\x03"Z\n\x03\x41\x63k\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x10\n\x08\x61\x63k_type\x18\x02 \x02(\r\x12,\n\nmessage_id\x18\x03 \x03(\x0b\x32\x18.keyshard.wire.MessageId",\n\x04\x46low\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x0f\n\x07permits\x18\x02 \x02(\r"\x1d\n\x07Success\x12\x12\n\nrequest_id\x18\x01 \x02(\x04";\n\x05\x45rror\x12\x12\n\nrequest_id\x18\x01 \x02(\x04\x12\r\n\x05\x65rror\x18\x02 \x02(\r\x12\x0f\n\x07message\x18\x03 \x02(\x0c"8\n\rCloseConsumer\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x12\n\nrequest_id\x18\x02 \x02(\x04"\t\n\x07Nothing";\n\x10GetLastMessageId\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x12\n\nrequest_id\x18\x02 \x02(\x04"a\n\x18GetLastMessageIdResponse\x12\x31\n\x0flast_message_id\x18\x01 \x02(\x0b\x32\x18.keyshard.wire.MessageId\x12\x12\n\nrequest_id\x18\x02 \x02(\x04"\xc6\x07\n\x0b\x42\x61seCommand\x12\x0c\n\x04type\x18\x01 \x02(\r\x12\'\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x16.keyshard.wire.Connect\x12+\n\tconnected\x18\x03 \x01(\x0b\x32\x18.keyshard.wire.Connected\x12+\n\tsubscribe\x18\x04 \x01(\x0b\x32\x18.keyshard.wire.Subscribe\x12\'\n\x07message\x18\t \x01(\x0b\x32\x16.keyshard.wire.Message\x12\x1f\n\x03\x61\x63k\x18\n \x01(\x0b\x32\x12.keyshard.wire.Ack\x12!\n\x04\x66low\x18\x0b \x01(\x0b\x32\x13.keyshard.wire.Flow\x12\'\n\x07success\x18\r \x01(\x0b\x32\x16.keyshard.wire.Success\x12#\n\x05\x65rror\x18\x0e \x01(\x0b\x32\x14.keyshard.wire.Error\x12\x34\n\x0e\x63lose_consumer\x18\x10 \x01(\x0b\x32\x1c.keyshard.wire.CloseConsumer\x12$\n\x04ping\x18\x12 \x01(\x0b\x32\x16.keyshard.wire.Nothing\x12$\n\x04pong\x18\x13 \x01(\x0b\x32\x16.keyshard.wire.Nothing\x12@\n\x14partitioned_metadata\x18\x15 \x01(\x0b\x32".keyshard.wire.PartitionedMetadata\x12Q\n\x1dpartitioned_metadata_response\x18\x16 \x01(\x0b\x32*.keyshard.wire.PartitionedMetadataResponse\x12%\n\x06lookup\x18\x17 \x01(\x0b\x32\x15.keyshard.wire.Lookup\x12\x36\n\x0flookup_response\x18\x18 \x01(\x0b\x32\x1d.keyshard.wire.LookupResponse\x12<\n\x13get_last_message_id\x18\x1d \x01(\x0b\x32\x1f.keyshard.wire.GetLastMessageId\x12M\n\x1cget_last_message_id_response\x18\x1e \x01(\x0b\x32\'.keyshard.wire.GetLastMessageIdResponse\x12\x34\n\x0e\x61uth_challenge\x18$ \x01(\x0b\x32\x1c.keyshard.wire.AuthChallenge\x12\x32\n\rauth_response\x18% \x01(\x0b\x32\x1b.keyshard.wire.AuthResponse'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%keyshard/broker/wire/pulsar_api.proto\x12\rkeyshard.wire\"Z\n\tMessageId\x12\x0e\n\x06ledger\x18\x01 \x02(\x04\x12\r\n\x05\x65ntry\x18\x02 \x02(\x04\x12\x15\n\tpartition\x18\x03 \x01(\x05:\x02-1\x12\x17\n\x0b\x62\x61tch_index\x18\x04 \x01(\x05:\x02-1\"&\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x02(\x0c\x12\r\n\x05value\x18\x02 \x02(\x0c\"\x1d\n\x0e\x45ncryptionKeys\x12\x0b\n\x03key\x18\x01 \x02(\x0c\"\x88\x03\n\x0fMessageMetadata\x12\x15\n\rproducer_name\x18\x01 \x02(\x0c\x12\x13\n\x0bsequence_id\x18\x02 \x02(\x04\x12\x14\n\x0cpublish_time\x18\x03 \x02(\x04\x12+\n\nproperties\x18\x04 \x03(\x0b\x32\x17.keyshard.wire.KeyValue\x12\x15\n\rpartition_key\x18\x06 \x01(\x0c\x12\x13\n\x0b\x63ompression\x18\x08 \x01(\r\x12\x19\n\x11uncompressed_size\x18\t \x01(\r\x12\x1d\n\x15num_messages_in_batch\x18\x0b \x01(\x05\x12\x12\n\nevent_time\x18\x0c \x01(\x04\x12\x36\n\x0f\x65ncryption_keys\x18\r \x03(\x0b\x32\x1d.keyshard.wire.EncryptionKeys\x12!\n\x19partition_key_b64_encoded\x18\x11 \x01(\x08\x12\x14\n\x0cordering_key\x18\x12 \x01(\x0c\x12\x1b\n\x13num_chunks_from_msg\x18\x1b \x01(\x05\"-\n\x0c\x46\x65\x61tureFlags\x12\x1d\n\x15supports_auth_refresh\x18\x01 \x01(\x08\"7\n\x08\x41uthData\x12\x18\n\x10\x61uth_method_name\x18\x01 \x01(\x0c\x12\x11\n\tauth_data\x18\x02 \x01(\x0c\"\xb9\x01\n\x07\x43onnect\x12\x16\n\x0e\x63lient_version\x18\x01 \x02(\x0c\x12\x11\n\tauth_data\x18\x03 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x18\n\x10\x61uth_method_name\x18\x05 \x01(\x0c\x12\x1b\n\x13proxy_to_broker_url\x18\x06 \x01(\x0c\x12\x32\n\rfeature_flags\x18\n \x01(\x0b\x32\x1b.keyshard.wire.FeatureFlags\"W\n\tConnected\x12\x16\n\x0eserver_version\x18\x01 \x02(\x0c\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x18\n\x10max_message_size\x18\x03 \x01(\x05\";\n\rAuthChallenge\x12*\n\tchallenge\x18\x02 \x01(\x0b\x32\x17.keyshard.wire.AuthData\"k\n\x0c\x41uthResponse\x12\x16\n\x0e\x63lient_version\x18\x01 \x01(\x0c\x12)\n\x08response\x18\x02 \x01(\x0b\x32\x17.keyshard.wire.AuthData\x12\x18\n\x10protocol_version\x18\x03 \x01(\x05\"&\n\x08IntRange\x12\r\n\x05start\x18\x01 \x02(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x02(\x05\"K\n\rKeySharedMeta\x12\x0c\n\x04mode\x18\x01 \x02(\r\x12,\n\x0bhash_ranges\x18\x03 \x03(\x0b\x32\x17.keyshard.wire.IntRange\"\x93\x02\n\tSubscribe\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x14\n\x0csubscription\x18\x02 \x02(\x0c\x12\x10\n\x08sub_type\x18\x03 \x02(\r\x12\x13\n\x0b\x63onsumer_id\x18\x04 \x02(\x04\x12\x12\n\nrequest_id\x18\x05 \x02(\x04\x12\x15\n\rconsumer_name\x18\x06 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x08 \x01(\x08\x12\x32\n\x10start_message_id\x18\t \x01(\x0b\x32\x18.keyshard.wire.MessageId\x12\x18\n\x10initial_position\x18\r \x01(\r\x12\x30\n\nkey_shared\x18\x11 \x01(\x0b\x32\x1c.keyshard.wire.KeySharedMeta\"8\n\x13PartitionedMetadata\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\"w\n\x1bPartitionedMetadataResponse\x12\x12\n\npartitions\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\x12\x10\n\x08response\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\x0c\"Y\n\x06Lookup\x12\r\n\x05topic\x18\x01 \x02(\x0c\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\x12\x15\n\rauthoritative\x18\x03 \x01(\x08\x12\x15\n\rlistener_name\x18\x07 \x01(\x0c\"\xb0\x01\n\x0eLookupResponse\x12\x12\n\nbroker_url\x18\x01 \x01(\x0c\x12\x16\n\x0e\x62roker_url_tls\x18\x02 \x01(\x0c\x12\x10\n\x08response\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x02(\x04\x12\x15\n\rauthoritative\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\r\x12\x0f\n\x07message\x18\x07 \x01(\x0c\x12\x15\n\rthrough_proxy\x18\x08 \x01(\x08\"w\n\x07Message\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12,\n\nmessage_id\x18\x02 \x02(\x0b\x32\x18.keyshard.wire.MessageId\x12\x18\n\x10redelivery_count\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x63k_set\x18\x04 \x03(\x03\"n\n\x03\x41\x63k\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x10\n\x08\x61\x63k_type\x18\x02 \x02(\r\x12,\n\nmessage_id\x18\x03 \x03(\x0b\x32\x18.keyshard.wire.MessageId\x12\x12\n\nrequest_id\x18\x08 \x01(\x04\"V\n\x0b\x41\x63kResponse\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\x0c\x12\x12\n\nrequest_id\x18\x06 \x01(\x04\",\n\x04\x46low\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x0f\n\x07permits\x18\x02 \x02(\r\"\x1d\n\x07Success\x12\x12\n\nrequest_id\x18\x01 \x02(\x04\";\n\x05\x45rror\x12\x12\n\nrequest_id\x18\x01 \x02(\x04\x12\r\n\x05\x65rror\x18\x02 \x02(\r\x12\x0f\n\x07message\x18\x03 \x02(\x0c\"8\n\rCloseConsumer\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\"\t\n\x07Nothing\";\n\x10GetLastMessageId\x12\x13\n\x0b\x63onsumer_id\x18\x01 \x02(\x04\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\"a\n\x18GetLastMessageIdResponse\x12\x31\n\x0flast_message_id\x18\x01 \x02(\x0b\x32\x18.keyshard.wire.MessageId\x12\x12\n\nrequest_id\x18\x02 \x02(\x04\"g\n\rTopicMigrated\x12\x13\n\x0bresource_id\x18\x01 \x02(\x04\x12\x15\n\rresource_type\x18\x02 \x02(\r\x12\x12\n\nbroker_url\x18\x03 \x01(\x0c\x12\x16\n\x0e\x62roker_url_tls\x18\x04 \x01(\x0c\"\xae\x08\n\x0b\x42\x61seCommand\x12\x0c\n\x04type\x18\x01 \x02(\r\x12\'\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x16.keyshard.wire.Connect\x12+\n\tconnected\x18\x03 \x01(\x0b\x32\x18.keyshard.wire.Connected\x12+\n\tsubscribe\x18\x04 \x01(\x0b\x32\x18.keyshard.wire.Subscribe\x12\'\n\x07message\x18\t \x01(\x0b\x32\x16.keyshard.wire.Message\x12\x1f\n\x03\x61\x63k\x18\n \x01(\x0b\x32\x12.keyshard.wire.Ack\x12!\n\x04\x66low\x18\x0b \x01(\x0b\x32\x13.keyshard.wire.Flow\x12\'\n\x07success\x18\r \x01(\x0b\x32\x16.keyshard.wire.Success\x12#\n\x05\x65rror\x18\x0e \x01(\x0b\x32\x14.keyshard.wire.Error\x12\x34\n\x0e\x63lose_consumer\x18\x10 \x01(\x0b\x32\x1c.keyshard.wire.CloseConsumer\x12$\n\x04ping\x18\x12 \x01(\x0b\x32\x16.keyshard.wire.Nothing\x12$\n\x04pong\x18\x13 \x01(\x0b\x32\x16.keyshard.wire.Nothing\x12@\n\x14partitioned_metadata\x18\x15 \x01(\x0b\x32\".keyshard.wire.PartitionedMetadata\x12Q\n\x1dpartitioned_metadata_response\x18\x16 \x01(\x0b\x32*.keyshard.wire.PartitionedMetadataResponse\x12%\n\x06lookup\x18\x17 \x01(\x0b\x32\x15.keyshard.wire.Lookup\x12\x36\n\x0flookup_response\x18\x18 \x01(\x0b\x32\x1d.keyshard.wire.LookupResponse\x12<\n\x13get_last_message_id\x18\x1d \x01(\x0b\x32\x1f.keyshard.wire.GetLastMessageId\x12M\n\x1cget_last_message_id_response\x18\x1e \x01(\x0b\x32\'.keyshard.wire.GetLastMessageIdResponse\x12\x34\n\x0e\x61uth_challenge\x18$ \x01(\x0b\x32\x1c.keyshard.wire.AuthChallenge\x12\x32\n\rauth_response\x18% \x01(\x0b\x32\x1b.keyshard.wire.AuthResponse\x12\x30\n\x0c\x61\x63k_response\x18& \x01(\x0b\x32\x1a.keyshard.wire.AckResponse\x12\x34\n\x0etopic_migrated\x18\x44 \x01(\x0b\x32\x1c.keyshard.wire.TopicMigrated')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "keyshard.broker.wire.pulsar_api_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'keyshard.broker.wire.pulsar_api_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
-    DESCRIPTOR._options = None
-    _globals["_MESSAGEID"]._serialized_start = 56
-    _globals["_MESSAGEID"]._serialized_end = 146
-    _globals["_KEYVALUE"]._serialized_start = 148
-    _globals["_KEYVALUE"]._serialized_end = 186
-    _globals["_ENCRYPTIONKEYS"]._serialized_start = 188
-    _globals["_ENCRYPTIONKEYS"]._serialized_end = 217
-    _globals["_MESSAGEMETADATA"]._serialized_start = 220
-    _globals["_MESSAGEMETADATA"]._serialized_end = 612
-    _globals["_FEATUREFLAGS"]._serialized_start = 614
-    _globals["_FEATUREFLAGS"]._serialized_end = 659
-    _globals["_AUTHDATA"]._serialized_start = 661
-    _globals["_AUTHDATA"]._serialized_end = 716
-    _globals["_CONNECT"]._serialized_start = 719
-    _globals["_CONNECT"]._serialized_end = 904
-    _globals["_CONNECTED"]._serialized_start = 906
-    _globals["_CONNECTED"]._serialized_end = 993
-    _globals["_AUTHCHALLENGE"]._serialized_start = 995
-    _globals["_AUTHCHALLENGE"]._serialized_end = 1054
-    _globals["_AUTHRESPONSE"]._serialized_start = 1056
-    _globals["_AUTHRESPONSE"]._serialized_end = 1163
-    _globals["_INTRANGE"]._serialized_start = 1165
-    _globals["_INTRANGE"]._serialized_end = 1203
-    _globals["_KEYSHAREDMETA"]._serialized_start = 1205
-    _globals["_KEYSHAREDMETA"]._serialized_end = 1280
-    _globals["_SUBSCRIBE"]._serialized_start = 1283
-    _globals["_SUBSCRIBE"]._serialized_end = 1558
-    _globals["_PARTITIONEDMETADATA"]._serialized_start = 1560
-    _globals["_PARTITIONEDMETADATA"]._serialized_end = 1616
-    _globals["_PARTITIONEDMETADATARESPONSE"]._serialized_start = 1618
-    _globals["_PARTITIONEDMETADATARESPONSE"]._serialized_end = 1737
-    _globals["_LOOKUP"]._serialized_start = 1739
-    _globals["_LOOKUP"]._serialized_end = 1828
-    _globals["_LOOKUPRESPONSE"]._serialized_start = 1831
-    _globals["_LOOKUPRESPONSE"]._serialized_end = 2007
-    _globals["_MESSAGE"]._serialized_start = 2009
-    _globals["_MESSAGE"]._serialized_end = 2128
-    _globals["_ACK"]._serialized_start = 2130
-    _globals["_ACK"]._serialized_end = 2220
-    _globals["_FLOW"]._serialized_start = 2222
-    _globals["_FLOW"]._serialized_end = 2266
-    _globals["_SUCCESS"]._serialized_start = 2268
-    _globals["_SUCCESS"]._serialized_end = 2297
-    _globals["_ERROR"]._serialized_start = 2299
-    _globals["_ERROR"]._serialized_end = 2358
-    _globals["_CLOSECONSUMER"]._serialized_start = 2360
-    _globals["_CLOSECONSUMER"]._serialized_end = 2416
-    _globals["_NOTHING"]._serialized_start = 2418
-    _globals["_NOTHING"]._serialized_end = 2427
-    _globals["_GETLASTMESSAGEID"]._serialized_start = 2429
-    _globals["_GETLASTMESSAGEID"]._serialized_end = 2488
-    _globals["_GETLASTMESSAGEIDRESPONSE"]._serialized_start = 2490
-    _globals["_GETLASTMESSAGEIDRESPONSE"]._serialized_end = 2587
-    _globals["_BASECOMMAND"]._serialized_start = 2590
-    _globals["_BASECOMMAND"]._serialized_end = 3556
+  DESCRIPTOR._options = None
+  _globals['_MESSAGEID']._serialized_start=56
+  _globals['_MESSAGEID']._serialized_end=146
+  _globals['_KEYVALUE']._serialized_start=148
+  _globals['_KEYVALUE']._serialized_end=186
+  _globals['_ENCRYPTIONKEYS']._serialized_start=188
+  _globals['_ENCRYPTIONKEYS']._serialized_end=217
+  _globals['_MESSAGEMETADATA']._serialized_start=220
+  _globals['_MESSAGEMETADATA']._serialized_end=612
+  _globals['_FEATUREFLAGS']._serialized_start=614
+  _globals['_FEATUREFLAGS']._serialized_end=659
+  _globals['_AUTHDATA']._serialized_start=661
+  _globals['_AUTHDATA']._serialized_end=716
+  _globals['_CONNECT']._serialized_start=719
+  _globals['_CONNECT']._serialized_end=904
+  _globals['_CONNECTED']._serialized_start=906
+  _globals['_CONNECTED']._serialized_end=993
+  _globals['_AUTHCHALLENGE']._serialized_start=995
+  _globals['_AUTHCHALLENGE']._serialized_end=1054
+  _globals['_AUTHRESPONSE']._serialized_start=1056
+  _globals['_AUTHRESPONSE']._serialized_end=1163
+  _globals['_INTRANGE']._serialized_start=1165
+  _globals['_INTRANGE']._serialized_end=1203
+  _globals['_KEYSHAREDMETA']._serialized_start=1205
+  _globals['_KEYSHAREDMETA']._serialized_end=1280
+  _globals['_SUBSCRIBE']._serialized_start=1283
+  _globals['_SUBSCRIBE']._serialized_end=1558
+  _globals['_PARTITIONEDMETADATA']._serialized_start=1560
+  _globals['_PARTITIONEDMETADATA']._serialized_end=1616
+  _globals['_PARTITIONEDMETADATARESPONSE']._serialized_start=1618
+  _globals['_PARTITIONEDMETADATARESPONSE']._serialized_end=1737
+  _globals['_LOOKUP']._serialized_start=1739
+  _globals['_LOOKUP']._serialized_end=1828
+  _globals['_LOOKUPRESPONSE']._serialized_start=1831
+  _globals['_LOOKUPRESPONSE']._serialized_end=2007
+  _globals['_MESSAGE']._serialized_start=2009
+  _globals['_MESSAGE']._serialized_end=2128
+  _globals['_ACK']._serialized_start=2130
+  _globals['_ACK']._serialized_end=2240
+  _globals['_ACKRESPONSE']._serialized_start=2242
+  _globals['_ACKRESPONSE']._serialized_end=2328
+  _globals['_FLOW']._serialized_start=2330
+  _globals['_FLOW']._serialized_end=2374
+  _globals['_SUCCESS']._serialized_start=2376
+  _globals['_SUCCESS']._serialized_end=2405
+  _globals['_ERROR']._serialized_start=2407
+  _globals['_ERROR']._serialized_end=2466
+  _globals['_CLOSECONSUMER']._serialized_start=2468
+  _globals['_CLOSECONSUMER']._serialized_end=2524
+  _globals['_NOTHING']._serialized_start=2526
+  _globals['_NOTHING']._serialized_end=2535
+  _globals['_GETLASTMESSAGEID']._serialized_start=2537
+  _globals['_GETLASTMESSAGEID']._serialized_end=2596
+  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_start=2598
+  _globals['_GETLASTMESSAGEIDRESPONSE']._serialized_end=2695
+  _globals['_TOPICMIGRATED']._serialized_start=2697
+  _globals['_TOPICMIGRATED']._serialized_end=2800
+  _globals['_BASECOMMAND']._serialized_start=2803
+  _globals['_BASECOMMAND']._serialized_end=3873
 # @@protoc_insertion_point(module_scope)

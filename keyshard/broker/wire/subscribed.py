@@ -161,22 +161,14 @@ class Subscribed:
         at = self._at
         return not self._closed and at is not None and at.stands
 
-    def send(self, name: str, content: Any) -> bool:
-        """Send a command of this consumer; ``False`` while there is no connection.
-
-        Raises:
-            BrokerError: It is closed.
-        """
+    def standing(self) -> tuple[WireConnection | None, int]:
+        """The connection, while there is one, and the consumer id there."""
         with self._changed:
-            self._check_open()
-            at, content.consumer_id = self._at, self._id
-        if at is None:
-            return False
-        try:
-            at.send(name, content)
-        except BrokerUnavailableError:
-            return False
-        return True
+            return self._at, self._id
+
+    def unconfirmed(self, timeout_s: float) -> int:  # noqa: ARG002 - a Reader acknowledges nothing
+        """Wait until the broker has taken what was acknowledged; of how many that is unknown."""
+        return 0
 
     def last_entry(self) -> EntryId | None:
         """The last entry stored; ``None`` for none.
@@ -329,8 +321,3 @@ class Subscribed:
     def _check_open(self) -> None:
         if self._closed:
             raise BrokerError(f"The handle of {self.topic_partition} is closed.")
-
-
-def ids_of(entries: Sequence[EntryId]) -> list[Any]:
-    """Entries as the protocol names them."""
-    return [api.MessageId(ledger=ledger, entry=entry) for ledger, entry in entries]

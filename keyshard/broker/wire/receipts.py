@@ -1,0 +1,132 @@
+"""What a consumer acknowledged, until its broker says that it took it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.frames import api
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import BrokerUnavailableError
+
+ACKNOWLEDGED_AT_ONCE = 10_000
+"""Entries that one command acknowledges at most."""
+WAITING_MAX = 100_000
+"""Acknowledgements that wait for a connection at most, and as many for a receipt."""
+SEND_AGAIN_S = 0.1
+"""Time between two attempts to send what is left at the end, seconds."""
+_INDIVIDUAL = 0
+
+_log = logging.getLogger(__name__)
+
+Standing = tuple[WireConnection | None, int]
+"""A connection, while there is one, and the consumer id there."""
+
+
+class Receipts:
+    """Acknowledgements of one consumer; called by any thread.
+
+    What was sent and not confirmed is sent again when the subscription is lost: with the next one,
+    before its first permits, so that it does not come again. A receipt says that the broker has
+    taken an acknowledgement; a crash may still make it forget.
+
+    Args:
+        topic_partition: Where it acknowledges.
+    """
+
+    def __init__(self, topic_partition: TopicPartition) -> None:
+        self._topic_partition = topic_partition
+        self._changed = threading.Condition()
+        self._unsent: list[EntryId] = []
+        self._asked: dict[int, tuple[WireConnection, list[EntryId]]] = {}
+        """What was sent, by the request that it was, the oldest first."""
+        self._asked_entries = 0
+        self._lost_id = 0
+        """The newest consumer id that is lost: what is sent with it is not heard."""
+        self._given_up = 0
+
+    def add(self, entries: Sequence[EntryId], standing: Callable[[], Standing]) -> None:
+        """Acknowledge entries.
+
+        Raises:
+            BrokerUnavailableError: There is no connection, and too many wait for one.
+        """
+        with self._changed:
+            self._unsent.extend(entries)
+            if not self._send(*standing()) and len(self._unsent) > WAITING_MAX:
+                del self._unsent[len(self._unsent) - len(entries) :]
+                raise BrokerUnavailableError(
+                    f"Could not acknowledge in {self._topic_partition}: there is no connection, "
+                    f"and {WAITING_MAX} acknowledgements wait for one."
+                )
+
+    def subscribed(self, at: WireConnection, consumer_id: int) -> None:
+        """Send what waited for a subscription."""
+        with self._changed:
+            self._send(at, consumer_id)
+
+    def lost(self, consumer_id: int) -> None:
+        """What was sent with this consumer id is confirmed no more."""
+        with self._changed:
+            if consumer_id <= self._lost_id:
+                return
+            self._lost_id = consumer_id
+            for number, (at, entries) in self._asked.items():
+                at.forget(number)
+                self._unsent.extend(entries)
+            self._asked.clear()
+            self._asked_entries = 0
+
+    def wait(self, standing: Callable[[], Standing], timeout_s: float) -> int:
+        """Wait until everything is confirmed; how many entries are not."""
+        end_s = time.monotonic() + timeout_s
+        with self._changed:
+            while self._unsent or self._asked:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._send(*standing())
+                self._changed.wait(min(left_s, SEND_AGAIN_S))
+            return len(self._unsent) + self._asked_entries + self._given_up
+
+    def _send(self, at: WireConnection | None, consumer_id: int) -> bool:
+        """Send what waits; whether nothing does. Under the lock, as an answer is taken."""
+        while self._unsent:
+            if at is None or consumer_id <= self._lost_id:
+                return False
+            some = self._unsent[:ACKNOWLEDGED_AT_ONCE]
+            named = [api.MessageId(ledger=ledger, entry=entry) for ledger, entry in some]
+            content = api.Ack(consumer_id=consumer_id, ack_type=_INDIVIDUAL, message_id=named)
+            try:
+                number = at.begin("ack", content, self._answered)
+            except BrokerUnavailableError:
+                return False
+            del self._unsent[: len(some)]
+            self._asked[number] = at, some
+            self._asked_entries += len(some)
+        while self._asked_entries > WAITING_MAX:
+            # A broker that gives no receipts is no reason to stop.
+            number, (at, some) = next(iter(self._asked.items()))
+            at.forget(number)
+            self._taken_out(number)
+            self._given_up += len(some)
+        return True
+
+    def _answered(self, number: int, answer: Future[Any]) -> None:
+        with self._changed:
+            entries = self._taken_out(number)
+            error = answer.exception()
+            if error is not None:
+                _log.debug("acknowledging in %s: %s", self._topic_partition, error)
+                self._unsent.extend(entries)
+            self._changed.notify_all()
+
+    def _taken_out(self, number: int) -> Sequence[EntryId]:
+        _, entries = self._asked.pop(number, (None, ()))
+        self._asked_entries -= len(entries)
+        return entries
