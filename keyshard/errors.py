@@ -13,6 +13,7 @@
     │   ├── AuthorizationError         KEYSHARD_AUTHORIZATION
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
     │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
+    │   ├── TopicMigratedError         KEYSHARD_TOPIC_MIGRATED
     │   └── AdminError                 KEYSHARD_ADMIN
     ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
@@ -139,6 +140,12 @@ class RangeConflictError(BrokerError):
 
     code = "KEYSHARD_RANGE_CONFLICT"
     retriable = True
+
+
+class TopicMigratedError(BrokerError):
+    """The topic was moved to another cluster, where its entries have other ids."""
+
+    code = "KEYSHARD_TOPIC_MIGRATED"
 
 
 class TopicNotFoundError(BrokerError):

@@ -25,21 +25,26 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import Address, WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
 from keyshard.config.connection import Connection, Token
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import (
     AuthenticationError,
+    AuthorizationError,
     BrokerError,
     BrokerUnavailableError,
     CorruptEntryError,
     RangeConflictError,
+    TopicMigratedError,
+    TopicNotFoundError,
 )
 
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
 LAST_ID, LAST_ID_RESPONSE, CHALLENGE, RESPONSE, ACK_RESPONSE = 29, 30, 36, 37, 38
+TOPIC_MIGRATED = 68
 DEADLINE_S = 10.0
 TOPIC = TopicPartition("persistent://public/default/t")
 Fields = dict[int, Value]
@@ -175,7 +180,7 @@ def brokers() -> Iterator[Callable[..., WireBroker]]:
     made: list[WireBroker] = []
 
     def make(told: ToldBroker, **how: Any) -> WireBroker:
-        made.append(WireBroker(Connection(told.url, **({"operation_timeout_ms": 2_000} | how))))
+        made.append(WireBroker(Connection(told.url, **({"operation_timeout_ms": 10_000} | how))))
         return made[-1]
 
     yield make
@@ -319,6 +324,63 @@ def test_a_refused_connection_and_a_refused_range_are_told_apart(
         subscribed(brokers(told, authentication=Token("t")))
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "named"),
+    [
+        (0, BrokerUnavailableError, "an error happened there"),
+        (2, BrokerUnavailableError, "its storage fails"),
+        (4, AuthorizationError, "consume"),
+        (7, BrokerError, "ProducerBlockedQuotaExceededError: the backlog quota"),
+        (8, BrokerError, "ProducerBlockedQuotaExceededException: the backlog quota"),
+        (11, TopicNotFoundError, "does not exist"),
+        (12, BrokerError, "SubscriptionNotFound"),
+        (14, BrokerUnavailableError, "too many requests"),
+        (15, BrokerError, "TopicTerminatedError"),
+        (22, BrokerError, "NotAllowedError"),
+        (99, BrokerError, "error 99"),
+    ],
+)
+def test_what_a_broker_refuses_with_is_named(
+    code: int, kind: type[BrokerError], named: str
+) -> None:
+    refused = RefusedError(code, b"own words")
+    error = error_of(refused, "subscribe to", TOPIC, TOPIC.topic, "nobody")
+    assert type(error) is kind
+    assert named in error.message
+    assert code in (4, 11) or "own words" in error.message
+
+
+def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    broker = brokers(told, operation_timeout_ms=60_000)
+    consumer, reader, other = (
+        subscribed(broker),
+        broker.reader(TOPIC, EntryId(7, 0)),
+        subscribed(broker),
+    )
+    rung = threading.Event()
+    consumer.when_ready(rung.set)
+    (session,) = told.sessions
+    for number in session.consumers[:2]:
+        moved = {1: number, 2: 1, 3: b"pulsar://green:6650", 4: b"pulsar+ssl://green:6651"}
+        session.send(TOPIC_MIGRATED, moved)
+    assert rung.wait(DEADLINE_S)
+    with pytest.raises(TopicMigratedError, match="pulsar://green:6650"):
+        consumer.receive(0)
+    with pytest.raises(TopicMigratedError):
+        reader.read(5_000)
+    assert not consumer.is_connected()
+    session.deliver(1)
+    assert other.receive(5_000), "the connection goes on"
+    told.answers[SUBSCRIBE] = lambda session, _, fields: session.send(
+        TOPIC_MIGRATED, {1: fields[4], 2: 1}
+    )
+    with pytest.raises(TopicMigratedError, match="an unknown URL"):
+        subscribed(broker)
+    broker.close()
+
+
 @pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad", b"\0\0\0\x04\xff\xff\xff\xff", b"\0" * 9])
 def test_what_does_not_speak_the_protocol_is_named(
     told: ToldBroker, brokers: Callable[..., WireBroker], garbage: bytes
@@ -345,14 +407,15 @@ def test_a_challenge_is_answered_with_the_newest_token(
 def test_what_came_before_a_cut_is_forgotten_and_acknowledgements_are_sent_after_it(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(told, operation_timeout_ms=1_000))
     rung = threading.Event()
     consumer.when_ready(rung.set)
     told.sessions[0].deliver(0)
     assert rung.wait(DEADLINE_S)
     told.answers[SUBSCRIBE] = lambda *_: None
     told.sessions[0].cut()
-    until(lambda: not consumer.is_connected())
+    until(lambda: consumer.losses)
+    assert not consumer.is_connected()
     assert consumer.receive(10) == []
     consumer.acknowledge([EntryId(7, 5), EntryId(7, 6)])
     assert not told.asked_for(ACK)

@@ -54,6 +54,7 @@ _ANSWERS = {
     "ack_response",
 }  # fmt: skip
 _MAY_FAIL = {"partitioned_metadata_response", "lookup_response", "ack_response"}
+_OF_CONSUMER = 1
 _NO_REQUEST = 2**64 - 1
 """Request id of a broker that refuses no request, but the connection."""
 
@@ -82,6 +83,9 @@ class Handle(Protocol):
 
     def lost(self, consumer_id: int) -> None:
         """Nothing more comes: the connection is lost, or the broker ended the subscription."""
+
+    def migrated(self, consumer_id: int, url: str) -> None:
+        """Nothing more comes, nor ever again: another cluster has the topic."""
 
 
 class WireConnection:
@@ -383,11 +387,22 @@ class WireConnection:
                 handle = self._handles.pop(command.consumer_id, None)
             if handle is not None:
                 handle.lost(command.consumer_id)
+        elif name == "topic_migrated":
+            self._migrated(command)
         elif name == "connected":
             with suppress(InvalidStateError):
                 self._connected.set_result(command)
         elif name == "auth_challenge":
             threading.Thread(target=self._prove, name="keyshard-wire-auth", daemon=True).start()
+
+    def _migrated(self, command: Any) -> None:
+        if command.resource_type != _OF_CONSUMER:
+            return
+        with self._lock:
+            handle = self._handles.pop(command.resource_id, None)
+        url = command.broker_url_tls if self._tls else command.broker_url
+        if handle is not None:
+            handle.migrated(command.resource_id, url.decode(errors="replace"))
 
     def _answer(self, name: str, command: Any) -> None:
         with self._lock:

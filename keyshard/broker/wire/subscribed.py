@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,15 @@ from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import RawEntry
-from keyshard.broker.wire.errors import RefusedError, error_of
+from keyshard.broker.wire.errors import RefusedError, error_of, migrated
 from keyshard.broker.wire.frames import api
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    KeyShardError,
+    TopicMigratedError,
+)
 
 TAKEN_BYTES_MAX = 4 * 1024 * 1024
 """Bytes of entries, as they are stored, after which one call takes no more."""
@@ -82,6 +89,9 @@ class Subscribed:
         """Messages taken that the broker has not been told of."""
         self._ring: Callable[[], None] | None = None
         self._closed = False
+        self._ended: TopicMigratedError | None = None
+        self._subscribing: tuple[int, Future[Any]] = 0, Future()
+        """The attempt that was begun last, and where its answer goes."""
 
     def open(self) -> None:
         """Subscribe for the first time.
@@ -240,17 +250,33 @@ class Subscribed:
             self._entries.clear()
         self._shared.comebacks.until_true(self._come_back)
 
+    def migrated(self, consumer_id: int, url: str) -> None:
+        error = migrated(self.topic_partition, url)
+        with self._changed:
+            subscribing_id, asked = self._subscribing
+            if self._closed or consumer_id not in (self._id, subscribing_id):
+                return
+            self._ended = error
+            self._at, self._id = None, 0
+            self._entries.clear()
+            ring, self._ring = self._ring, None
+            self._changed.notify_all()
+        with suppress(InvalidStateError):
+            asked.set_exception(error)
+        if ring is not None:
+            ring()
+
     def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
         """Called between a subscription and its first entry."""
 
     def _come_back(self) -> bool:
-        if self._closed:
+        if self._closed or self._ended is not None:
             return True
         try:
             self._subscribe(self._shared.timeout_s)
         except KeyShardError as exc:
             _log.debug("%s is not subscribed again yet: %s", self.topic_partition, exc)
-            return self._closed
+            return self._closed or self._ended is not None
         except Exception:  # noqa: BLE001 - the thread serves others, and tries again
             _log.exception("subscribing to %s again failed", self.topic_partition)
             return self._closed
@@ -258,14 +284,14 @@ class Subscribed:
 
     def _subscribe(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        consumer_id = next(_ids)
+        consumer_id, asked = self._subscribing = next(_ids), Future[Any]()
         at: WireConnection | None = None
         try:
             at = self._shared.cluster.owner(self.topic_partition.name, timeout_s)
             at.register(consumer_id, self)
             request = self._request()
             request.consumer_id = consumer_id
-            at.ask("subscribe", request, max(0.001, end_s - time.monotonic()))
+            at.ask("subscribe", request, max(0.001, end_s - time.monotonic()), asked)
         except (RefusedError, BrokerUnavailableError) as exc:
             if at is not None:
                 at.unregister(consumer_id)
@@ -279,7 +305,7 @@ class Subscribed:
                 raise BrokerUnavailableError(
                     f"Could not subscribe to {self.topic_partition}: it is being moved."
                 )
-            closed = self._closed
+            closed = self._closed or self._ended is not None
             if not closed:
                 self._at, self._id, self._used = at, consumer_id, 0
         if closed:
@@ -319,5 +345,7 @@ class Subscribed:
         return error_of(exc, action, where, where.topic, self._shared.credentials.who())
 
     def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
         if self._closed:
             raise BrokerError(f"The handle of {self.topic_partition} is closed.")
