@@ -17,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from control_folder import own_control_folder
 from keyshard.testing.devbroker import DevBroker
+from tests.tested_pulsar import PULSAR
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("keyshard", deadline=None)
@@ -119,7 +120,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 @pytest.fixture(scope="session")
 def dev_broker() -> Iterator[DevBroker]:
     """A real Pulsar broker of this session; tests that kill brokers start their own."""
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         yield broker
 
 

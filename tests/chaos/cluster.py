@@ -16,6 +16,7 @@ from keyshard.testing.devbroker.ports import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.plan import KEEP_ALIVE_S, PARTITIONS
 from tests.chaos.proxy import TcpProxy
+from tests.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/chaos"
 SUBSCRIPTION = "chaos"
@@ -38,6 +39,7 @@ class Cluster:
         behind = free_port({self._direct})
         self._proxied = free_port({self._direct, behind})
         self._broker = DevBroker(
+            PULSAR,
             port=self._direct,
             data_dir=directory,
             settings={

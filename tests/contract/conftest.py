@@ -14,6 +14,7 @@ from memory_harness import MemoryHarness
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 from keyshard.testing.devbroker import DevBroker
+from tests.tested_pulsar import PULSAR
 
 REAL = [pytest.param(transport, marks=pytest.mark.broker) for transport in ("pulsar", "wire")]
 ALL = ["memory", "hosted", *REAL]
@@ -85,5 +86,5 @@ def breakable_broker() -> Iterator[DevBroker]:
         # How long a holder of a range may take to show that it lives.
         "connectionLivenessCheckTimeoutMillis": "1000",
     }
-    with DevBroker(settings=settings) as broker:
+    with DevBroker(PULSAR, settings=settings) as broker:
         yield broker

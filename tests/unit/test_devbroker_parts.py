@@ -65,6 +65,14 @@ def test_a_broker_tells_its_addresses_before_it_runs(tmp_path: Path) -> None:
     assert repr(broker) == f"<DevBroker 4.0.8 on 1234, {tmp_path}: not running>"
 
 
+@pytest.mark.parametrize("optimised", [False, True])
+def test_a_broker_to_be_measured_compiles_as_one_that_runs_long(
+    tmp_path: Path, optimised: bool
+) -> None:
+    environment = DevBroker(optimised=optimised)._environment(tmp_path, tmp_path)
+    assert ("TieredStopAtLevel" in environment["PULSAR_GC"]) is not optimised
+
+
 def test_a_storage_that_loses_its_registration_is_recognised(tmp_path: Path) -> None:
     log = tmp_path / "broker.log"
     line = "x INFO - Lock on resource /ledgers/available/127.0.0.1:1 was invalidated. state Valid\n"
