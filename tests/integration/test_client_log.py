@@ -27,7 +27,8 @@ PROGRAM = """
     logging.basicConfig(filename=sys.argv[3], format="%(levelname)s %(name)s %(message)s")
     from keyshard import KeyShardSource
     source = KeyShardSource(
-        "orders", service_url=sys.argv[1], subscription="log", parallelism=int(sys.argv[2])
+        "orders", service_url=sys.argv[1], subscription="log", parallelism=int(sys.argv[2]),
+        transport="client",
     )
     thread = threading.Thread(target=source.run, args=(lambda _: None,))
     thread.start()

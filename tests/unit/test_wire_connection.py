@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -231,6 +232,23 @@ def test_permits_are_given_back_as_entries_are_taken(
     until(lambda: len(told.asked_for(FLOW)) > 1)
     assert [fields[2] for fields in told.asked_for(FLOW)] == [10, 5]
     assert told.asked_for(SUBSCRIBE)[0][3] == 3
+
+
+def test_a_connection_that_is_lost_is_told_once_and_one_that_is_closed_is_not(
+    told: ToldBroker, brokers: Callable[..., WireBroker], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "keyshard"):
+        broker = brokers(told)
+        consumers = [subscribed(broker) for _ in range(3)]
+        told.sessions[0].cut()
+        until(lambda: len(told.asked_for(SUBSCRIBE)) == 6)
+        until(lambda: all(consumer.is_connected() for consumer in consumers))
+        broker.close()
+    where = f"127.0.0.1:{told.port}"
+    line = f"connection to the broker at {where} is lost (the broker closed it); it is made again"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("WARNING", f"the {line}")
+    ]
 
 
 def test_redirects_are_followed_with_their_authority(

@@ -117,6 +117,8 @@ class WireConnection:
         self._unsent = bytearray()
         self._why = ""
         """Why it ended; empty while it stands."""
+        self._ours = False
+        """Whether this side ended it."""
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
@@ -267,6 +269,7 @@ class WireConnection:
     def close(self, why: str = "it was closed") -> None:
         """End it; returns at once. Idempotent."""
         with self._lock:
+            self._ours = True
             self._why = self._why or why
             self._wake()
 
@@ -453,6 +456,11 @@ class WireConnection:
             os.close(self._woken_end)
             os.close(self._wake_end)
             self._wake_end = -1
+        if handles and not self._ours:
+            _log.warning(
+                "the connection to the broker at %s is lost (%s); it is made again",
+                self.address, self._why,
+            )  # fmt: skip
         for one in waiting:
             with suppress(InvalidStateError):
                 one.set_exception(self._lost())
