@@ -22,6 +22,7 @@ from bench import (
     rescale,
     scale_sim,
     skew,
+    spark_cpu,
     transport,
     wide,
     workers,
@@ -31,7 +32,7 @@ _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
     "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
-    "transport": transport.run,
+    "transport": transport.run, "spark_cpu": spark_cpu.run,
 }  # fmt: skip
 
 

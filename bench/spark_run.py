@@ -7,8 +7,10 @@ import statistics
 import sys
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from pyspark.sql.streaming import StreamingQuery
 
 from examples.parquet_query import session
@@ -18,7 +20,7 @@ LOOK_S = 0.1
 """Time between two looks at a query's progress: each takes CPU from what is measured, seconds."""
 
 
-def start(service_url: str, topic: str, offsets: str) -> StreamingQuery:
+def start(service_url: str, topic: str, offsets: str, **options: str) -> StreamingQuery:
     """A query into the noop sink."""
     rows = (
         session()
@@ -28,6 +30,7 @@ def start(service_url: str, topic: str, offsets: str) -> StreamingQuery:
         .option("subscription", f"spark-{uuid.uuid4().hex[:8]}")
         .option("parallelism", str(RANGES))
         .option("startingOffsets", offsets)
+        .options(**options)
         .load()
     )
     return rows.writeStream.format("noop").start()
@@ -58,6 +61,40 @@ def ingest(service_url: str, topic: str, warm_topic: str, warm: int, messages: i
     return rate
 
 
+def cpu(service_url: str, topic: str, messages: int, transport: str) -> dict[str, float]:
+    """Rows per second and processor time per row, microseconds, by process.
+
+    Measured from the first committed batch on: processes and the JVM are warm then.
+    """
+    query = start(service_url, topic, "earliest", transport=transport)
+    first = sum(one["numInputRows"] for one in wait_rows(query, 1, 120))
+    began, before = time.perf_counter(), processor_s(service_url)
+    rows = sum(one["numInputRows"] for one in wait_rows(query, messages, 300)) - first
+    after, took_s = processor_s(service_url), time.perf_counter() - began
+    query.stop()
+    figures = {f"{name}_us": (after[name] - before.get(name, 0)) / rows * 1e6 for name in after}
+    return figures | {"rows_per_s": rows / took_s}
+
+
+def processor_s(service_url: str) -> dict[str, float]:
+    """Processor time so far, seconds: of this process and its children, by what they are."""
+    found: dict[str, float] = dict.fromkeys(("jvm", "stream", "workers", "broker"), 0.0)
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(one.cmdline())
+            name = (
+                "jvm" if "java" in one.name()
+                else "stream" if "streaming_source_runner" in line
+                else "workers"
+            )  # fmt: skip
+            found[name] += sum(one.cpu_times()[:2])
+    port = int(service_url.rpartition(":")[2])
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            found["broker"] = sum(psutil.Process(connection.pid).cpu_times()[:2])
+    return found
+
+
 def trigger(service_url: str, topic: str, rows: int) -> float:
     """Median time of a micro-batch while somebody publishes few messages, milliseconds."""
     query = start(service_url, topic, "earliest")
@@ -69,5 +106,5 @@ def trigger(service_url: str, topic: str, rows: int) -> float:
 
 
 if __name__ == "__main__":
-    what = {"ingest": ingest, "trigger": trigger}[sys.argv[1]]
+    what = {"ingest": ingest, "trigger": trigger, "cpu": cpu}[sys.argv[1]]
     print(json.dumps(what(**json.loads(sys.argv[2]))))

@@ -31,6 +31,7 @@ from pyspark.sql.streaming.datasource import (
 
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
+from keyshard.own_process import collect_rarely
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
 from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
@@ -155,6 +156,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
         keep_content()
+        collect_rarely()
         coordinator = self._source.coordinator()
         coordinator.start(
             # The initial offset names no topic partition: it is the first start of the query.

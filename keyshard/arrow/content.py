@@ -203,4 +203,11 @@ def _map(offsets: list[int], keys: list[str], items: list[str]) -> pa.Array:
     )
 
 
-_NO_PROPERTIES = _map([0] * (PROPERTYLESS_MAX + 1), [], [])
+# Of bytes: given a number or a list, Arrow imports pandas to look whether that is one of its own.
+_NO_PROPERTIES = pa.MapArray.from_arrays(
+    pa.Array.from_buffers(
+        pa.int32(), PROPERTYLESS_MAX + 1, [None, pa.py_buffer(bytes(4 * (PROPERTYLESS_MAX + 1)))]
+    ),
+    pa.nulls(0, pa.string()),
+    pa.nulls(0, pa.string()),
+)

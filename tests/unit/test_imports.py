@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight")
+HEAVY = ("pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight", "pandas")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -35,3 +35,7 @@ def test_the_in_memory_broker_needs_no_client_and_no_engine() -> None:
 def test_importing_the_spark_adapter_loads_no_broker_client() -> None:
     pytest.importorskip("pyspark")
     assert loaded_by("import spark_adapter") <= {"pyspark", "pyarrow.flight"}
+
+
+def test_a_task_that_reads_a_batch_loads_no_pandas() -> None:
+    assert loaded_by("import keyshard.worker.flight") == {"pyarrow.flight"}

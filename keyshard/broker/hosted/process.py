@@ -33,6 +33,7 @@ from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.wire import check_token, question, told
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerError, KeyShardError, WorkerEnvironmentError
+from keyshard.own_process import collect_rarely
 from keyshard.version import VERSION
 
 LOG_LINES_MAX = 1_000
@@ -255,6 +256,7 @@ def main() -> None:
     threading.Thread(
         target=_wait_for_end, args=(server.leaving,), name="keyshard-input", daemon=True
     ).start()
+    collect_rarely()
     server.serve_to_the_end()
     os._exit(0)
 
