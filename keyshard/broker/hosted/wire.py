@@ -15,7 +15,7 @@ from keyshard.arrow.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
 from keyshard.errors import BY_CODE, BrokerError, KeyShardError
 
-NOTHING = pa.RecordBatch.from_pylist([], schema=CONTENT)
+NOTHING = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in CONTENT], schema=CONTENT)
 """The content of no messages."""
 
 
