@@ -22,6 +22,7 @@ from keyshard.broker.pulsar.protobuf import Value, fields_of, message
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
+from keyshard.broker.wire import receipts
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import Address, WireConnection
@@ -564,6 +565,21 @@ def test_the_end_waits_for_receipts(
     ]  # fmt: skip
 
 
+def test_without_receipts_no_more_than_a_limit_is_acknowledged(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "WAITING_MAX", 3)
+    may_answer = threading.Event()
+    told.answers[ACK] = lambda *what: may_answer.wait(DEADLINE_S) and Session.answer(*what)
+    consumer = subscribed(brokers(told))
+    consumer.acknowledge([EntryId(7, number) for number in range(4)])
+    with pytest.raises(BrokerUnavailableError, match="not confirmed 4"):
+        consumer.acknowledge([EntryId(7, 5)])
+    may_answer.set()
+    assert consumer.unconfirmed(DEADLINE_S) == 0
+    consumer.acknowledge([EntryId(7, 5)])
+
+
 def test_the_end_says_what_has_no_receipt(
     told: ToldBroker,
     brokers: Callable[..., WireBroker],
@@ -626,8 +642,9 @@ def test_who_takes_nothing_of_what_is_sent_is_given_up(
 
 
 def test_what_the_socket_does_not_take_at_once_is_sent_when_it_does(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(receipts, "WAITING_MAX", 10**6)
     consumer = subscribed(brokers(told))
     held = threading.Event()
     told.answers[ACK] = lambda *what: held.wait(DEADLINE_S) and Session.answer(*what)

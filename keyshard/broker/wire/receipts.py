@@ -48,15 +48,20 @@ class Receipts:
         self._asked_entries = 0
         self._lost_id = 0
         """The newest consumer id that is lost: what is sent with it is not heard."""
-        self._given_up = 0
 
     def add(self, entries: Sequence[EntryId], standing: Callable[[], Standing]) -> None:
         """Acknowledge entries.
 
         Raises:
-            BrokerUnavailableError: There is no connection, and too many wait for one.
+            BrokerUnavailableError: There is no connection, or no receipts come, and too many wait
+                for that.
         """
         with self._changed:
+            if self._asked_entries > WAITING_MAX:
+                raise BrokerUnavailableError(
+                    f"Could not acknowledge in {self._topic_partition}: the broker has not "
+                    f"confirmed {self._asked_entries} acknowledgements. Check its load."
+                )
             self._unsent.extend(entries)
             if not self._send(*standing()) and len(self._unsent) > WAITING_MAX:
                 del self._unsent[len(self._unsent) - len(entries) :]
@@ -92,7 +97,7 @@ class Receipts:
                     break
                 self._send(*standing())
                 self._changed.wait(min(left_s, SEND_AGAIN_S))
-            return len(self._unsent) + self._asked_entries + self._given_up
+            return len(self._unsent) + self._asked_entries
 
     def _send(self, at: WireConnection | None, consumer_id: int) -> bool:
         """Send what waits; whether nothing does. Under the lock, as an answer is taken."""
@@ -109,12 +114,6 @@ class Receipts:
             del self._unsent[: len(some)]
             self._asked[number] = at, some
             self._asked_entries += len(some)
-        while self._asked_entries > WAITING_MAX:
-            # A broker that gives no receipts is no reason to stop.
-            number, (at, some) = next(iter(self._asked.items()))
-            at.forget(number)
-            self._taken_out(number)
-            self._given_up += len(some)
         return True
 
     def _answered(self, number: int, answer: Future[Any]) -> None:
