@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from keyshard.broker.port import HowToRead
-from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
@@ -17,7 +16,6 @@ from keyshard.broker.wire.receipts import Receipts
 from keyshard.broker.wire.subscribed import Shared, Subscribed
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import CorruptEntryError, KeyShardError
 
 GLANCE_MS = 10
 """Time to receive up to which nothing is waited for, milliseconds: whoever has others to serve is
@@ -57,13 +55,11 @@ class WireConsumer(Subscribed):
         self._subscription = subscription
         self._consumer_name = consumer_name
         self._latest = latest
-        self._refused: KeyShardError | None = None
-        self._receipts = Receipts(topic_partition)
+        self._receipts = Receipts(topic_partition, self.standing, shared.comebacks.until_true)
         self._told = False
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
-        if self._refused is not None:
-            raise self._refusal()
+        self.raise_refused()
         entries = self.take(timeout_ms / 1000 if timeout_ms > GLANCE_MS else 0)
         if not entries:
             return []
@@ -76,32 +72,19 @@ class WireConsumer(Subscribed):
                 "entry %d:%d of %s is encrypted and left out, as all that are encrypted there",
                 ledger, entry, self.topic_partition,
             )  # fmt: skip
-        self._refused = decoded.refused
-        if self._refused is not None:
-            self.put_back(entries[decoded.seen :])
-            if not decoded.blocks:
-                raise self._refusal()
-        return decoded.blocks
-
-    def _refusal(self) -> KeyShardError:
-        """What is refused; what is behind an entry that cannot be read comes next."""
-        self._check_open()
-        assert self._refused is not None
-        refused = self._refused
-        if isinstance(refused, CorruptEntryError):
-            self._refused = None
-        return refused
+        return self.handed_out(decoded, entries)
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
-        self._receipts.add(entries, self.standing)
+        self._receipts.add(entries)
 
     def unconfirmed(self, timeout_s: float) -> int:
-        return 0 if self._closed else self._receipts.wait(self.standing, timeout_s)
+        return 0 if self._closed else self._receipts.wait(timeout_s)
 
     def close(self, timeout_s: float | None = None, *, for_another: bool = False) -> None:
         if not for_another and timeout_s is None and (left := self.unconfirmed(CONFIRM_S)):
             warn_of_unconfirmed(left, str(self.topic_partition))
+        self._receipts.close()
         super().close(timeout_s)
 
     def lost(self, consumer_id: int) -> None:
@@ -156,32 +139,19 @@ class WireReader(Subscribed):
         self._passed: EntryId | None = None
         """The last entry that was handed out, or left out."""
         self._how = how
-        self._refused: KeyShardError | None = None
         self._name = f"reader-{uuid.uuid4().hex[:16]}".encode()
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
-        if self._refused is not None:
-            raise self._refusal()
+        self.raise_refused()
         entries = self.take(timeout_ms / 1000)
         if not entries:
             return []
         decoded = self._decode(entries)
         self.used(decoded.messages)
-        self._refused = decoded.refused
-        if self._refused is not None:
-            self.put_back(entries[decoded.seen :])
-            if not decoded.blocks:
-                raise self._refusal()
-        return decoded.blocks
+        return self.handed_out(decoded, entries)
 
-    def _refusal(self) -> KeyShardError:
-        """What is refused; an entry that cannot be read is passed then."""
-        self._check_open()
-        assert self._refused is not None
-        refused = self._refused
-        if isinstance(refused, CorruptEntryError):
-            self._passed, self._refused = entry_of(refused), None
-        return refused
+    def passed(self, entry_id: EntryId) -> None:
+        self._passed = entry_id
 
     def _decode(self, entries: Sequence[RawEntry]) -> Decoded:
         decoded = decode(

@@ -32,15 +32,26 @@ class Receipts:
     """Acknowledgements of one consumer; called by any thread.
 
     What was sent and not confirmed is sent again when the subscription is lost: with the next one,
-    before its first permits, so that it does not come again. A receipt says that the broker has
-    taken an acknowledgement; a crash may still make it forget.
+    before its first permits, so that it does not come again; and what was refused, after a pause. A
+    receipt says that the broker has taken an acknowledgement; a crash may still make it forget.
 
     Args:
         topic_partition: Where it acknowledges.
+        standing: Tells the subscription.
+        until_true: Calls something again and again.
     """
 
-    def __init__(self, topic_partition: TopicPartition) -> None:
+    def __init__(
+        self,
+        topic_partition: TopicPartition,
+        standing: Callable[[], Standing],
+        until_true: Callable[[Callable[[], bool]], None],
+    ) -> None:
         self._topic_partition = topic_partition
+        self._standing = standing
+        self._until_true = until_true
+        self._trying = False
+        self._closed = False
         self._changed = threading.Condition()
         self._unsent: list[EntryId] = []
         self._asked: dict[int, tuple[WireConnection, list[EntryId]]] = {}
@@ -49,7 +60,7 @@ class Receipts:
         self._lost_id = 0
         """The newest consumer id that is lost: what is sent with it is not heard."""
 
-    def add(self, entries: Sequence[EntryId], standing: Callable[[], Standing]) -> None:
+    def add(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge entries.
 
         Raises:
@@ -63,7 +74,7 @@ class Receipts:
                     f"confirmed {self._asked_entries} acknowledgements. Check its load."
                 )
             self._unsent.extend(entries)
-            if not self._send(*standing()) and len(self._unsent) > WAITING_MAX:
+            if not self._send(*self._standing()) and len(self._unsent) > WAITING_MAX:
                 del self._unsent[len(self._unsent) - len(entries) :]
                 raise BrokerUnavailableError(
                     f"Could not acknowledge in {self._topic_partition}: there is no connection, "
@@ -87,7 +98,7 @@ class Receipts:
             self._asked.clear()
             self._asked_entries = 0
 
-    def wait(self, standing: Callable[[], Standing], timeout_s: float) -> int:
+    def wait(self, timeout_s: float) -> int:
         """Wait until everything is confirmed; how many entries are not."""
         end_s = time.monotonic() + timeout_s
         with self._changed:
@@ -95,9 +106,20 @@ class Receipts:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     break
-                self._send(*standing())
+                self._send(*self._standing())
                 self._changed.wait(min(left_s, SEND_AGAIN_S))
             return len(self._unsent) + self._asked_entries
+
+    def close(self) -> None:
+        """Send nothing more."""
+        with self._changed:
+            self._closed = True
+
+    def _try_again(self) -> bool:
+        with self._changed:
+            self._send(*self._standing())
+            self._trying = bool(self._unsent or self._asked) and not self._closed
+            return not self._trying
 
     def _send(self, at: WireConnection | None, consumer_id: int) -> bool:
         """Send what waits; whether nothing does. Under the lock, as an answer is taken."""
@@ -123,7 +145,11 @@ class Receipts:
             if error is not None:
                 _log.debug("acknowledging in %s: %s", self._topic_partition, error)
                 self._unsent.extend(entries)
+            begins = bool(self._unsent) and not self._trying
+            self._trying = self._trying or begins
             self._changed.notify_all()
+        if begins:
+            self._until_true(self._try_again)
 
     def _taken_out(self, number: int) -> Sequence[EntryId]:
         _, entries = self._asked.pop(number, (None, ()))

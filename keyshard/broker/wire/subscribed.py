@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.connection import WireConnection
-from keyshard.broker.wire.entries import RawEntry
+from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of, migrated
 from keyshard.broker.wire.frames import api
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
+    CorruptEntryError,
     KeyShardError,
     TopicMigratedError,
 )
@@ -89,6 +91,8 @@ class Subscribed:
         """Messages taken that the broker has not been told of."""
         self._ring: Callable[[], None] | None = None
         self._closed = False
+        self._refused: KeyShardError | None = None
+        """Why the entry is refused that lies behind what was handed out last."""
         self._ended: TopicMigratedError | None = None
         self._subscribing: tuple[int, Future[Any]] = 0, Future()
         """The attempt that was begun last, and where its answer goes."""
@@ -137,11 +141,41 @@ class Subscribed:
                 found.append(one)
             return found
 
-    def put_back(self, entries: Sequence[RawEntry]) -> None:
-        """They were taken last, and are to be taken again, unless they come again."""
-        with self._changed:
-            if self._taken_id == self._id and not self._closed:
-                self._entries.extendleft(reversed(entries))
+    def handed_out(self, decoded: Decoded, entries: Sequence[RawEntry]) -> list[EntryBlock]:
+        """What is handed out of entries that were taken last.
+
+        Raises:
+            KeyShardError: The first of them is refused.
+        """
+        self._refused = decoded.refused
+        if self._refused is not None:
+            with self._changed:
+                if self._taken_id == self._id and not self._closed:
+                    self._entries.extendleft(reversed(entries[decoded.seen :]))
+            if not decoded.blocks:
+                self.raise_refused()
+        return decoded.blocks
+
+    def raise_refused(self) -> None:
+        """Raise what is refused; an entry that cannot be read only once, and not if it comes again.
+
+        Raises:
+            KeyShardError: That.
+        """
+        refused = self._refused
+        if refused is None:
+            return
+        self._check_open()
+        if isinstance(refused, CorruptEntryError):
+            self._refused = None
+            with self._changed:
+                if self._taken_id != self._id:
+                    return
+            self.passed(entry_of(refused))
+        raise refused
+
+    def passed(self, entry_id: EntryId) -> None:
+        """An entry that cannot be read was named."""
 
     def used(self, messages: int) -> None:
         """Let the broker send as many messages more as were taken last."""
@@ -267,7 +301,7 @@ class Subscribed:
             ring()
 
     def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
-        """Called between a subscription and its first entry."""
+        """Called between a subscription and its first entry, and when it stands."""
 
     def _come_back(self) -> bool:
         if self._closed or self._ended is not None:
@@ -316,6 +350,8 @@ class Subscribed:
         except BrokerUnavailableError:
             # The reading thread may have told everybody before this one was there to be told.
             self.lost(consumer_id)
+        # What was acknowledged in between.
+        self.subscribed_again(at, consumer_id)
 
     def _give_back(self, at: WireConnection, consumer_id: int, timeout_s: float) -> None:
         request = api.CloseConsumer(consumer_id=consumer_id, request_id=0)

@@ -1,0 +1,182 @@
+"""What the brokers of a run have in common: entries, subscriptions, and what must never happen."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+
+from keyshard.broker.wire.frames import api
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import key_slot
+
+LEDGER = 7
+LATE = 1_000_000
+"""Number of an entry that is sent to nobody but consumers that are gone."""
+PLAIN, CORRUPT, ENCRYPTED = "plain", "corrupt", "encrypted"
+NOT_READY, CONFLICT = 6, 19
+
+Send = Callable[[str, Any, bytes], None]
+"""Sends a command, and what is stored, to a client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry."""
+
+    number: int
+    slot: int
+    kind: str
+    messages: int
+    """Messages that are still to be delivered, which permits are counted in."""
+    ack_set: tuple[int, ...]
+    data: bytes
+
+
+def stored(number: int, draw: random.Random) -> Stored:
+    """An entry of some kind."""
+    key = f"k{draw.randrange(50)}"
+    kind = draw.choices([PLAIN, CORRUPT, ENCRYPTED], [20, 2, 1])[0]
+    count, ack_set, left = draw.choice([0, 0, 1, 3, 7]), (), 1
+    said = {"producer_name": b"p", "sequence_id": number, "publish_time": 1}
+    metadata = api.MessageMetadata(**said, partition_key=key.encode())
+    payload = b"%d" % number
+    if count:
+        metadata.num_messages_in_batch = left = count
+        # Of each message: its payload has two bytes (3), and its key (2).
+        one = b"\x18\x02\x12" + bytes([len(key)]) + key.encode()
+        payload = (struct.pack(">I", len(one)) + one + b"vv") * count
+        if count > 2 and not draw.randrange(3):
+            ack_set, left = (0b101,), 2
+    if kind == ENCRYPTED:
+        metadata.encryption_keys.add(key=b"k")
+    head = metadata.SerializeToString()
+    body = struct.pack(">I", len(head)) + head + payload
+    checksum = google_crc32c.value(body) ^ (kind == CORRUPT)
+    data = b"\x0e\x01" + struct.pack(">I", checksum) + body
+    return Stored(number, key_slot(key), kind, left, ack_set, data)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A consumer or Reader, as its broker knows it."""
+
+    session: object
+    consumer_id: int
+    topic: str
+    send: Send
+    hash_range: HashRange | None
+    """``None``: a Reader, which has all."""
+    position: int
+    permits: int = 0
+    queue: int = 0
+    """What it may be sent at first."""
+
+
+@dataclass(eq=False)
+class Model:
+    """Topic partitions, each with a subscription; called with the lock held."""
+
+    draw: random.Random
+    topics: list[TopicPartition]
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        names = [where.name for where in self.topics]
+        self.logs: dict[str, list[Stored]] = {name: [] for name in names}
+        self.acked: dict[str, set[int]] = {name: set() for name in names}
+        self.written: dict[str, set[int]] = {name: set() for name in names}
+        """What a restart does not forget."""
+        self.taken: set[tuple[str, int]] = set()
+        """All that was ever acknowledged."""
+        self.handed_out: set[tuple[str, int]] = set()
+        """What the application has; it says so before it acknowledges."""
+        self.owner = {name: self.draw.randrange(2) for name in names}
+        self.members: dict[tuple[object, int], Member] = {}
+        self.broken: list[str] = []
+        """Promises that were."""
+
+    def publish(self, name: str) -> None:
+        log = self.logs[name]
+        log.append(stored(len(log), self.draw))
+        for member in list(self.members.values()):
+            self.dispatch(member)
+
+    def subscribe(self, member: Member) -> bool:
+        """Whether nobody else has its range."""
+        mine = member.hash_range
+        others = [one for one in self.members.values() if one.topic == member.topic]
+        if mine is not None and any(one.hash_range == mine for one in others):
+            return False
+        self.members[member.session, member.consumer_id] = member
+        return True
+
+    def leave(self, session: object, consumer_id: int | None = None) -> None:
+        for key in list(self.members):
+            if key[0] is session and consumer_id in (None, key[1]):
+                del self.members[key]
+
+    def flow(self, session: object, consumer_id: int, permits: int) -> None:
+        member = self.members.get((session, consumer_id))
+        if member is None:
+            return
+        member.queue = member.queue or permits
+        member.permits += permits
+        if member.permits > member.queue:
+            self.broken.append(f"{member.permits} permits of a queue of {member.queue}")
+        self.dispatch(member)
+
+    def dispatch(self, member: Member) -> None:
+        log, acked = self.logs[member.topic], self.acked[member.topic]
+        while member.permits > 0 and member.position < len(log):
+            one = log[member.position]
+            member.position += 1
+            if member.hash_range is not None and (
+                one.slot not in member.hash_range or one.number in acked
+            ):
+                continue
+            member.permits -= one.messages
+            member.send("message", message(member.consumer_id, one.number, one.ack_set), one.data)
+
+    def acknowledge(self, session: object, consumer_id: int, numbers: list[int]) -> bool:
+        """Whether anybody listens; who is gone is not answered."""
+        member = self.members.get((session, consumer_id))
+        if member is None:
+            return False
+        for number in numbers:
+            if (member.topic, number) not in self.handed_out:
+                self.broken.append(f"entry {number} is acknowledged, and nobody has it")
+            self.acked[member.topic].add(number)
+            self.taken.add((member.topic, number))
+        return True
+
+    def unload(self, name: str) -> list[Member]:
+        """Another broker takes a topic partition; who has lost it."""
+        gone = [one for one in self.members.values() if one.topic == name]
+        for one in gone:
+            del self.members[one.session, one.consumer_id]
+        self.owner[name] = 1 - self.owner[name]
+        return gone
+
+    def crash(self) -> None:
+        """Forget what was acknowledged and not written."""
+        for name, acked in self.acked.items():
+            kept = {number for number in acked if self.draw.random() < 0.5}
+            self.acked[name] = self.written[name] | kept
+            self.written[name] = set(self.acked[name])
+
+    def to_come(self, name: str) -> set[int]:
+        """Entries that are not acknowledged, and can be."""
+        able = {one.number for one in self.logs[name] if one.kind != ENCRYPTED}
+        return able - self.acked[name]
+
+
+def message(consumer_id: int, number: int, ack_set: tuple[int, ...] = ()) -> Any:
+    where = api.MessageId(ledger=LEDGER, entry=number)
+    return api.Message(consumer_id=consumer_id, message_id=where, ack_set=ack_set)

@@ -1,0 +1,313 @@
+"""One seed: a cluster, its clients, what goes wrong, and what has to hold."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from unittest.mock import patch
+
+from keyshard.broker.port import StartPosition
+from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.retry import retry_until
+from keyshard.broker.wire import comebacks, connection, receipts, subscribed
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import BrokerError, CorruptEntryError
+from keyshard.reading import scan as scanning
+from keyshard.reading.scan import Scan
+from tests.wire_simulation.model import ENCRYPTED, LATE, LEDGER, Model
+from tests.wire_simulation.served import ServedBroker, Troubles
+
+OPERATION_MS = 1_000
+RUN_S = 25.0
+"""Longest time until everything is acknowledged, seconds."""
+SLACK_S = 8.0
+"""What a call may take longer than it may, on a machine that is busy, seconds."""
+SUBSCRIPTION = "s"
+T = TypeVar("T")
+
+
+class BrokenPromiseError(AssertionError):
+    """What does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    error: str
+    entries: int = 0
+    troubles: int = 0
+    losses: int = 0
+
+
+def run(seed: int) -> Outcome:
+    """Run a seed; never raises."""
+    before = threads()
+    draw = random.Random(seed)
+    with hurried(draw):
+        try:
+            world = World(seed, draw)
+            try:
+                world.work()
+                world.end()
+            finally:
+                world.close()
+            until(lambda: not threads() - before, "threads are left")
+        except (BrokenPromiseError, BrokerError) as exc:
+            return Outcome(seed, f"{type(exc).__name__}: {exc}")
+    return Outcome(seed, "", world.entries, world.troubles.met, world.losses)
+
+
+@contextmanager
+def hurried(draw: random.Random) -> Iterator[None]:
+    """Waits that are short, and reads of few bytes or many."""
+    changes = [
+        (comebacks, "FIRST_WAIT_S", 0.005),
+        (comebacks, "LONGEST_WAIT_S", 0.05),
+        (subscribed, "RETRY_S", 0.01),
+        (receipts, "SEND_AGAIN_S", 0.02),
+        (scanning, "READ_WAIT_MS", 20),
+        (connection, "KEEP_ALIVE_S", draw.choice([0.3, 30.0])),
+        (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
+    ]
+    patches = [patch.object(*change) for change in changes]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name.startswith("keyshard-wire")}
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + RUN_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise BrokenPromiseError(what)
+        time.sleep(0.002)
+
+
+def in_time(call: Callable[[], T], limit_s: float, what: str) -> T:
+    """What a call gives; it may fail, but not take longer than it may."""
+    began = time.monotonic()
+    try:
+        return call()
+    finally:
+        took_s = time.monotonic() - began
+        if took_s > limit_s + SLACK_S:
+            raise BrokenPromiseError(f"{what} took {took_s:.1f} s")
+
+
+class World:
+    """A cluster of two brokers and a client of them."""
+
+    def __init__(self, seed: int, draw: random.Random) -> None:
+        self.draw = draw
+        self.topics = [TopicPartition("persistent://public/default/t", n) for n in range(2)]
+        self.topics = self.topics[: draw.randrange(1, 3)]
+        self.model = Model(random.Random(seed + 1), self.topics)
+        self.troubles = Troubles(
+            random.Random(seed + 2), draw.choice([0, 2, 6, 12]), 0, threading.Lock()
+        )
+        self.brokers: list[ServedBroker] = []
+        for _ in range(2):
+            ServedBroker(self.model, self.troubles, self.brokers)
+        urls = ",".join(one.url.removeprefix("pulsar://") for one in self.brokers)
+        self.client = WireBroker(Connection(f"pulsar://{urls}", operation_timeout_ms=OPERATION_MS))
+        self.consumers: list[WireConsumer] = []
+        self.ranges = draw.choice([1, 2, 4])
+        self.queue = draw.choice([1, 2, 10, 1_000])
+        self.events = draw.randrange(6)
+        self.entries = self.losses = 0
+        self.firsts: dict[WireConsumer, int] = {}
+        """The newest entry that came for the first time."""
+        self.latest: dict[WireConsumer, tuple[int, int]] = {}
+        """How often it was lost, and the newest entry since."""
+        self.held: dict[WireConsumer, list[int]] = {}
+        """What was handed out and is not acknowledged yet."""
+        for where in self.topics:
+            self._publish(where, draw.randrange(40))
+
+    def work(self) -> None:
+        for where in self.topics:
+            for hash_range in split_ring(self.ranges):
+
+                def subscribe(
+                    where: TopicPartition = where, hash_range: object = hash_range
+                ) -> WireConsumer:
+                    return self.client.subscribe(
+                        where, SUBSCRIPTION, hash_range, start=StartPosition.EARLIEST,  # type: ignore[arg-type]
+                        consumer_name="c", receiver_queue_size=self.queue,
+                    )  # fmt: skip
+
+                self.consumers.append(retry_until(subscribe, RUN_S))
+        slow = {one for one in self.consumers if not self.draw.randrange(4)}
+        end_s = time.monotonic() + RUN_S
+        while self._to_come() or self.events:
+            if time.monotonic() > end_s:
+                raise BrokenPromiseError(f"lost or stuck: {self._to_come()}")
+            for consumer in self.consumers:
+                if consumer not in slow or not self.draw.randrange(5):
+                    self._receive(consumer)
+            if self.events and not self.draw.randrange(4):
+                self.events -= 1
+                self._happen()
+            self._check()
+
+    def end(self) -> None:
+        """Everything is acknowledged: receipts, permits and an end in order."""
+        self.troubles.left = 0
+        for consumer in self.consumers:
+            self._acknowledge(consumer)
+            until(lambda: not consumer.unconfirmed(0.1), "receipts do not come")  # noqa: B023
+        with self.model.lock:
+            lacking = self.model.handed_out - self.model.taken
+            if lacking:
+                raise BrokenPromiseError(f"confirmed, and the broker has not got {lacking}")
+        for consumer in self.consumers:
+            # What came since, or was sent again because a restart forgot it.
+            until(lambda: not self._receive(consumer), "entries do not end")  # noqa: B023
+        until(self._permits_are_back, "permits are lost")
+        self._check()
+        self.losses = sum(one.losses for one in self.consumers)
+        in_time(self.client.close, 8.0, "closing")
+        until(lambda: not self.model.members, "a consumer was not given back")
+
+    def close(self) -> None:
+        self.client.close()
+        for broker in self.brokers:
+            broker.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _publish(self, where: TopicPartition, count: int) -> None:
+        self.entries += count
+        with self.model.lock:
+            for _ in range(count):
+                self.model.publish(where.name)
+
+    def _to_come(self) -> dict[str, set[int]]:
+        with self.model.lock:
+            left = {where.name: self.model.to_come(where.name) for where in self.topics}
+        return {name: numbers for name, numbers in left.items() if numbers}
+
+    def _permits_are_back(self) -> bool:
+        with self.model.lock:
+            members = list(self.model.members.values())
+            least = self.queue - (self.queue - 1) // 2
+            return len(members) == len(self.consumers) and all(
+                one.permits >= least for one in members if one.hash_range is not None
+            )
+
+    def _receive(self, consumer: WireConsumer) -> int:
+        losses, numbers = consumer.losses, []
+        try:
+            blocks = in_time(lambda: consumer.receive(self.draw.choice([0, 11])), 0.02, "receiving")
+            numbers = [block.id.entry for block in blocks]
+        except CorruptEntryError as exc:
+            numbers = [entry_of(exc).entry]
+        if LATE in numbers:
+            raise BrokenPromiseError("what was sent to a consumer that is gone is handed out")
+        self._check_order(consumer, losses, numbers)
+        self.held.setdefault(consumer, []).extend(numbers)
+        if self.draw.randrange(3):
+            self._acknowledge(consumer)
+        return len(numbers)
+
+    def _check_order(self, consumer: WireConsumer, losses: int, numbers: list[int]) -> None:
+        name = consumer.topic_partition.name
+        before, newest = self.latest.get(consumer, (losses, -1))
+        if before != losses:
+            newest = -1
+        with self.model.lock:
+            for number in numbers:
+                if losses == consumer.losses and number <= newest:
+                    raise BrokenPromiseError(f"{number} came after {newest}")
+                newest = number
+                if (name, number) in self.model.handed_out:
+                    continue
+                if number <= self.firsts.get(consumer, -1):
+                    raise BrokenPromiseError(f"{number} came first behind a later one")
+                self.firsts[consumer] = number
+                self.model.handed_out.add((name, number))
+        self.latest[consumer] = losses, newest
+
+    def _acknowledge(self, consumer: WireConsumer) -> None:
+        held = self.held.pop(consumer, [])
+        if held:
+            consumer.acknowledge([EntryId(LEDGER, number) for number in held])
+
+    def _happen(self) -> None:
+        where = self.draw.choice(self.topics)
+        kind = self.draw.choice(["publish", "unload", "crash", "cut", "read", "last"])
+        if kind == "publish":
+            self._publish(where, self.draw.randrange(20))
+        elif kind == "unload":
+            with self.model.lock:
+                for member in self.model.unload(where.name):
+                    end = member.session.end  # type: ignore[attr-defined]
+                    how = {"twice": not self.draw.randrange(2)}
+                    if self.draw.randrange(2):
+                        end(member.consumer_id, **how)
+                    else:
+                        threading.Timer(0.01, end, (member.consumer_id,), how).start()
+        elif kind in ("cut", "crash"):
+            with self.model.lock:
+                if kind == "crash":
+                    self.model.crash()
+            for broker in self.brokers if kind == "crash" else self.brokers[:1]:
+                broker.cut_all()
+        elif kind == "read":
+            self._read(where)
+        else:
+            self._ask_last(self.draw.choice(self.consumers))
+
+    def _read(self, where: TopicPartition) -> None:
+        with self.model.lock:
+            log = list(self.model.logs[where.name])
+        first = self.draw.randrange(len(log) + 1)
+        found: set[int] = set()
+        corrupt: dict[EntryId, CorruptEntryError] = {}
+        end_s = time.monotonic() + RUN_S
+        last = EntryId(LEDGER, len(log) - 1)
+        with Scan(self.client, where, EntryId(LEDGER, first), last, corrupt=corrupt) as scan:
+            while log and first < len(log) and not scan.done:
+                blocks = retry_until(scan.read, max(0.0, end_s - time.monotonic()))
+                found |= {block.id.entry for block in blocks}
+        found |= {entry_id.entry for entry_id in corrupt}
+        wanted = {one.number for one in log[first:] if one.kind != ENCRYPTED}
+        if not wanted <= found or LATE in found:
+            raise BrokenPromiseError(f"a Reader from {first} lacks {wanted - found}")
+
+    def _ask_last(self, consumer: WireConsumer) -> None:
+        with self.model.lock:
+            count = len(self.model.logs[consumer.topic_partition.name])
+        ask = consumer.last_entry
+        try:
+            last = in_time(ask, OPERATION_MS / 1000, "asking for the last entry")
+        except BrokerError as exc:
+            if not exc.retriable:
+                raise
+            return
+        if last != (EntryId(LEDGER, count - 1) if count else None):
+            raise BrokenPromiseError(f"the last entry is {last} of {count}")
+
+    def _check(self) -> None:
+        with self.model.lock:
+            if self.model.broken:
+                raise BrokenPromiseError("; ".join(self.model.broken))
