@@ -33,7 +33,7 @@ class Evidence:
             window = self._shared.window
             parts = {tp: window.known[tp] for tp in window.partitions}
             return {
-                tp: HolesView(part.state, set(part.held), part.tight)
+                tp: HolesView(part.state, list(part.held), part.tight)
                 for tp, part in parts.items()
                 if part.holes
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from keyshard.broker.port import Admin, Broker
@@ -45,7 +45,8 @@ class HolesView(NamedTuple):
     """What the settler needs to know of a topic partition with holes or several ledgers."""
 
     state: PartitionCheckpoint
-    held: set[EntryId]
+    held: Collection[EntryId]
+    """Entries that were received and are not released."""
     tight: bool
     """Whether its checkpoint has no room: then it matters which ranges owe entries of holes."""
 
@@ -141,13 +142,12 @@ class Settler:
         broker_state: BrokerState | None = None
         if self._admin is not None:
             broker_state = self._admin.broker_state(topic_partition, config.subscription)
-        held = EntrySet.of(view.held)
-        holes = holes_of(state, broker_state) - held
+        holes = _not_held(holes_of(state, broker_state), view.held)
         proofs, doubted, borders = Proofs(), EntrySet(), EntrySet()
         if broker_state is not None:
             proofs.merge(proofs_of_ledgers(state, holes, broker_state))
             # Where no checkpoint speaks of, it was acknowledged before the source began.
-            doubted = acknowledged_unknown(state, broker_state) - held
+            doubted = _not_held(acknowledged_unknown(state, broker_state), view.held)
             lasting = self._acknowledged_long(watched, now_ms, holes | doubted, broker_state)
             self._report_lost(topic_partition, watched, lasting.settled & doubted)
             _leave_out(lasting, doubted - watched.absent - watched.lost)
@@ -221,6 +221,14 @@ class Settler:
         if proofs:
             proofs.published_ms = time.time_ns() // 1_000_000
         return proofs
+
+
+def _not_held(entries: EntrySet, held: Collection[EntryId]) -> EntrySet:
+    """What of some entries is not held: a window holds many, and few of them lie among holes."""
+    first, last = entries.first, entries.last
+    if first is None or last is None:
+        return entries
+    return entries - EntrySet.of([one for one in held if first <= one <= last])
 
 
 def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
