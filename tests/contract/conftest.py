@@ -29,11 +29,21 @@ EXCUSED = {
 """Modules and cases that say nothing of ``wire``, and why: the suite is long."""
 _HELD_UP = "before 4.0 a range that joins is held up by those that joined before"
 _NO_LIMIT = "before 4.0 a replay queue has no such limit"
+_COUNTED = "before 4.0 a consumer at its limit waits on when it acknowledged, and may pass it"
 OLDER_BROKERS = {
     "test_unacknowledged_entries_go_to_the_next_owner_in_order_per_key": _HELD_UP,
     "test_what_an_aborted_transaction_left_waits_for_the_owner_of_its_slot": _HELD_UP,
     "test_a_range_that_does_not_receive_stops_its_partition_until_it_does": _NO_LIMIT,
     "test_acknowledging_what_waits_ends_a_stall_only_when_the_mark_delete_passes_it": _NO_LIMIT,
+    "test_it_tells_version_and_limits": _NO_LIMIT,
+    "test_consumers_bring_a_deleted_topic_back_and_the_rest_can_be_removed": _HELD_UP,
+    "test_ranges_in_threads_get_every_message_once_and_in_order_per_key": (
+        "before 4.0 an entry may come twice from a broker that is well"
+    ),
+    "test_keyless_messages_all_arrive_and_spread_over_the_ranges": "before 4.0 they have one slot",
+    "test_a_lone_consumer_at_its_limit_gets_more_only_from_the_half_on": _COUNTED,
+    "test_beside_another_a_consumer_at_its_limit_gets_as_many_as_it_acknowledges": _COUNTED,
+    "test_the_limit_of_a_consumer_counts_messages_and_an_entry_may_pass_it": _COUNTED,
 }
 """Cases that a broker before 4.0 does not keep, whoever speaks to it, and why."""
 
