@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from found_by_simulation import FOUND_BY_SIMULATION
+from of_wire import OF_WIRE
 from of_workers import OF_WORKERS
 from table import MUTANTS, Edit, Mutant
 
-ALL = (*MUTANTS, *FOUND_BY_SIMULATION, *OF_WORKERS)
+ALL = (*MUTANTS, *FOUND_BY_SIMULATION, *OF_WORKERS, *OF_WIRE)
 ROOT = Path(__file__).parents[2]
 COPIED = ("keyshard", "spark_adapter", "tests")
 TIMEOUT_S = 240

@@ -75,6 +75,7 @@ def test_without_a_word_a_source_ends_before_one_and_acknowledges_nothing() -> N
 
         def ended() -> bool:
             coordinator.batches.cut()
+            assert not coordinator.status()["corruptSkipped"]
             return False
 
         with pytest.raises(CorruptEntryError, match=r"Entry \d+:3 .*on_corrupt=skip"):

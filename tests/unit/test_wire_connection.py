@@ -488,6 +488,20 @@ def next_of(take: Callable[[int], list[EntryBlock]]) -> int | str:
     return block.id.entry
 
 
+def test_what_is_late_for_a_subscription_is_for_nobody(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told))
+    (session,) = told.sessions
+    session.end_consumers()
+    session.deliver(8, consumer=0)
+    until(lambda: len(told.asked_for(FLOW)) == 2)
+    session.deliver(9, consumer=0)
+    session.deliver(1, consumer=1)
+    assert next_of(consumer.receive) == 1
+    assert consumer.receive(10) == []
+
+
 def test_an_entry_that_was_found_corrupt_before_a_cut_comes_again_in_its_order(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:

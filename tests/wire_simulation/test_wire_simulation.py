@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.wire_simulation.run import run
 
-SEEDS = range(20)
+SEEDS = range(16)
 
 
 def test_the_promises_of_the_transport_hold() -> None:
