@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 import pyarrow as pa
 from pyarrow import compute
 
+from keyshard.arrow.buffers import numbers, texts
 from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather, runs_of
-from keyshard.core.position.entry import EntryBlock, Part
+from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.layout import Located
 
 ROWS_PER_BATCH_MAX = 10_000
@@ -36,38 +36,57 @@ and for a number that is no time, which then is a property), properties, and the
 again must have the same rows)."""
 
 
-def _repeated(values: Sequence[Any], blocks: Sequence[Located], kind: pa.DataType) -> pa.Array:
-    """A value of each entry, repeated for its rows."""
-    if len(blocks) == 1:
-        return pa.repeat(pa.scalar(values[0], kind), blocks[0][1].rows)
-    ends = pa.array(list(accumulate(block.rows for _, block in blocks)), pa.int32())
-    runs = pa.RunEndEncodedArray.from_arrays(ends, pa.array(values, kind))
-    return compute.run_end_decode(runs)
+def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
+    """Each value as often as its number of rows says."""
+    ends = numbers(list(accumulate(rows)), pa.int32())
+    return compute.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
+
+
+def _of_entries(values: pa.Array, blocks: Sequence[Located]) -> pa.Array:
+    """A value of each entry, for all of its rows."""
+    return _repeated(values, (block.rows for _, block in blocks))
+
+
+def _partitions_of(blocks: Sequence[Located]) -> dict[TopicPartition, int]:
+    """Topic partitions and their rows; the entries of one lie together."""
+    found: dict[TopicPartition, int] = {}
+    current, rows = blocks[0][0], 0
+    for where, block in blocks:
+        if where is not current:
+            found[current] = found.get(current, 0) + rows
+            current, rows = where, 0
+        rows += len(block.indices)
+    found[current] = found.get(current, 0) + rows
+    return found
 
 
 def _topics(blocks: Sequence[Located]) -> pa.Array:
-    return _repeated([where.topic for where, _ in blocks], blocks, pa.string())
+    found = _partitions_of(blocks)
+    return _repeated(texts([where.topic for where in found]), found.values())
 
 
 def _partitions(blocks: Sequence[Located]) -> pa.Array:
-    return _repeated([where.partition for where, _ in blocks], blocks, pa.int32())
+    found = _partitions_of(blocks)
+    return _repeated(numbers([where.partition for where in found], pa.int32()), found.values())
 
 
 def _message_ids(blocks: Sequence[Located]) -> pa.Array:
-    entries = _repeated([f"{b.id.ledger}:{b.id.entry}" for _, b in blocks], blocks, pa.string())
-    indices = pa.array([index for _, block in blocks for index in block.indices], pa.int32())
-    return compute.binary_join_element_wise(entries, indices.cast(pa.string()), ":")
+    entries = texts([f"{block.id.ledger}:{block.id.entry}" for _, block in blocks])
+    indices = numbers([index for _, block in blocks for index in block.indices], pa.int32())
+    return compute.binary_join_element_wise(
+        _of_entries(entries, blocks), indices.cast(pa.string()), texts([":"])[0]
+    )
 
 
 def _publish_times(blocks: Sequence[Located]) -> pa.Array:
     times = [block.publish_ms or None for _, block in blocks]
-    return _repeated(times, blocks, pa.timestamp("ms", tz="UTC")).cast(TIME)
+    return _of_entries(numbers(times, pa.timestamp("ms", tz="UTC")), blocks).cast(TIME)
 
 
 def _slots(blocks: Sequence[Located]) -> pa.Array:
     if not any(block.mixed_slots or block.keys_of_bytes for _, block in blocks):
-        return _repeated([block.slot for _, block in blocks], blocks, pa.int32())
-    return pa.array([slot for _, block in blocks for slot in block.text_slots], pa.int32())
+        return _of_entries(numbers([block.slot for _, block in blocks], pa.int32()), blocks)
+    return numbers([slot for _, block in blocks for slot in block.text_slots], pa.int32())
 
 
 _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
