@@ -165,6 +165,14 @@ def test_content_of_another_size_than_declared_is_no_content(
     assert corrupt(stored(message(fields), packed(payload, compression)))
 
 
+@pytest.mark.parametrize("compression", [LZ4, SNAPPY])
+def test_what_a_batch_declares_and_does_not_hold_is_not_taken_from_memory(compression: int) -> None:
+    whole, half = batch_payload([plain(b"a" * 40), plain()]), batch_payload([plain(b"a" * 40)])
+    metadata = message(BASE | {8: compression, 9: len(whole), 11: 2})
+    said = corrupt(stored(metadata, packed(half, compression)))
+    assert f"not the {len(whole)} bytes" in said or "cannot be unpacked" in said
+
+
 def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacking, "UNPACKED_BYTES_MAX", 1_000)
     bomb = stored(message(BASE | {8: ZLIB, 9: 1_001}), zlib.compress(bytes(1_001)))

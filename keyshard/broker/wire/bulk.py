@@ -176,10 +176,10 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
 
 
 def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
-    payload, batched, _, compression, size, _ = opened
+    payload, _, _, compression, size, _ = opened
     if not compression:
         return None
-    return unpacked(compression, size, entry.data[payload:], batched=bool(batched))
+    return unpacked(compression, size, entry.data[payload:])
 
 
 def _content(found: Any, owner: _Owner, rows: int, *, keeps_values: bool) -> pa.RecordBatch:

@@ -146,9 +146,7 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
         raise encrypted_entry(where, raw.id)
     batched = metadata.HasField("num_messages_in_batch")
     if metadata.compression:
-        data = unpacked(
-            metadata.compression, metadata.uncompressed_size, data[position:], batched=batched
-        )
+        data = unpacked(metadata.compression, metadata.uncompressed_size, data[position:])
         position = 0
     start = len(into.sizes)
     count = metadata.num_messages_in_batch if batched else 1

@@ -14,18 +14,18 @@ UNPACKED_BYTES_MAX = 128 * 1024 * 1024
 _CODECS = {1: "lz4_raw", 3: "zstd", 4: "snappy"}
 _ZLIB = 2
 _PADDED = (1, 4)
-"""Compressions that fill up what is declared too large; of a batch its structure tells that."""
+"""Compressions whose codec does not tell that there is less than declared: the rest would be
+whatever was in memory, such as the messages of another entry."""
 _UNPACKING = (OSError, pa.ArrowException, zlib.error, ValueError)
 
 
-def unpacked(kind: int, size: int, packed: bytes, *, batched: bool) -> bytes:
+def unpacked(kind: int, size: int, packed: bytes) -> bytes:
     """The payload of a compressed entry.
 
     Args:
         kind: Its compression, by Pulsar's number.
         size: Bytes that it declares to have unpacked.
         packed: The payload as it is stored.
-        batched: Whether it is a producer batch.
 
     Raises:
         UnreadableError: It is too large, or not what it declares.
@@ -42,7 +42,7 @@ def unpacked(kind: int, size: int, packed: bytes, *, batched: bool) -> bytes:
         else:
             found = pa.Codec(_CODECS[kind]).decompress(packed, size, asbytes=True)
         fits = len(found) == size and (
-            batched or not size or kind not in _PADDED or not _fits(kind, packed, size - 1)
+            not size or kind not in _PADDED or not _fits(kind, packed, size - 1)
         )
     except _UNPACKING as exc:
         raise UnreadableError(f"it cannot be unpacked ({exc})") from exc
