@@ -672,15 +672,22 @@ def test_who_takes_nothing_of_what_is_sent_is_given_up(
 def test_what_the_socket_does_not_take_at_once_is_sent_when_it_does(
     told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And not with the next keep-alive: nothing comes that would wake who sends it."""
     monkeypatch.setattr(receipts, "WAITING_MAX", 10**6)
-    consumer = subscribed(brokers(told))
+    monkeypatch.setattr(brokering, "CONFIRM_S", 0.1)
+    consumer = subscribed(brokers(told), queue=2)
     held = threading.Event()
-    told.answers[ACK] = lambda *what: held.wait(DEADLINE_S) and Session.answer(*what)
+    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    for number in range(2):
+        told.sessions[0].deliver(number)
+    until(lambda: len(consumer._entries) == 2)
     ids = [EntryId(2**40, 2**40 + number) for number in range(5_000)]
     for _ in range(100):
         consumer.acknowledge(ids)
+    assert len(consumer.receive(0)) == 2
     held.set()
-    until(lambda: len(told.asked_for(ACK)) == 100)
+    until(lambda: len(told.asked_for(FLOW)) == 2)
+    assert len(told.asked_for(ACK)) == 100
     assert consumer.losses == 0
 
 
