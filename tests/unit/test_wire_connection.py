@@ -25,8 +25,9 @@ from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire import receipts
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
-from keyshard.broker.wire.connection import Address, WireConnection
+from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
 from keyshard.config.connection import Connection, Token

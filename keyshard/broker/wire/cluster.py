@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.wire.connection import Address, WireConnection
+from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection

@@ -10,20 +10,19 @@ import itertools
 import logging
 import os
 import select
-import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NoAnswerError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.refusals import not_accepted
-from keyshard.broker.pulsar.tls import tls_context, tls_error
+from keyshard.broker.wire.dialling import Address, dialled
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import (
@@ -35,7 +34,7 @@ from keyshard.broker.wire.frames import (
     read_frames,
 )
 from keyshard.config.connection import Connection
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.errors import BrokerUnavailableError, KeyShardError
 
 KEEP_ALIVE_S = 30.0
 """Silence after which the broker is asked whether it is there; after twice as long it is not."""
@@ -60,19 +59,6 @@ _NO_REQUEST = 2**64 - 1
 
 _request_ids = itertools.count(1)
 _log = logging.getLogger(__name__)
-
-
-class Address(NamedTuple):
-    """Where a broker is reached."""
-
-    host: str
-    port: int
-    behind_proxy: str = ""
-    """``host:port`` of the broker that a proxy is to connect to; empty without one."""
-
-    def __str__(self) -> str:
-        where = f"{self.host}:{self.port}"
-        return f"{self.behind_proxy} through {where}" if self.behind_proxy else where
 
 
 class Handle(Protocol):
@@ -122,7 +108,7 @@ class WireConnection:
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
-        self._socket = _dialled(address, connection, timeout_s)
+        self._socket = dialled(address, connection, timeout_s)
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._socket.settimeout(0)
         self._woken_end, self._wake_end = os.pipe()
@@ -466,42 +452,3 @@ class WireConnection:
                 one.set_exception(self._lost())
         for consumer_id, handle in handles:
             handle.lost(consumer_id)
-
-
-def _dialled(address: Address, connection: Connection, timeout_s: float) -> socket.socket:
-    """A socket that is connected, with TLS where the connection says so."""
-    context = tls_context(connection) if connection.tls else None
-    with _explained(address, connection):
-        timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
-        plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if context is None:
-                return plain
-            return context.wrap_socket(plain, server_hostname=address.host)
-        except BaseException:
-            plain.close()
-            raise
-
-
-@contextmanager
-def _explained(address: Address, connection: Connection) -> Iterator[None]:
-    hint = "Check service_url and that the broker is running."
-    try:
-        yield
-    except socket.gaierror as exc:
-        raise BrokerUnavailableError(
-            f"No broker answers at {address}: the host name is unknown. {hint}"
-        ) from exc
-    except ssl.SSLError as exc:
-        error: BrokerError | None = tls_error(exc, f"The broker at {address}", connection)
-        raise error or BrokerUnavailableError(
-            f"The broker at {address} does not speak TLS as expected ({exc.reason or exc}). {hint}"
-        ) from exc
-    except TimeoutError as exc:
-        raise BrokerUnavailableError(f"No broker answers at {address} in time. {hint}") from exc
-    except OSError as exc:
-        raise BrokerUnavailableError(
-            f"No broker answers at {address}: {exc.strerror or exc}. {hint}"
-        ) from exc
