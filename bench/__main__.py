@@ -24,6 +24,7 @@ from bench import (
     skew,
     spark_cpu,
     transport,
+    tuning,
     wide,
     workers,
 )
@@ -32,7 +33,7 @@ _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
     "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
-    "transport": transport.run, "spark_cpu": spark_cpu.run,
+    "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
 }  # fmt: skip
 
 
