@@ -32,8 +32,8 @@ simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WOR
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
 	@$(if $(WORLD)$(VERBOSE),:,$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --seed-start $(SEED_START))
 
-chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats them, SUBJECT=stream|handlers, WORKERS=embedded|processes:2
-	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) --json chaos.json
+chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats them, SUBJECT=stream|handlers, WORKERS=embedded|processes:2, TRANSPORT=wire|client
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TRANSPORT),--transport $(TRANSPORT)) --json chaos.json
 
 lint: $(INSTALLED) ## format, lint, types and import rules
 	@$(BIN)/ruff format --check .

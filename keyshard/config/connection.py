@@ -146,7 +146,7 @@ class Connection:
     """Longest time of one request to the broker, milliseconds."""
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
     """Longest time until a connection of the client is there, milliseconds."""
-    transport: str = field(default=CLIENT, kw_only=True)
+    transport: str = field(default=AUTO, kw_only=True)
     """What consumes and reads: ``wire``, which speaks the protocol itself and takes whole entries,
     ``client``, which is pulsar-client, or ``auto``: ``wire``, which can do whatever a connection
     says. What is produced goes through pulsar-client always."""
@@ -216,7 +216,7 @@ class Connection:
         if self.in_memory and (
             self.authentication is not None
             or self.listener_name is not None
-            or self.transport == WIRE
+            or self.transport != AUTO
         ):
             raise ConfigError(
                 f"service_url is {shown(self.service_url)}: an in-memory cluster knows neither "

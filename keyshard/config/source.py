@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 
-from keyshard.config.connection import CLIENT, SERVICE_URL, WIRE, Connection
+from keyshard.config.connection import AUTO, CLIENT, SERVICE_URL, WIRE, Connection
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
@@ -37,7 +37,7 @@ class SourceConfig:
     admin_url: str | None = field(default=None, kw_only=True)
     """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
     of an in-memory cluster has the same URL as the cluster."""
-    transport: str = field(default=CLIENT, kw_only=True)
+    transport: str = field(default=AUTO, kw_only=True)
     """``client`` or ``wire``: whether pulsar-client consumes and reads, or keyshard itself."""
     parallelism: int = field(default=10, kw_only=True)
     """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""

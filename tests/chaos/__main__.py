@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from keyshard.config.connection import AUTO, CLIENT, WIRE
 from tests.chaos.plan import WORKERS, Subject
 from tests.chaos.report import Report
 from tests.chaos.runner import Chaos
@@ -30,14 +31,25 @@ def main() -> int:
         choices=WORKERS,
         help="what has the consumers of the program; default: decided by the seed",
     )
+    parser.add_argument(
+        "--transport", choices=(AUTO, CLIENT, WIRE), default=AUTO, help="what consumes and reads"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     subject = Subject(given.subject or random.Random(seed).choice([*Subject]).value)
     workers: str = given.workers or random.Random(f"{seed}: workers?").choice(WORKERS)
     directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
-    print(f"seed {seed}, {subject.value}, {workers}, files in {directory}", flush=True)
-    chaos = Chaos(directory, subject, seed, lambda text: print(text, flush=True), workers)
+    transport: str = given.transport
+    print(f"seed {seed}, {subject.value}, {workers}, {transport}, files in {directory}", flush=True)
+    chaos = Chaos(
+        directory,
+        subject,
+        seed,
+        lambda text: print(text, flush=True),
+        workers=workers,
+        transport=transport,
+    )
     report = chaos.run(given.minutes)
     _print(report)
     if given.json is not None:
@@ -47,7 +59,7 @@ def main() -> int:
         return 0
     print(f"The history is {directory / 'history.jsonl'}; logs lie beside it.")
     again = f"--minutes {given.minutes:g} --seed {seed} --subject {subject.value}"
-    again += f" --workers {workers}"
+    again += f" --workers {workers} --transport {transport}"
     print(f"The same faults again: python -m tests.chaos {again}")
     return 1
 

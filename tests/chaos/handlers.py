@@ -25,9 +25,8 @@ import tenacity
 
 from keyshard import Message, RetryPolicy
 from keyshard.arrow.messages import messages_of
-from keyshard.broker.port import Reader
-from keyshard.broker.pulsar.broker import PulsarBroker
-from keyshard.config.connection import Connection
+from keyshard.broker.connect import connect
+from keyshard.broker.port import Broker, Reader
 from keyshard.core.dead_letter.letters import Letter, parse
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import KeyShardError, NotRunningError
@@ -36,7 +35,6 @@ from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.recording_broker import message_name
 from keyshard.testing.verify.workloads import parse_value
 from tests.chaos.stream import (
-    CLIENT_TIMEOUT_S,
     TRY_AGAIN,
     WORKER,
     Settings,
@@ -87,25 +85,25 @@ class DyingHistory:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class TellingBroker(PulsarBroker):
+def telling(broker: Broker, history: HistoryWriter) -> Broker:
     """Also writes down letters that are read back: who stored one may have died before it knew."""
+    open_reader = broker.reader
 
-    def __init__(self, service_url: str, history: HistoryWriter) -> None:
-        super().__init__(Connection(service_url, operation_timeout_ms=CLIENT_TIMEOUT_S * 1_000))
-        self._history = history
-
-    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
-        reader = super().reader(topic_partition, start, *how)
+    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
+        reader = open_reader(topic_partition, start, *how)
         read = reader.read
 
         def read_and_tell(timeout_ms: int) -> list[EntryBlock]:
             blocks = read(timeout_ms)
-            self._history.write_all(letter_events(topic_partition, blocks))
+            history.write_all(letter_events(topic_partition, blocks))
             return blocks
 
         if topic_partition.topic.endswith("-DLQ"):
             reader.read = read_and_tell  # type: ignore[method-assign]
         return reader
+
+    broker.reader = reader  # type: ignore[method-assign]
+    return broker
 
 
 def letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
@@ -168,8 +166,9 @@ class Handlers:
             {"started": Step.HANDLING, "completed": Step.HANDLED, "failed": Step.FAILED},
         )
         self._source = RecordedSource(**settings.fields())
+        connection = self._source.how_to_connect()
         self._source.record(
-            lambda: with_workers(TellingBroker(settings.service_url, history), self._source),
+            lambda: with_workers(telling(connect(connection), history), self._source),
             Recorder(self._passing, WORKER),
             settings.number * _EPOCHS,
         )

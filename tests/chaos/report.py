@@ -34,6 +34,8 @@ class Report:
     subject: str
     workers: str
     """What had the program's consumers."""
+    transport: str
+    """What consumed and read."""
     seconds: float
     faults: dict[str, int]
     """Faults of each kind that were injected."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from keyshard.config.connection import AUTO
 from keyshard.errors import DevBrokerError
 from keyshard.testing.verify.history import HistoryWriter, read_history
 from keyshard.testing.verify.history_view import Host
@@ -71,6 +72,7 @@ class Chaos:
         seed: Decides the faults and the load.
         say: Told what happens.
         workers: What has the consumers of the program.
+        transport: What consumes and reads.
     """
 
     def __init__(
@@ -79,10 +81,13 @@ class Chaos:
         subject: Subject,
         seed: int,
         say: Callable[[str], None],
+        *,
         workers: str,
+        transport: str = AUTO,
     ) -> None:
         self._subject = subject
         self._workers = workers
+        self._transport = transport
         self._strike = random.Random(f"{seed}: which worker?")
         self._seed = seed
         # Without one, what the broker forgets is handled again.
@@ -100,6 +105,7 @@ class Chaos:
             directory=str(directory),
             checkpoint=self._checkpoint,
             workers=workers,
+            transport=transport,
         )
         self._history, self._healed = settings.history, settings.healed
         self._stream = StreamProcess(subject.module, settings)
@@ -220,6 +226,7 @@ class Chaos:
             seed=self._seed,
             subject=self._subject.value,
             workers=self._workers,
+            transport=self._transport,
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,

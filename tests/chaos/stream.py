@@ -20,11 +20,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from keyshard.broker.connect import connect
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.hosted.places import start_of
 from keyshard.broker.port import Broker
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.config.connection import AUTO
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
@@ -74,6 +75,8 @@ class Settings:
     """Whether handlers keep one; a stream always does."""
     workers: str = "embedded"
     """What has the consumers."""
+    transport: str = AUTO
+    """What consumes and reads."""
 
     @property
     def state(self) -> Path:
@@ -104,6 +107,7 @@ class Settings:
             "admin_url": self.admin_url,
             "parallelism": self.ranges,
             "workers": self.workers,
+            "transport": self.transport,
             "starting_position": "earliest",
             "batch_rows_min": 50,
             "batch_rows_max": 500,
@@ -144,7 +148,7 @@ class Stream:
         connection = config.how_to_connect()
         self._coordinator = Coordinator(
             config,
-            lambda: self._recorder.broker(with_workers(PulsarBroker(connection), config)),
+            lambda: self._recorder.broker(with_workers(connect(connection), config)),
             PulsarAdmin(connection),
         )
 

@@ -13,9 +13,8 @@ import pytest
 
 from helpers import block, config
 from keyshard.arrow.messages import messages_of
-from keyshard.broker.connect import connect_admin
+from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import Broker, Reader
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
 from keyshard.coordinator.available_now import _first_entry
 from keyshard.core.dead_letter.letters import Letter, LetterKind
@@ -46,7 +45,7 @@ class CutBroker:
     """The client of a broker whose connection is cut at one step of its Readers."""
 
     def __init__(self, cluster: Cluster, step: int, after_s: float) -> None:
-        self._inner = PulsarBroker(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
+        self._inner = connect(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
         self._proxy = cluster.proxy
         self._step = step
         self._after_s = after_s
@@ -188,7 +187,7 @@ def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId
 
 def test_no_parked_key_is_forgotten(cluster: Cluster) -> None:
     topic = f"{TOPIC}-letters"
-    broker = PulsarBroker(Connection(cluster.direct_url, operation_timeout_ms=10_000))
+    broker = connect(Connection(cluster.direct_url, operation_timeout_ms=10_000))
     letters = open_dead_letters(broker, topic, config("orders"), fail=print)
     for number in range(6):
         (message,) = messages_of(WHERE, block(7, number, "ab"[number % 2]))

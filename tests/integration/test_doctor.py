@@ -9,8 +9,8 @@ from typing import Any
 import pulsar
 import pytest
 
+from keyshard.broker.connect import connect
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.cli import main
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
@@ -112,7 +112,7 @@ def test_it_tells_another_policy_on_the_same_name(
 
 def test_it_tells_a_gap_in_the_ring(doctor: Doctor, dev_broker: DevBroker, topic_name: str) -> None:
     publish(dev_broker, topic_name, "keyed")
-    broker = PulsarBroker(dev_broker.connection)
+    broker = connect(dev_broker.connection)
     where = [TopicPartition(full_topic_name(topic_name), i) for i in range(2)]
 
     def own(topic_partition: TopicPartition, start: int, end: int) -> None:

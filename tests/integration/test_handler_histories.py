@@ -14,8 +14,8 @@ import tenacity
 from handler_world import RecordedRun
 from helpers import wait_until
 from keyshard import RetryPolicy
+from keyshard.broker.connect import connect
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.checkers import check
@@ -41,7 +41,7 @@ class Run(RecordedRun):
     ) -> None:
         self.handle = Troubled(folder)
         super().__init__(
-            self.handle, lambda: PulsarBroker(broker.connection), topic, OPTIONS,
+            self.handle, lambda: connect(broker.connection), topic, OPTIONS,
             before=before, service_url=broker.service_url, admin_url=broker.admin_url,
         )  # fmt: skip
 

@@ -20,9 +20,9 @@ import tenacity
 from helpers import wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.arrow.messages import messages_of
+from keyshard.broker.connect import connect
 from keyshard.broker.port import Producer
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
@@ -51,7 +51,7 @@ class World:
         self.topic = full_topic_name(name)
         create_partitioned_topic(broker.admin_url, name, PARTITIONS)
         self.where = TopicPartition(f"{self.topic}-keyshard-DLQ")
-        self.client = PulsarBroker(broker.connection)
+        self.client = connect(broker.connection)
         self.admin = PulsarAdmin(broker.connection)
         self.published: defaultdict[str, int] = defaultdict(int)
         self._producers: dict[int, Producer] = {}

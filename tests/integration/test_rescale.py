@@ -15,8 +15,8 @@ import pytest
 from handler_world import RecordedRun
 from helpers import wait_until
 from keyshard import Message
+from keyshard.broker.connect import connect
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
@@ -40,7 +40,7 @@ def test_four_ranges_become_eight_and_three_under_load(
     create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
     topic = full_topic_name(topic_name)
     run = RecordedRun(
-        handle, lambda: PulsarBroker(dev_broker.connection), topic, {"lanes": 8},
+        handle, lambda: connect(dev_broker.connection), topic, {"lanes": 8},
         service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
     )  # fmt: skip
     try:
@@ -83,7 +83,7 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
         sent = produce(load, broker.service_url, topic_name)
         connection = replace(broker.connection, operation_timeout_ms=5_000)
         run = RecordedRun(
-            wait, lambda: PulsarBroker(connection), topic,
+            wait, lambda: connect(connection), topic,
             {"lanes": 4},
             service_url=broker.service_url, subscribe_timeout_ms=90_000,
         )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_restart_goes_on_with_the_rescaled_ranges(
     try:
         for ranges in (4, 7):
             run = before = RecordedRun(
-                handle, lambda: PulsarBroker(dev_broker.connection), topic,
+                handle, lambda: connect(dev_broker.connection), topic,
                 {"checkpoint": checkpoint}, before=before,
                 service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
             )  # fmt: skip
