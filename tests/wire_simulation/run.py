@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 from unittest.mock import patch
@@ -16,11 +16,11 @@ from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.retry import retry_until
 from keyshard.broker.wire import comebacks, connection, receipts, subscribed
 from keyshard.broker.wire.broker import WireBroker
-from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import BrokerError, CorruptEntryError
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
 from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
 from tests.wire_simulation.model import ENCRYPTED, LATE, LEDGER, Model
@@ -31,6 +31,7 @@ RUN_S = 25.0
 """Longest time until everything is acknowledged, seconds."""
 SLACK_S = 8.0
 """What a call may take longer than it may, on a machine that is busy, seconds."""
+CLOSE_S = OPERATION_MS / 1000 + CONFIRM_S
 SUBSCRIPTION = "s"
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def hurried(draw: random.Random) -> Iterator[None]:
         (subscribed, "RETRY_S", 0.01),
         (receipts, "SEND_AGAIN_S", 0.02),
         (scanning, "READ_WAIT_MS", 20),
-        (connection, "KEEP_ALIVE_S", draw.choice([0.3, 30.0])),
+        (connection, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
         (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
     ]
     patches = [patch.object(*change) for change in changes]
@@ -144,25 +145,18 @@ class World:
             self._publish(where, draw.randrange(40))
 
     def work(self) -> None:
-        for where in self.topics:
-            for hash_range in split_ring(self.ranges):
-
-                def subscribe(
-                    where: TopicPartition = where, hash_range: object = hash_range
-                ) -> WireConsumer:
-                    return self.client.subscribe(
-                        where, SUBSCRIPTION, hash_range, start=StartPosition.EARLIEST,  # type: ignore[arg-type]
-                        consumer_name="c", receiver_queue_size=self.queue,
-                    )  # fmt: skip
-
-                self.consumers.append(retry_until(subscribe, RUN_S))
-        slow = {one for one in self.consumers if not self.draw.randrange(4)}
+        self.consumers = [
+            self._subscribed(where, hash_range)
+            for where in self.topics
+            for hash_range in split_ring(self.ranges)
+        ]
+        slow = {number for number in range(len(self.consumers)) if not self.draw.randrange(4)}
         end_s = time.monotonic() + RUN_S
         while self._to_come() or self.events:
             if time.monotonic() > end_s:
                 raise BrokenPromiseError(f"lost or stuck: {self._to_come()}")
-            for consumer in self.consumers:
-                if consumer not in slow or not self.draw.randrange(5):
+            for number, consumer in enumerate(self.consumers):
+                if number not in slow or not self.draw.randrange(5):
                     self._receive(consumer)
             if self.events and not self.draw.randrange(4):
                 self.events -= 1
@@ -195,6 +189,27 @@ class World:
             broker.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _subscribed(self, where: TopicPartition, hash_range: HashRange) -> WireConsumer:
+        def subscribe() -> WireConsumer:
+            return self.client.subscribe(
+                where, SUBSCRIPTION, hash_range, start=StartPosition.EARLIEST, consumer_name="c",
+                receiver_queue_size=self.queue,
+            )  # fmt: skip
+
+        return retry_until(subscribe, RUN_S)
+
+    def _reopen(self) -> None:
+        """Another consumer takes the place of one, and acknowledges what that handed out."""
+        number = self.draw.randrange(len(self.consumers))
+        old = self.consumers[number]
+        another = bool(self.draw.randrange(2))
+        # A broker that does not answer is no reason to wait for longer.
+        with suppress(BrokerUnavailableError):
+            in_time(lambda: old.close(for_another=another), CLOSE_S, "closing a consumer")
+        new = self.consumers[number] = self._subscribed(old.topic_partition, old.hash_range)
+        self.firsts[new] = self.firsts.get(old, -1)
+        self.held[new] = self.held.pop(old, [])
 
     def _publish(self, where: TopicPartition, count: int) -> None:
         self.entries += count
@@ -255,7 +270,7 @@ class World:
 
     def _happen(self) -> None:
         where = self.draw.choice(self.topics)
-        kind = self.draw.choice(["publish", "unload", "crash", "cut", "read", "last"])
+        kind = self.draw.choice(["publish", "unload", "crash", "cut", "read", "last", "reopen"])
         if kind == "publish":
             self._publish(where, self.draw.randrange(20))
         elif kind == "unload":
@@ -275,6 +290,8 @@ class World:
                 broker.cut_all()
         elif kind == "read":
             self._read(where)
+        elif kind == "reopen":
+            self._reopen()
         else:
             self._ask_last(self.draw.choice(self.consumers))
 
