@@ -92,6 +92,26 @@ def test_an_entry_that_cannot_be_unpacked_is_named_and_stays(harness: WireHarnes
     assert harness.backlog(where) == 3
 
 
+def test_a_source_skips_what_cannot_be_read_where_its_user_says_so(
+    harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    good: RawEntry = ({6: b"k"}, b"good")
+    harness.publish_raw(where.name, [good, ({6: b"k", 8: 1, 9: 50}, b"garbage"), good])
+    source = KeyShardSource(
+        where.name, subscription="skips", service_url=dev_broker.service_url, transport="wire",
+        admin_url=dev_broker.admin_url, parallelism=2, starting_position="earliest",
+        on_corrupt="skip",
+    )  # fmt: skip
+    rows = 0
+    with source.open() as stream:
+        while rows < 2 and (batch := stream.next_batch(timeout_s=30)):
+            rows += sum(part.num_rows for part in batch)
+            stream.commit(batch)
+        wait_until(lambda: harness.backlog(where, "skips") == 0)
+        assert (rows, stream.status()["corruptSkipped"]) == (2, 1)
+
+
 def receive_until_refused(consumer: Consumer) -> tuple[list[EntryId], EntryId]:
     """What came, and what was refused after it."""
     found: list[EntryId] = []
