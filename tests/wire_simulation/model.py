@@ -77,6 +77,8 @@ class Member:
     permits: int = 0
     queue: int = 0
     """What it may be sent at first."""
+    told: frozenset[int] = frozenset()
+    """What its application had acknowledged by then: its client says so before it asks for more."""
 
 
 @dataclass(eq=False)
@@ -95,6 +97,8 @@ class Model:
         """What a restart does not forget."""
         self.taken: set[tuple[str, int]] = set()
         """All that was ever acknowledged."""
+        self.done: dict[str, set[int]] = {name: set() for name in names}
+        """What the application has acknowledged, and no broker refused or forgot since."""
         self.handed_out: set[tuple[str, int]] = set()
         """What the application has; it says so before it acknowledges."""
         self.owner = {name: self.draw.randrange(2) for name in names}
@@ -114,6 +118,7 @@ class Model:
         others = [one for one in self.members.values() if one.topic == member.topic]
         if mine is not None and any(one.hash_range == mine for one in others):
             return False
+        member.told = frozenset(self.done[member.topic]) if mine is not None else frozenset()
         self.members[member.session, member.consumer_id] = member
         return True
 
@@ -141,6 +146,8 @@ class Model:
                 one.slot not in member.hash_range or one.number in acked
             ):
                 continue
+            if one.number in member.told & self.done[member.topic]:
+                self.broken.append(f"{one.number} was acknowledged before, and comes again")
             member.permits -= one.messages
             member.send("message", message(member.consumer_id, one.number, one.ack_set), one.data)
 
@@ -167,6 +174,7 @@ class Model:
     def crash(self) -> None:
         """Forget what was acknowledged and not written."""
         for name, acked in self.acked.items():
+            self.done[name].clear()
             kept = {number for number in acked if self.draw.random() < 0.5}
             self.acked[name] = self.written[name] | kept
             self.written[name] = set(self.acked[name])

@@ -208,6 +208,9 @@ class World:
         with suppress(BrokerUnavailableError):
             in_time(lambda: old.close(for_another=another), CLOSE_S, "closing a consumer")
         new = self.consumers[number] = self._subscribed(old.topic_partition, old.hash_range)
+        with self.model.lock:
+            # Its own acknowledgements may have found no connection until it ended.
+            self.model.done[old.topic_partition.name].clear()
         self.firsts[new] = self.firsts.get(old, -1)
         self.held[new] = self.held.pop(old, [])
 
@@ -267,6 +270,8 @@ class World:
         held = self.held.pop(consumer, [])
         if held:
             consumer.acknowledge([EntryId(LEDGER, number) for number in held])
+            with self.model.lock:
+                self.model.done[consumer.topic_partition.name].update(held)
 
     def _happen(self) -> None:
         where = self.draw.choice(self.topics)

@@ -183,7 +183,9 @@ class Session:
 
     def _ack(self, given: Any) -> None:
         said: dict[str, Any] = {"consumer_id": given.consumer_id, "request_id": given.request_id}
-        if self._troubles.strike(0.05):
+        member = self.model.members.get((self, given.consumer_id))
+        if member is not None and self._troubles.strike(0.05):
+            self.model.done[member.topic].difference_update(one.entry for one in given.message_id)
             self.send("ack_response", api.AckResponse(error=2, message=b"no bookie", **said))
             return
         numbers = [one.entry for one in given.message_id]
