@@ -168,7 +168,8 @@ def test_a_broker_that_forgets_that_it_was_acknowledged_is_told_again() -> None:
 
 def test_pulsar_client_is_not_asked_to_count_what_it_hides() -> None:
     with pytest.raises(ConfigError, match="transport"):
-        SourceConfig("t", on_corrupt="skip")
+        SourceConfig("t", on_corrupt="skip", transport="client")
     with pytest.raises(ConfigError, match="on_corrupt"):
         SourceConfig("t", on_corrupt="park", transport="wire")
-    assert SourceConfig("t", on_corrupt="skip", transport="wire").skips_corrupt
+    for transport in ("auto", "wire"):
+        assert SourceConfig("t", on_corrupt="skip", transport=transport).skips_corrupt
