@@ -106,8 +106,8 @@ OPTIONS = (
         "onCorrupt",
         "on_corrupt",
         "`fail` or `skip` when an entry cannot be read: the query ends before it, or acknowledges "
-        "it, counts it in `corruptSkipped` and leaves it out. `skip` needs `transport` `wire`: "
-        "pulsar-client skips them all, and nobody is told.",
+        "it, counts it in `corruptSkipped` and leaves it out. `skip` is refused with `transport` "
+        "`client`: pulsar-client skips them all, and nobody is told.",
     ),
     Option(
         "windowMaxRows",
