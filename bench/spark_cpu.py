@@ -23,7 +23,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Medians of rows per second, and of processor time per row, by process."""
     found: dict[str, list[float]] = {}
-    with DevBroker() as broker:
+    with DevBroker(optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():
             workload = Workload(MESSAGES, keys=1_000, size_bytes=100)
             load(broker, shape, replace(workload, entry_messages=entry_messages))

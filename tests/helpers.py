@@ -148,6 +148,9 @@ class FakeConsumer:
             raise step
         return list(step)
 
+    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
+        return False
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         if self.errors:
             raise self.errors.popleft()

@@ -65,6 +65,14 @@ class Consumer(Protocol):
         not come.
         """
 
+    def ask_ahead(self, messages: int) -> bool:
+        """Have the broker send more messages ahead from now on; whether the client can do that.
+
+        Args:
+            messages: Messages that may be on their way or wait for :meth:`receive`; more than up
+                to now.
+        """
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge whole entries of this topic partition, whoever received them.
 

@@ -274,6 +274,9 @@ class Receiver:
             # Nothing of it was taken: the new consumer gets it again.
             self._reopen(range_consumer)
             return None
+        larger = range_consumer.queue.larger()
+        if larger > range_consumer.queue.size and range_consumer.consumer.ask_ahead(larger):
+            range_consumer.queue.size = larger
         entries: list[EntryBlock] = []
         polled = range_consumer.queue.polled
         try:

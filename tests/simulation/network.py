@@ -335,6 +335,9 @@ class Consumer:
             lambda: network.scheduler.spawn(self._client.process, "client", ring)
         )
 
+    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
+        return False
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         network = self._network
         network.scheduler.point()

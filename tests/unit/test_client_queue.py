@@ -56,6 +56,27 @@ def test_it_holds_at_least_one_message(payload: int) -> None:
     assert queue.size == 1
 
 
+def test_small_messages_let_it_grow_step_by_step_where_it_can() -> None:
+    queue = ClientQueue(SHARE, 1_000)
+    assert queue.suits(50, 50 * 100)
+    sizes = []
+    while queue.larger() > queue.size:
+        queue.size = queue.larger()
+        sizes.append(queue.size)
+    assert sizes == [500, 1_000]
+    assert queue.suits(50, 50 * 100), "what it grew to suits"
+
+
+@given(st.integers(1, 10**9), st.lists(st.integers(0, 10**7), min_size=1, max_size=30))
+def test_what_it_grew_to_is_not_too_large_at_once(share: int, sizes: list[int]) -> None:
+    queue = ClientQueue(share, 1_000)
+    for size in sizes:
+        queue.suits(1, size)
+        queue.size = queue.larger()
+        assert queue.size <= 1_000
+        assert queue.larger() <= 2 * queue.size
+
+
 @given(st.integers(1, 10**9), st.lists(st.integers(0, 10**7), min_size=1, max_size=30))
 def test_it_only_ever_becomes_smaller(share: int, sizes: list[int]) -> None:
     queue = ClientQueue(share, 1_000)

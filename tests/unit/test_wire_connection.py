@@ -715,3 +715,13 @@ def test_closing_ends_every_thread(told: ToldBroker, brokers: Callable[..., Wire
         broker.close()
         alive = [one for one in threading.enumerate() if one.name.startswith("keyshard-wire")]
         assert not set(alive) - before
+
+
+def test_a_queue_that_grows_asks_for_the_difference_and_keeps_its_size(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told), queue=10)
+    assert consumer.ask_ahead(30)
+    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 20])
+    told.sessions[-1].cut()
+    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 20, 30])

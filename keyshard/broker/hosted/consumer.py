@@ -141,6 +141,9 @@ class HostedConsumer:
                 return
         callback()
 
+    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - the consumer is elsewhere
+        return False
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
         for consumer, share in self._holders.release(entries, self).items():

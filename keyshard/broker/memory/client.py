@@ -124,6 +124,9 @@ class MemoryConsumer:
             if self._queue:
                 self._arrived()
 
+    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
+        return False
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         with self._changed:
             self._check_open()

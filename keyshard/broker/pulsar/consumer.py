@@ -103,6 +103,9 @@ class PulsarConsumer:
         """What :meth:`when_ready` took from the client's queue; it is older than the rest of it."""
         return [self._first.popleft() for _ in range(len(self._first))]
 
+    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - its queue has the size it was made with
+        return False
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         partition = self._topic_partition.partition
         acknowledge, message_id = self._raw.acknowledge, _pulsar.MessageId

@@ -192,6 +192,18 @@ class Subscribed:
         except BrokerUnavailableError:
             _log.debug("%s lost its connection", self.topic_partition)
 
+    def ask_ahead(self, messages: int) -> bool:
+        """Let the broker send more messages ahead."""
+        with self._changed:
+            more, self._queue = messages - self._queue, messages
+            at, consumer_id = self._at, self._id
+        if at is not None:
+            try:
+                at.send("flow", api.Flow(consumer_id=consumer_id, permits=more))
+            except BrokerUnavailableError:
+                _log.debug("%s lost its connection", self.topic_partition)
+        return True
+
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once when there is something to take."""
         with self._changed:

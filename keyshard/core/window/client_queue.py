@@ -15,7 +15,7 @@ waits for more while the queue is not full, and so small a queue has many consum
 MESSAGE_OVERHEAD_BYTES = 1_024
 """Memory that a message takes in the client beside its payload, bytes."""
 SHRINK_MIN = 1.5
-"""Factor from which a smaller queue is worth a new subscription."""
+"""Factor from which a smaller queue is worth a new subscription; and a larger one worth asking."""
 NEWEST_WEIGHT = 0.25
 """Weight of the newest delivery in the average size."""
 
@@ -24,8 +24,9 @@ NEWEST_WEIGHT = 0.25
 class ClientQueue:
     """Size of one consumer's queue, from its share of a budget and the messages it receives.
 
-    It begins with a guess, and larger messages make it smaller. It never grows: that would take a
-    new subscription, with everything delivered again, at every start.
+    It begins with a guess, and larger messages make it smaller. It grows only where a client can
+    ask for more: else that would take a new subscription, with everything delivered again, at every
+    start.
     """
 
     bytes_max: int
@@ -59,6 +60,11 @@ class ClientQueue:
             return True
         self.size = size
         return False
+
+    def larger(self) -> int:
+        """What the queue may grow to by now: at most twice its size; ``size`` where it may not."""
+        size = self._fitting(self._message_bytes)
+        return min(size, 2 * self.size) if size >= self.size * SHRINK_MIN else self.size
 
     def _fitting(self, message_bytes: float) -> int:
         fitting = int(self.bytes_max / (message_bytes + MESSAGE_OVERHEAD_BYTES))

@@ -226,6 +226,9 @@ class _RecordingConsumer:
     def when_ready(self, callback: Callable[[], None]) -> None:
         self.consumer.when_ready(callback)
 
+    def ask_ahead(self, messages: int) -> bool:
+        return self.consumer.ask_ahead(messages)
+
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._broker.acknowledged(self.consumer, entries)
         self.consumer.acknowledge(entries)
