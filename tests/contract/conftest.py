@@ -45,8 +45,7 @@ OLDER_BROKERS = {
     "test_beside_another_a_consumer_at_its_limit_gets_as_many_as_it_acknowledges": _COUNTED,
     "test_the_limit_of_a_consumer_counts_messages_and_an_entry_may_pass_it": _COUNTED,
 }
-"""Cases that a broker before 4.0 does not keep, and why; that an entry comes twice was seen over the
-wire only."""
+"""Cases that a broker before 4.0 does not keep, and why."""
 
 
 @pytest.fixture(params=ALL)
