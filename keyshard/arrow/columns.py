@@ -47,27 +47,26 @@ def _of_entries(values: pa.Array, blocks: Sequence[Located]) -> pa.Array:
     return _repeated(values, (block.rows for _, block in blocks))
 
 
-def _partitions_of(blocks: Sequence[Located]) -> dict[TopicPartition, int]:
-    """Topic partitions and their rows; the entries of one lie together."""
-    found: dict[TopicPartition, int] = {}
-    current, rows = blocks[0][0], 0
+def _runs(blocks: Sequence[Located]) -> tuple[list[TopicPartition], list[int]]:
+    """Topic partitions of neighbouring entries, and the rows of each run."""
+    found: list[TopicPartition] = []
+    rows: list[int] = []
     for where, block in blocks:
-        if where is not current:
-            found[current] = found.get(current, 0) + rows
-            current, rows = where, 0
-        rows += len(block.indices)
-    found[current] = found.get(current, 0) + rows
-    return found
+        if not found or where is not found[-1]:
+            found.append(where)
+            rows.append(0)
+        rows[-1] += len(block.indices)
+    return found, rows
 
 
 def _topics(blocks: Sequence[Located]) -> pa.Array:
-    found = _partitions_of(blocks)
-    return _repeated(texts([where.topic for where in found]), found.values())
+    found, rows = _runs(blocks)
+    return _repeated(texts([where.topic for where in found]), rows)
 
 
 def _partitions(blocks: Sequence[Located]) -> pa.Array:
-    found = _partitions_of(blocks)
-    return _repeated(numbers([where.partition for where in found], pa.int32()), found.values())
+    found, rows = _runs(blocks)
+    return _repeated(numbers([where.partition for where in found], pa.int32()), rows)
 
 
 def _message_ids(blocks: Sequence[Located]) -> pa.Array:
@@ -109,7 +108,7 @@ def record_batches(
     """Convert entries, in their order, into record batches.
 
     Args:
-        blocks: Entries with their topic partition; those of one partition lie together.
+        blocks: Entries with their topic partition, in any order.
         names: Columns wanted; the others cost nothing.
 
     Yields:

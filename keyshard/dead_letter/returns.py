@@ -16,8 +16,6 @@ from keyshard.broker.port import Consumer
 from keyshard.core.message import Message
 from keyshard.errors import KeyShardError
 
-RECEIVE_WAIT_MS = 10
-"""Longest wait of one receive, milliseconds; the client rings when something comes later."""
 JOIN_S = 2.0
 """Longest wait for the thread's end, seconds."""
 
@@ -72,7 +70,7 @@ class LetterReturns:
                 self._fail(KeyShardError(f"Receiving dead letters ended unexpectedly: {exc!r}."))
 
     def _round(self) -> None:
-        blocks = self._consumer.receive(RECEIVE_WAIT_MS)
+        blocks = self._consumer.receive(0)
         for block in blocks:
             for message in messages_of(self._consumer.topic_partition, block):
                 self._take(message)

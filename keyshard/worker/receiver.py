@@ -19,8 +19,6 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import BrokerError, CorruptEntryError, KeyShardError, RuntimeStoppedError
 
-RECEIVE_WAIT_MS = 10
-"""Longest wait for one consumer before the next has its turn, milliseconds."""
 PAUSED_WAIT_S = 0.02
 """Pause of a thread whose topic partitions are all full, seconds."""
 ENTRY_QUIET_S = 1.0
@@ -248,7 +246,7 @@ class Receiver:
         blocks: Sequence[EntryBlock] = ()
         corrupt: CorruptEntryError | None = None
         try:
-            blocks = range_consumer.consumer.receive(RECEIVE_WAIT_MS)
+            blocks = range_consumer.consumer.receive(0)
         except CorruptEntryError as exc:
             corrupt = exc
         if not blocks and corrupt is None:

@@ -65,6 +65,15 @@ def test_a_column_has_its_type_alone_and_with_the_others(name: str) -> None:
     alone.validate(full=True)
 
 
+def test_entries_of_topic_partitions_may_come_in_turn() -> None:
+    turns: list[Located] = [
+        (where, block(entry, 0, "a", "b")) for entry in range(2) for where in (P0, P1, PLAIN)
+    ]
+    rows = pa.Table.from_batches(record_batches(turns, ["__topic", "__partition"]))
+    wanted = [(where.topic, where.partition) for where, _ in turns for _ in range(2)]
+    assert [tuple(row.values()) for row in rows.to_pylist()] == wanted
+
+
 def test_every_column_is_expected_here() -> None:
     assert list(EXPECTED) == SCHEMA.names
 

@@ -29,8 +29,6 @@ ANSWER_BYTES_MAX = 4 * 1024 * 1024
 as it keeps its delivery where the client is in the same process."""
 ANSWER_ROWS_MAX = 20_000
 """Messages after which an answer is closed."""
-RECEIVE_WAIT_MS = 10
-"""Longest wait of one receive, milliseconds."""
 RECEIVE_THREADS = 2
 """Threads that receive."""
 CLOSE_THREADS = 8
@@ -314,7 +312,7 @@ class Host:
             connected = hosted.consumer.is_connected()
             self._tell(hosted, connected=connected)
             try:
-                blocks = hosted.consumer.receive(RECEIVE_WAIT_MS)
+                blocks = hosted.consumer.receive(0)
             except CorruptEntryError as exc:
                 # What lies behind it comes next.
                 self._give(hosted, Delivery(hosted.number, (), exc))

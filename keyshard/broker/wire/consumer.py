@@ -17,9 +17,6 @@ from keyshard.broker.wire.subscribed import Shared, Subscribed
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 
-GLANCE_MS = 10
-"""Time to receive up to which nothing is waited for, milliseconds: whoever has others to serve is
-called when something came."""
 CONFIRM_S = 2.0
 """Longest wait at the end for the broker to say that it took what was acknowledged, seconds."""
 _EXCLUSIVE, _KEY_SHARED = 0, 3
@@ -60,7 +57,7 @@ class WireConsumer(Subscribed):
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         self.raise_refused()
-        entries = self.take(timeout_ms / 1000 if timeout_ms > GLANCE_MS else 0)
+        entries = self.take(timeout_ms / 1000)
         if not entries:
             return []
         decoded = decode(entries, self.topic_partition)
