@@ -354,11 +354,12 @@ class Subscribed:
             closed = self._closed or self._ended is not None
             if not closed:
                 self._at, self._id, self._used = at, consumer_id, 0
+            permits = self._queue
         if closed:
             self._give_back(at, consumer_id, self._shared.timeout_s)
             return
         try:
-            at.send("flow", api.Flow(consumer_id=consumer_id, permits=self._queue))
+            at.send("flow", api.Flow(consumer_id=consumer_id, permits=permits))
         except BrokerUnavailableError:
             # The reading thread may have told everybody before this one was there to be told.
             self.lost(consumer_id)
