@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.pulsar.protobuf import Value, message
-from keyshard.broker.wire import bulk, unpacking
+from keyshard.broker.wire import bulk, decoding, unpacking
 from keyshard.broker.wire.decoding import decode
 from keyshard.core.message import Message
 from keyshard.core.ring.key_slot import key_slot
@@ -25,6 +25,7 @@ from stored_entries import (
     ID,
     LZ4,
     MESSAGES,
+    NONE,
     SNAPPY,
     WHERE,
     ZLIB,
@@ -179,6 +180,23 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch
     assert "more than 1000" in corrupt(bomb)
     small = stored(message(BASE | {8: ZLIB, 9: 1_000}), zlib.compress(bytes(100_000)))
     assert "unpacked" in corrupt(small)
+
+
+@pytest.mark.parametrize("compression", [NONE, ZSTD])
+def test_entries_that_hold_much_are_decoded_one_after_the_other(
+    compression: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (decoding, bulk):
+        monkeypatch.setattr(module, "PAYLOAD_AT_ONCE", 2_500)
+    entries = [raw(batch([plain(bytes([i]) * 1_000)], compression)) for i in range(7)]
+    portions = []
+    while entries:
+        found = decode(entries, WHERE)
+        assert found.refused is None
+        assert found.messages == len(found.blocks) == found.seen
+        portions.append([block.values[0][:1] for block in found.blocks])
+        entries = entries[found.seen :]
+    assert portions == [[b"\0", b"\1", b"\2"], [b"\3", b"\4", b"\5"], [b"\6"]]
 
 
 def test_chunked_and_encrypted_entries_are_refused_by_their_own_id() -> None:

@@ -11,13 +11,14 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.arrow.content import CONTENT, TIME, properties_of
-from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
+from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.unpacking import unpacked
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
 
@@ -149,6 +150,9 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
     if not calls.keyshard_open(*where, told):
         return None
     opened = told[:]
+    enough = _enough(sizes, opened)
+    if enough < count:
+        return decode(entries[:enough], keeps_values=keeps_values)
     payloads: list[bytes | None] = [None] * count
     if any(opened[3::_OPENED]):
         try:
@@ -173,6 +177,14 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
     decoded = rows[: _DECODED * count]
     content = _content(found.contents, owner, sum(decoded[::_DECODED]), keeps_values=keeps_values)
     return _blocks(entries, opened, decoded, slots, content)
+
+
+def _enough(sizes: Sequence[int], opened: Sequence[int]) -> int:
+    """How many entries hold as much as is decoded at once."""
+    payloads = map(max, sizes, opened[4::_OPENED])
+    return next(
+        (i for i, size in enumerate(accumulate(payloads), 1) if size >= PAYLOAD_AT_ONCE), len(sizes)
+    )
 
 
 def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
@@ -245,4 +257,4 @@ def _blocks(
             )
         )
         start += rows
-    return Decoded(blocks, None, None, start)
+    return Decoded(blocks, None, None, start, len(entries))

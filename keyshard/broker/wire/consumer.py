@@ -158,7 +158,7 @@ class WireReader(Subscribed):
             encrypted_too=self._how.encrypted_too,
         )
         if decoded.refused is None:
-            self._passed = entries[-1].id
+            self._passed = entries[decoded.seen - 1].id
         elif decoded.blocks:
             self._passed = decoded.blocks[-1].id
         return decoded

@@ -24,7 +24,7 @@ from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
 from keyshard.broker.wire import bulk
-from keyshard.broker.wire.entries import Decoded, RawEntry, UnreadableError
+from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.unpacking import unpacked
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
@@ -78,7 +78,7 @@ def decode(
     *,
     encrypted_too: bool = False,
 ) -> Decoded:
-    """Decode entries, in delivery order.
+    """Decode entries, in delivery order; not all of them where they hold much.
 
     Args:
         entries: As they came.
@@ -94,7 +94,7 @@ def decode(
     rows: list[_Row] = []
     refused: KeyShardError | None = None
     left_out: EntryId | None = None
-    messages = number = 0
+    messages = number = size = 0
     for number, raw in enumerate(entries, 1):
         start = len(into.sizes)
         try:
@@ -117,10 +117,13 @@ def decode(
         if row is not None:
             rows.append(row)
             messages += len(row.indices)
+            size += sum(into.sizes[start:])
+        if size >= PAYLOAD_AT_ONCE:
+            break
         if not number % ENTRIES_AT_ONCE:
             time.sleep(0)
     blocks = _blocks(rows, into) if rows else []
-    return Decoded(blocks, refused, left_out, messages, 0 if refused is None else number)
+    return Decoded(blocks, refused, left_out, messages, number)
 
 
 def messages_in(raw: RawEntry) -> int:

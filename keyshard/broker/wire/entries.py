@@ -8,6 +8,10 @@ from typing import NamedTuple
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.errors import KeyShardError
 
+PAYLOAD_AT_ONCE = 32 * 1024 * 1024
+"""Payload, unpacked, after which no more entries are decoded at once, bytes: what is compressed may
+be a thousand times as large."""
+
 
 class RawEntry(NamedTuple):
     """An entry as it came: nothing of what is stored has been looked at."""
@@ -34,8 +38,9 @@ class Decoded(NamedTuple):
     messages: int
     """Messages of the blocks, of what was left out and of what cannot be read, as the broker counts
     them."""
-    seen: int = 0
-    """Entries up to the one that is refused, it included; 0 without one."""
+    seen: int
+    """Entries that this is about: up to the one that is refused, it included, or to the one with
+    which there was enough."""
 
 
 class UnreadableError(Exception):

@@ -147,13 +147,14 @@ class Subscribed:
         Raises:
             KeyShardError: The first of them is refused.
         """
-        self._refused = decoded.refused
-        if self._refused is not None:
+        rest = entries[decoded.seen :]
+        if rest:
             with self._changed:
                 if self._taken_id == self._id and not self._closed:
-                    self._entries.extendleft(reversed(entries[decoded.seen :]))
-            if not decoded.blocks:
-                self.raise_refused()
+                    self._entries.extendleft(reversed(rest))
+        self._refused = decoded.refused
+        if self._refused is not None and not decoded.blocks:
+            self.raise_refused()
         return decoded.blocks
 
     def raise_refused(self) -> None:
