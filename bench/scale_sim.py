@@ -293,8 +293,8 @@ def _take_in_hand(consumers: Collection[Any], held: int, workers: int) -> None:
             continue
         others = HostedConsumer(consumer.wanted, consumer._hosting, -1, holders)
         own = max(1, held // workers)
-        holders.took(others, [_block(entry, 0) for entry in range(own, held)])
-        holders.took(consumer, [_block(entry, 0) for entry in range(own)])
+        holders.took(others, [_block(entry, 0).id for entry in range(own, held)])
+        holders.took(consumer, [_block(entry, 0).id for entry in range(own)])
 
 
 def _wait(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 FIRST_WAIT_S = 0.05
-"""Wait before the second attempt, seconds; the first is made at once."""
+"""Wait before the second attempt, seconds, where the first is made at once."""
 LONGEST_WAIT_S = 5.0
 """Longest wait between two attempts, seconds."""
 THREADS_MAX = 8
@@ -30,9 +30,14 @@ class Comebacks:
         self._idle = 0
         self._closed = False
 
-    def until_true(self, attempt: Callable[[], bool]) -> None:
-        """Call ``attempt`` from a thread of its own, until it says ``True``; it raises nothing."""
-        self._add(attempt, 0.0, FIRST_WAIT_S)
+    def until_true(self, attempt: Callable[[], bool], wait_s: float = 0.0) -> None:
+        """Call ``attempt`` from a thread of its own, until it says ``True``; it raises nothing.
+
+        Args:
+            attempt: What is called.
+            wait_s: Wait before the first attempt, seconds; jittered, as the others are.
+        """
+        self._add(attempt, _jittered(wait_s), max(FIRST_WAIT_S, wait_s))
 
     def close(self) -> None:
         """Begin no more attempts; returns at once. Idempotent."""
@@ -71,5 +76,8 @@ class Comebacks:
                     return
                 _, _, wait_s, attempt = heapq.heappop(self._due)
             if not attempt():
-                jittered = wait_s * (0.5 + _random.random() / 2)
-                self._add(attempt, jittered, min(LONGEST_WAIT_S, wait_s * 2))
+                self._add(attempt, _jittered(wait_s), min(LONGEST_WAIT_S, wait_s * 2))
+
+
+def _jittered(wait_s: float) -> float:
+    return wait_s * (0.5 + _random.random() / 2)

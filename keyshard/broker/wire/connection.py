@@ -67,8 +67,8 @@ class Handle(Protocol):
     def came(self, consumer_id: int, entries: Sequence[RawEntry]) -> None:
         """Entries came. Called by the reading thread; returns at once."""
 
-    def lost(self, consumer_id: int) -> None:
-        """Nothing more comes: the connection is lost, or the broker ended the subscription."""
+    def lost(self, consumer_id: int, *, ended: bool) -> None:
+        """Nothing more comes: the connection is lost, or the broker has ended the subscription."""
 
     def migrated(self, consumer_id: int, url: str) -> None:
         """Nothing more comes, nor ever again: another cluster has the topic."""
@@ -375,7 +375,7 @@ class WireConnection:
             with self._lock:
                 handle = self._handles.pop(command.consumer_id, None)
             if handle is not None:
-                handle.lost(command.consumer_id)
+                handle.lost(command.consumer_id, ended=True)
         elif name == "topic_migrated":
             self._migrated(command)
         elif name == "connected":
@@ -451,4 +451,4 @@ class WireConnection:
             with suppress(InvalidStateError):
                 one.set_exception(self._lost())
         for consumer_id, handle in handles:
-            handle.lost(consumer_id)
+            handle.lost(consumer_id, ended=False)

@@ -84,9 +84,9 @@ class WireConsumer(Subscribed):
         self._receipts.close()
         super().close(timeout_s)
 
-    def lost(self, consumer_id: int) -> None:
+    def lost(self, consumer_id: int, *, ended: bool) -> None:
         self._receipts.lost(consumer_id)
-        super().lost(consumer_id)
+        super().lost(consumer_id, ended=ended)
 
     def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
         """Acknowledge what waited, so that it does not come again."""

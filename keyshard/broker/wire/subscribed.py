@@ -36,6 +36,9 @@ from keyshard.errors import (
 
 TAKEN_BYTES_MAX = 4 * 1024 * 1024
 """Bytes of entries, as they are stored, after which one call takes no more."""
+ENDED_REST_S = 0.2
+"""Longest rest before the first attempt where the broker ended it, seconds. A topic that is being
+deleted may take a consumer in and forget it without a word."""
 RETRY_S = 0.1
 """Time between two attempts of a request while there is no connection, seconds."""
 
@@ -286,7 +289,7 @@ class Subscribed:
         if ring is not None:
             ring()
 
-    def lost(self, consumer_id: int) -> None:
+    def lost(self, consumer_id: int, *, ended: bool) -> None:
         with self._changed:
             self._lost_id = consumer_id
             if self._closed or self._id != consumer_id:
@@ -295,7 +298,7 @@ class Subscribed:
             self._id = 0
             self.losses += 1
             self._entries.clear()
-        self._shared.comebacks.until_true(self._come_back)
+        self._shared.comebacks.until_true(self._come_back, ENDED_REST_S if ended else 0.0)
 
     def migrated(self, consumer_id: int, url: str) -> None:
         error = migrated(self.topic_partition, url)
@@ -363,7 +366,7 @@ class Subscribed:
             at.send("flow", api.Flow(consumer_id=consumer_id, permits=permits))
         except BrokerUnavailableError:
             # The reading thread may have told everybody before this one was there to be told.
-            self.lost(consumer_id)
+            self.lost(consumer_id, ended=False)
         # What was acknowledged in between.
         self.subscribed_again(at, consumer_id)
 

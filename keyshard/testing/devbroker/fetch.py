@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -67,3 +69,8 @@ def fetch_artifact(version: str, packaging: str, into: Path, on_download: OnDown
         return Path(artifact.resolve())
     except RuntimeError as exc:
         raise NotInRepositoryError(f"{_GROUP}:{_ARTIFACT}:{version}, {packaging}") from exc
+    finally:
+        # It leaves connections to the garbage collector, whose warning would come to anybody.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
