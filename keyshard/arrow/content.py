@@ -194,11 +194,7 @@ def _properties(properties: Sequence[Mapping[str, str]]) -> pa.Array:
         keys.extend(own.keys())
         items.extend(own.values())
         offsets[row + 1] = len(keys)
-    return _map(offsets, keys, items)
-
-
-def _map(offsets: list[int], keys: list[str], items: list[str]) -> pa.Array:
-    return pa.MapArray.from_arrays(
+    return properties_of(
         pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(items, pa.string())
     )
 

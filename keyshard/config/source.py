@@ -38,7 +38,8 @@ class SourceConfig:
     """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
     of an in-memory cluster has the same URL as the cluster."""
     transport: str = field(default=AUTO, kw_only=True)
-    """``client`` or ``wire``: whether pulsar-client consumes and reads, or keyshard itself."""
+    """``auto``, ``wire`` or ``client``: whether keyshard itself consumes and reads, which ``auto``
+    is, or pulsar-client."""
     parallelism: int = field(default=10, kw_only=True)
     """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from keyshard.broker.port import Broker
@@ -75,9 +75,8 @@ class Continuity:
                 if partition is not None:
                     partition.doubt()
 
-    def may_receive(self, topic_partition: TopicPartition, first: EntryId) -> bool:
-        """Whether what came now, an entry or some from it on, is to be taken; else it has to come
-        again.
+    def may_receive(self, topic_partition: TopicPartition, entries: Iterable[EntryId]) -> bool:
+        """Whether what came now, one entry at least, is to be taken; else it has to come again.
 
         Raises:
             TopicRecreatedError: The topic partition is another one.
@@ -86,7 +85,7 @@ class Continuity:
             return True
         try:
             # What came now may be from before, where nothing shows that it is the same.
-            return self._shown(topic_partition, first) in (Shown.SAME, Shown.OTHERS)
+            return self._shown(topic_partition, min(entries)) in (Shown.SAME, Shown.OTHERS)
         except BrokerError as exc:
             _log.debug("%s cannot be compared: %s", topic_partition, exc)
             return False

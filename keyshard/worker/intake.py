@@ -114,7 +114,7 @@ class Intake:
             raise error
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
         where = owned_range.topic_partition
-        if not self._continuity.may_receive(where, entry_id):
+        if not self._continuity.may_receive(where, [entry_id]):
             return Rest(time.monotonic() + COMPARE_AGAIN_S)
         with self._shared.lock:
             window = self._shared.window
@@ -132,8 +132,8 @@ class Intake:
 
     def _admitted(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
         """Those of some entries that are to be taken now."""
-        first = min(block.id for block in entries)
-        if not self._continuity.may_receive(range_consumer.owned_range.topic_partition, first):
+        where = range_consumer.owned_range.topic_partition
+        if not self._continuity.may_receive(where, (block.id for block in entries)):
             # Everything comes again to the consumer that is subscribed then.
             return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
         if self._admit is None:

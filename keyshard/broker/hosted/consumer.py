@@ -205,7 +205,7 @@ class HostedConsumer:
         """Without a connection: what is here comes again with the next one."""
         passed, self._queue = self._queue, deque()
         for delivery in passed:
-            if delivery.error is None or isinstance(delivery.error, CorruptEntryError):
+            if delivery.goes_on:
                 self._taken += sum(block.rows for block in delivery.blocks)
             else:
                 self._queue.append(delivery)

@@ -363,7 +363,7 @@ class Host:
             hosted.given += rows
             if hosted.given - hosted.taken >= hosted.ahead_max:
                 self._full.add(hosted.number)
-            elif delivery.error is None or isinstance(delivery.error, CorruptEntryError):
+            elif delivery.goes_on:
                 self._ready.append(hosted)
             self._changed.notify_all()
 

@@ -13,7 +13,7 @@ from pyarrow import flight
 
 from keyshard.arrow.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
-from keyshard.errors import BY_CODE, BrokerError, KeyShardError
+from keyshard.errors import BY_CODE, BrokerError, CorruptEntryError, KeyShardError
 
 NOTHING = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in CONTENT], schema=CONTENT)
 """The content of no messages."""
@@ -29,6 +29,11 @@ class Delivery(NamedTuple):
     connected: bool | None = None
     """Nothing came, but it has lost its connection, or has one: what comes before is from before.
     """
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the consumer is received from again: behind what cannot be read, it is."""
+        return self.error is None or isinstance(self.error, CorruptEntryError)
 
 
 class Keeper(Protocol):

@@ -191,10 +191,7 @@ class Subscribed:
                 return
             at, consumer_id, permits = self._at, self._id, self._used
             self._used = 0
-        try:
-            at.send("flow", api.Flow(consumer_id=consumer_id, permits=permits))
-        except BrokerUnavailableError:
-            _log.debug("%s lost its connection", self.topic_partition)
+        self._permit(at, consumer_id, permits)
 
     def ask_ahead(self, messages: int) -> bool:
         """Let the broker send more messages ahead."""
@@ -202,11 +199,14 @@ class Subscribed:
             more, self._queue = messages - self._queue, messages
             at, consumer_id = self._at, self._id
         if at is not None:
-            try:
-                at.send("flow", api.Flow(consumer_id=consumer_id, permits=more))
-            except BrokerUnavailableError:
-                _log.debug("%s lost its connection", self.topic_partition)
+            self._permit(at, consumer_id, more)
         return True
+
+    def _permit(self, at: WireConnection, consumer_id: int, messages: int) -> None:
+        try:
+            at.send("flow", api.Flow(consumer_id=consumer_id, permits=messages))
+        except BrokerUnavailableError:
+            _log.debug("%s lost its connection", self.topic_partition)
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once when there is something to take."""
