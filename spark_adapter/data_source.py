@@ -9,6 +9,7 @@ from pyspark.sql.types import (
     BinaryType,
     DataType,
     IntegerType,
+    LongType,
     MapType,
     StringType,
     StructField,
@@ -30,6 +31,7 @@ COLUMNS: dict[str, DataType] = {
     "__eventTime": TimestampType(),
     "__properties": MapType(StringType(), StringType()),
     "__slot": IntegerType(),
+    "__schemaVersion": LongType(),
 }
 """Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
 

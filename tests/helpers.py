@@ -43,6 +43,7 @@ def block(
     values: Sequence[bytes] | None = None,
     ordering_key: str | None = None,
     properties: dict[str, str] | None = None,
+    schema_version: int | None = None,
 ) -> EntryBlock:
     """Messages of one entry, one for each key; by default all there are, with key ``"k"``.
 
@@ -66,6 +67,7 @@ def block(
         publish_ms=publish_ms,
         event_ms=[event_ms] * len(keys),
         properties=[dict(properties or {}) for _ in keys],
+        schema_version=schema_version,
     )
 
 

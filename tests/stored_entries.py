@@ -93,14 +93,30 @@ def batch_payload(messages: list[dict[str, Any]]) -> bytes:
 BASE: dict[int, Value] = {1: b"producer", 2: 3, 3: 1_700_000_000_000}
 
 
-def batch(messages: list[dict[str, Any]], compression: int = NONE, **how: Any) -> bytes:
+def versioned(schema_version: bytes | None) -> dict[int, Value]:
+    """``BASE``, and what is said of the version of the schema."""
+    return BASE if schema_version is None else BASE | {16: schema_version}
+
+
+def batch(
+    messages: list[dict[str, Any]],
+    compression: int = NONE,
+    schema_version: bytes | None = None,
+    **how: Any,
+) -> bytes:
     payload = batch_payload(messages)
-    fields = BASE | {8: compression, 9: len(payload), 11: len(messages)}
+    fields = versioned(schema_version) | {8: compression, 9: len(payload), 11: len(messages)}
     return stored(message(fields), packed(payload, compression), **how)
 
 
-def single(one: dict[str, Any], compression: int = NONE, **how: Any) -> bytes:
-    fields = BASE | keys_of(one, 6, 17, 18) | {8: compression, 9: len(one["value"])}
+def single(
+    one: dict[str, Any],
+    compression: int = NONE,
+    schema_version: bytes | None = None,
+    **how: Any,
+) -> bytes:
+    keys = keys_of(one, 6, 17, 18)
+    fields = versioned(schema_version) | keys | {8: compression, 9: len(one["value"])}
     if one["event_ms"]:
         fields[12] = one["event_ms"]
     metadata = properties_of(one, 4) + message(fields)
@@ -203,7 +219,11 @@ def _random_entry(draw: random.Random) -> bytes:
         for _ in range(draw.randrange(1, 5))
     ]
     compression = draw.choice([NONE, NONE, NONE, LZ4, ZLIB, ZSTD, SNAPPY])
-    whole = batch(messages, compression) if draw.randrange(4) else single(messages[0], compression)
+    version = draw.choice([None, None, draw.randbytes(8), bytes(8), draw.randbytes(3)])
+    if draw.randrange(4):
+        whole = batch(messages, compression, version)
+    else:
+        whole = single(messages[0], compression, version)
     damage = [
         (
             draw.choice(["cut", "flip", "flip", "insert"]),

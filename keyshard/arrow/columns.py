@@ -28,12 +28,13 @@ SCHEMA = pa.schema([
     pa.field("__eventTime", TIME),
     pa.field("__properties", PROPERTIES),
     pa.field("__slot", pa.int32()),
+    pa.field("__schemaVersion", pa.int64()),
 ])  # fmt: skip
 """All columns: value, partition key (null when keyless), topic without the partition suffix,
 partition (-1 when not partitioned), ``ledger:entry:index``, publish and event time (null when unset
-and for a number that is no time, which then is a property), properties, and the slot on the ring
+and for a number that is no time, which then is a property), properties, the slot on the ring
 (null when keyless; for a key set as bytes that of its base64 text, because a batch that is read
-again must have the same rows)."""
+again must have the same rows), and the version of the topic's schema (null where none is said)."""
 
 
 def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
@@ -88,12 +89,18 @@ def _slots(blocks: Sequence[Located]) -> pa.Array:
     return numbers([slot for _, block in blocks for slot in block.text_slots], pa.int32())
 
 
+def _schema_versions(blocks: Sequence[Located]) -> pa.Array:
+    versions = [block.schema_version for _, block in blocks]
+    return _of_entries(numbers(versions, pa.int64()), blocks)
+
+
 _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
     "__topic": _topics,
     "__partition": _partitions,
     "__messageId": _message_ids,
     "__publishTime": _publish_times,
     "__slot": _slots,
+    "__schemaVersion": _schema_versions,
 }
 
 

@@ -73,6 +73,7 @@ def entry_block(
     event_ms: Sequence[int],
     properties: Sequence[Mapping[str, str]],
     came_to: HashRange | None = None,
+    schema_version: int | None = None,
 ) -> EntryBlock:
     """A block with content of its own; see :class:`~keyshard.core.position.entry.EntryBlock`.
 
@@ -102,6 +103,7 @@ def entry_block(
         (Part(content, 0, len(values)),),
         keys_of_bytes=keys_of_bytes,
         unreadable=unreadable,
+        schema_version=schema_version,
     )
 
 
@@ -125,6 +127,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         parts,
         block.redelivered,
         block.keys_of_bytes,
+        schema_version=block.schema_version,
     )
 
 

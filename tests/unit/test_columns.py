@@ -22,8 +22,8 @@ NOW = datetime(2023, 11, 14, 22, 13, 20, 123_000, tzinfo=timezone.utc)
 LOCATED: list[Located] = [
     (P0, block(7, 1, "a", "b", of=3, indices=[0, 2], publish_ms=NOW_MS, values=[b"\x00", b""])),
     (P0, block(7, 2, None, publish_ms=NOW_MS + 1, event_ms=5, properties={"p": "1", "q": ""})),
-    (P1, block(3, 0, "", ordering_key="o", publish_ms=0)),
-    (PLAIN, block(4, 0, "\u65e5", properties={"r": "2"})),
+    (P1, block(3, 0, "", ordering_key="o", publish_ms=0, schema_version=0)),
+    (PLAIN, block(4, 0, "\u65e5", properties={"r": "2"}, schema_version=2**40)),
 ]
 
 
@@ -48,6 +48,7 @@ EXPECTED: dict[str, list[Any]] = {
     "__eventTime": [None, None, datetime(1970, 1, 1, 0, 0, 0, 5_000, timezone.utc), None, None],
     "__properties": [[], [], [("p", "1"), ("q", "")], [], [("r", "2")]],
     "__slot": [key_slot("a"), key_slot("b"), None, key_slot("o"), key_slot("\u65e5")],
+    "__schemaVersion": [None, None, None, 0, 2**40],
 }
 
 

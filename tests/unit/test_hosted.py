@@ -61,6 +61,7 @@ def block_of(chosen: Random) -> EntryBlock:
         publish_ms=chosen.getrandbits(chosen.choice([1, 40, 63])),
         event_ms=each(lambda: chosen.getrandbits(chosen.choice([1, 40, 63]))),
         properties=each(lambda: {"p": "v"} if chosen.random() < 0.3 else {}),
+        schema_version=chosen.choice([None, 0, 7, 2**63 - 1]),
     )
     block.redelivered = chosen.random() < 0.5
     return block

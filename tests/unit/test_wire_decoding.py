@@ -98,6 +98,25 @@ def test_a_batch_is_what_its_producer_wrote(
     check(messages_of(WHERE, block), messages)
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (None, None),
+        (bytes(8), 0),
+        (bytes(7) + b"\x02", 2),
+        (b"\x7f" + b"\xff" * 7, 2**63 - 1),
+        (b"\xff" * 8, None),
+        (b"\x01", None),
+        (b"", None),
+    ],
+)
+def test_the_version_of_the_schema_is_told_where_it_is_one(
+    written: bytes | None, told: int | None
+) -> None:
+    found = decoded(batch([plain()] * 2, NONE, written), single(plain(), NONE, written))
+    assert [block.schema_version for block in found.blocks] == [told, told]
+
+
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from(range(5)))
 @settings(deadline=None, max_examples=40)
 def test_several_entries_are_decoded_together(

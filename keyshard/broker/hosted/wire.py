@@ -114,7 +114,7 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
             entries.append((
                 ledger, entry, block.batch_size, block.batched, list(block.indices), block.slot,
                 block.mixed_slots, block.publish_ms, block.payload_bytes, start + part.start,
-                block.redelivered, block.keys_of_bytes, block.unreadable,
+                block.redelivered, block.keys_of_bytes, block.unreadable, block.schema_version,
             ))  # fmt: skip
         listed.append((consumer, entries, None if error is None else told(error), connected))
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
@@ -144,12 +144,12 @@ def unpacked(
 def _block(entry: Sequence[Any], content: pa.RecordBatch, kept: Kept | None) -> EntryBlock:
     (
         ledger, number, batch_size, batched, indices, slot, mixed_slots, publish_ms, payload, start,
-        redelivered, keys_of_bytes, unreadable,
+        redelivered, keys_of_bytes, unreadable, schema_version,
     ) = entry  # fmt: skip
     return EntryBlock(
         EntryId(ledger, number), batch_size, batched, indices, slot, mixed_slots, publish_ms,
         payload, (Part(content, start, len(indices), kept),), redelivered, keys_of_bytes,
-        unreadable,
+        unreadable, schema_version,
     )  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class Message:
     """Event time, milliseconds since the epoch; 0 when unset."""
     key_is_base64: bool = False
     """Whether the partition key was set as bytes: ``key`` is their base64, and they are hashed."""
+    schema_version: int | None = None
+    """Of the topic's schema, which a producer says of whole entries; ``None``: it says none."""
 
     @property
     def routing_key(self) -> str | None:
@@ -111,6 +113,7 @@ class StoredEntry:
             event_ms=[message.event_ms for message in messages],
             properties=[dict(message.properties) for message in messages],
             came_to=came_to,
+            schema_version=self.messages[0].schema_version,
         )
 
 

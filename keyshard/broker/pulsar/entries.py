@@ -150,6 +150,7 @@ def to_blocks(
                 first.redelivery_count() > 0,
                 keys_of_bytes,
                 sum(unreadable[position:stop]) if unreadable else 0,
+                None if (version := first.int_schema_version()) < 0 else version,
             )
         )
         position = stop

@@ -24,14 +24,14 @@ from keyshard.core.position.entry import EntryBlock, EntryId, Part
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 2
+VERSION = 3
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
 interpreter back may take longer than decoding."""
 FRAMES_MIN = 4
 """Frames that are worth a call."""
-_CAME, _OPENED, _DECODED = 5, 6, 5
+_CAME, _OPENED, _DECODED = 5, 7, 5
 """Numbers that the library tells of an entry."""
 _INDICES = [range(count) for count in range(1_001)]
 """All entries of one size share the indices of their messages."""
@@ -188,7 +188,7 @@ def _enough(sizes: Sequence[int], opened: Sequence[int]) -> int:
 
 
 def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
-    payload, _, _, compression, size, _ = opened
+    payload, _, _, compression, size, _, _ = opened
     if not compression:
         return None
     return unpacked(compression, size, entry.data[payload:])
@@ -239,8 +239,9 @@ def _blocks(
     blocks: list[EntryBlock] = []
     start = 0
     numbers = (decoded[at::_DECODED] for at in range(_DECODED))
-    told = zip(entries, opened[1::_OPENED], opened[5::_OPENED], *numbers, strict=True)
-    for entry, batched, publish_ms, rows, size, slot, mixed, of_bytes in told:
+    said = (opened[at::_OPENED] for at in (1, 5, 6))
+    told = zip(entries, *said, *numbers, strict=True)
+    for entry, batched, publish_ms, version, rows, size, slot, mixed, of_bytes in told:
         blocks.append(
             EntryBlock(
                 entry.id,
@@ -254,6 +255,8 @@ def _blocks(
                 (Part(content, start, rows),),
                 entry.redelivered,
                 bool(of_bytes),
+                0,
+                version - 1 if version else None,
             )
         )
         start += rows

@@ -69,6 +69,7 @@ class _Row(NamedTuple):
     batch_size: int
     batched: bool
     indices: Sequence[int]
+    schema_version: int | None
 
 
 def decode(
@@ -164,7 +165,8 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if not indices:
         return None
     into.publish_ms.extend([metadata.publish_time] * len(indices))
-    return _Row(raw, start, count, batched, indices)
+    version = schema_version_of(metadata.schema_version)
+    return _Row(raw, start, count, batched, indices, version)
 
 
 def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
@@ -182,6 +184,13 @@ def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
     if position > len(data):
         raise UnreadableError("its metadata ends too early")
     return api.MessageMetadata.FromString(data[position - size : position]), data, position
+
+
+def schema_version_of(written: bytes) -> int | None:
+    """The version of a schema as the broker names it; ``None`` for what is none."""
+    if len(written) != 8 or written[0] > 0x7F:
+        return None
+    return int.from_bytes(written, "big")
 
 
 def _indices(raw: RawEntry, count: int) -> Sequence[int]:
@@ -362,7 +371,7 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
         properties,
     )
     blocks: list[EntryBlock] = []
-    for raw, start, batch_size, batched, indices in rows:
+    for raw, start, batch_size, batched, indices, schema_version in rows:
         stop = start + len(indices)
         slot, mixed_slots, _ = slots_of(into.routing_keys[start:stop])
         blocks.append(
@@ -379,6 +388,7 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
                 raw.redelivered,
                 into.of_bytes[start],
                 sum(row in unreadable for row in range(start, stop)) if unreadable else 0,
+                schema_version,
             )
         )
     return blocks

@@ -119,6 +119,8 @@ class EntryBlock:
     unreadable: int = 0
     """Messages with a time, key or property that cannot be what it should; see
     :mod:`keyshard.arrow.metadata`."""
+    schema_version: int | None = None
+    """Version of the topic's schema that its messages were written with; ``None``: it says none."""
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,7 @@ use std::panic::catch_unwind;
 use std::slice;
 
 /// Numbers of an opened entry: see `Opened`.
-const OPENED: usize = 6;
+const OPENED: usize = 7;
 /// Numbers of an entry that came: see `came`.
 const CAME: usize = 5;
 /// Type of the command that brings an entry, and its field in `BaseCommand`.
@@ -148,6 +148,8 @@ struct Opened {
     compression: u64,
     uncompressed: u64,
     publish_ms: u64,
+    /// One more than the version of the schema; 0: none is said.
+    schema: u64,
 }
 
 /// Where the metadata of a frame lies, after its checksum was found right.
@@ -171,7 +173,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
     let (from, size) = metadata_of(frame, at)?;
     let mut said = Said::default();
     let (mut producer, mut sequence, mut publish_ms) = (false, false, None);
-    let (mut count, mut compression, mut uncompressed) = (None, 0, 0);
+    let (mut count, mut compression, mut uncompressed, mut schema) = (None, 0, 0, 0);
     let mut fields = Fields::of(part(frame, from, size)?);
     while let Some((field, value)) = fields.next()? {
         match field {
@@ -191,6 +193,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
             11 => count = Some(value.number()?),
             12 => said.event_ms = value.number()?,
             13 => return Err(Odd),
+            16 => schema = schema_version(value.bytes()?),
             17 => said.of_bytes = value.number()? != 0,
             18 => said.ordering_key = value.bytes()?,
             27 => {
@@ -216,8 +219,17 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
         compression,
         uncompressed,
         publish_ms,
+        schema,
     };
     Ok((opened, said))
+}
+
+/// One more than the version of a schema as the broker names it; 0 for what is none.
+fn schema_version(written: &[u8]) -> u64 {
+    match written.try_into().map(i64::from_be_bytes) {
+        Ok(version) if version >= 0 => version as u64 + 1,
+        _ => 0,
+    }
 }
 
 /// What a frame says of the entry in it: `CommandMessage` of `pulsar_api.proto`.
@@ -595,7 +607,7 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    2
+    3
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
@@ -652,7 +664,7 @@ pub unsafe extern "C" fn keyshard_open(
             };
             row.copy_from_slice(&[
                 entry.payload as u64, u64::from(entry.batched), entry.count, entry.compression,
-                entry.uncompressed, entry.publish_ms,
+                entry.uncompressed, entry.publish_ms, entry.schema,
             ]);
         }
         true
