@@ -35,9 +35,9 @@ NONE, LZ4, ZLIB, ZSTD, SNAPPY = range(5)
 TEXT = st.text(max_size=8)
 MESSAGES = st.fixed_dictionaries(
     {
-        "value": st.binary(max_size=40),
+        "value": st.none() | st.binary(max_size=40),
         "key": st.none() | TEXT,
-        "key_bytes": st.none() | st.binary(min_size=1, max_size=9),
+        "key_bytes": st.none() | st.binary(max_size=9),
         "ordering_key": st.none() | TEXT,
         "properties": st.dictionaries(TEXT, TEXT, max_size=2),
         "event_ms": st.sampled_from([0, 1, 1_700_000_000_123]),
@@ -82,11 +82,14 @@ def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: byt
 def batch_payload(messages: list[dict[str, Any]]) -> bytes:
     payload = b""
     for one in messages:
-        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(one["value"]), 8: 5}
+        value = one["value"] or b""
+        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(value), 8: 5}
         if one["event_ms"]:
             fields[5] = one["event_ms"]
+        if one["value"] is None:
+            fields[9] = 1
         single = properties_of(one, 1) + message(fields)
-        payload += struct.pack(">I", len(single)) + single + one["value"]
+        payload += struct.pack(">I", len(single)) + single + value
     return payload
 
 
@@ -115,12 +118,14 @@ def single(
     schema_version: bytes | None = None,
     **how: Any,
 ) -> bytes:
-    keys = keys_of(one, 6, 17, 18)
-    fields = versioned(schema_version) | keys | {8: compression, 9: len(one["value"])}
+    keys, value = keys_of(one, 6, 17, 18), one["value"] or b""
+    fields = versioned(schema_version) | keys | {8: compression, 9: len(value)}
     if one["event_ms"]:
         fields[12] = one["event_ms"]
+    if one["value"] is None:
+        fields[25] = 1
     metadata = properties_of(one, 4) + message(fields)
-    return stored(metadata, packed(one["value"], compression), **how)
+    return stored(metadata, packed(value, compression), **how)
 
 
 def raw(data: bytes, ack_set: tuple[int, ...] = (), *, redelivered: bool = False) -> RawEntry:
@@ -131,7 +136,7 @@ def decoded(*data: bytes, **how: Any) -> Decoded:
     return decode([raw(one) for one in data], WHERE, **how)
 
 
-def plain(value: bytes = b"v", key: str | None = "k") -> dict[str, Any]:
+def plain(value: bytes | None = b"v", key: str | None = "k") -> dict[str, Any]:
     return {
         "value": value, "key": key, "key_bytes": None, "ordering_key": None, "properties": {},
         "event_ms": 0,
@@ -209,9 +214,9 @@ def _random_entry(draw: random.Random) -> bytes:
 
     messages = [
         {
-            "value": draw.randbytes(draw.randrange(40)),
+            "value": draw.choice([None, *[draw.randbytes(draw.randrange(40))] * 4]),
             "key": draw.choice([None, text()]),
-            "key_bytes": draw.choice([None, None, None, draw.randbytes(draw.randrange(1, 9))]),
+            "key_bytes": draw.choice([None, None, None, draw.randbytes(draw.randrange(9))]),
             "ordering_key": draw.choice([None, None, None, text()]),
             "properties": {text(): text() for _ in range(draw.choice([0, 0, 0, 1, 2]))},
             "event_ms": draw.choice([0, 0, 1, 1_700_000_000_123, 2**63]),

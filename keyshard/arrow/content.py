@@ -31,7 +31,7 @@ one costs as much as the keys and values of a hundred messages."""
 
 
 def pack(
-    values: Sequence[bytes] | None,
+    values: Sequence[bytes | None] | None,
     partition_keys: Sequence[str | None],
     ordering_keys: Sequence[str | None],
     event_ms: Sequence[int],
@@ -40,9 +40,9 @@ def pack(
     """Content of the messages of one delivery, in their order.
 
     Args:
-        values: Payloads; ``None`` where nobody wants them.
+        values: Payloads, ``None`` for a null value; ``None`` where nobody wants them.
         partition_keys: ``None`` for a message without key.
-        ordering_keys: ``None`` or empty for a message without one.
+        ordering_keys: ``None`` for a message without one.
         event_ms: Event times, milliseconds since the epoch; 0 when unset, each a time.
         properties: Properties, mostly empty.
 
@@ -66,7 +66,7 @@ def entry_block(
     batch_size: int,
     batched: bool,
     indices: Sequence[int],
-    values: Sequence[bytes],
+    values: Sequence[bytes | None],
     partition_keys: Sequence[str | None],
     ordering_keys: Sequence[str | None],
     publish_ms: int,
@@ -78,6 +78,7 @@ def entry_block(
     """A block with content of its own; see :class:`~keyshard.core.position.entry.EntryBlock`.
 
     Args:
+        values: Payloads; ``None`` for a null value.
         ordering_keys: ``None`` for a message without one.
         came_to: Range whose consumer received it; ``None`` at a Reader.
     """
@@ -99,7 +100,7 @@ def entry_block(
         slot,
         mixed_slots,
         publish_ms,
-        sum(map(len, values)),
+        sum(len(value or b"") for value in values),
         (Part(content, 0, len(values)),),
         keys_of_bytes=keys_of_bytes,
         unreadable=unreadable,
@@ -163,9 +164,9 @@ def runs_of(blocks: Sequence[EntryBlock]) -> list[Part]:
 
 
 def _ordering_keys(keys: Sequence[str | None]) -> pa.Array:
-    if not any(keys):
+    if keys.count(None) == len(keys):
         return pa.nulls(len(keys), pa.string())
-    return pa.array([key or None for key in keys], pa.string())
+    return pa.array(keys, pa.string())
 
 
 def _event_times(event_ms: Sequence[int]) -> pa.Array:

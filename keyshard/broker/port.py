@@ -173,7 +173,7 @@ class Producer(Protocol):
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,
@@ -183,8 +183,9 @@ class Producer(Protocol):
         """Publish a message; returns when the broker has confirmed that it is stored.
 
         Args:
-            key: Partition key; ``None`` for none.
-            ordering_key: Ordering key; ``None`` for none.
+            value: Payload; ``None`` for a null value.
+            key: Partition key; ``None`` for none, which is not the empty one.
+            ordering_key: Ordering key; as ``key``.
             properties: Properties; default none.
             event_ms: Event time, milliseconds since the epoch; 0 when unset.
 

@@ -24,10 +24,12 @@ class MessageId(NamedTuple):
 class Message(NamedTuple):
     """One message; immutable and picklable."""
 
-    value: bytes
+    value: bytes | None
+    """Payload; ``None`` for a null value, by which a producer says that a key has none any more."""
     key: str | None
-    """Partition key; ``None`` where it has none."""
+    """Partition key; ``None`` where it has none, ``""`` where it is empty."""
     ordering_key: str | None
+    """As ``key``."""
     message_id: MessageId
     topic: str
     """Full name, without the partition suffix."""
@@ -49,7 +51,7 @@ class Message(NamedTuple):
     @classmethod
     def for_test(
         cls,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,
@@ -65,10 +67,10 @@ class Message(NamedTuple):
         What is not given is the same each time; ``message._replace(partition=3)`` changes it.
 
         Raises:
-            TypeError: The value is not bytes, which it always is in a source.
+            TypeError: The value is neither bytes nor ``None``, and in a source it always is.
         """
-        if not isinstance(value, bytes):
-            raise TypeError(f"The value of a message is bytes, not {type(value).__name__}.")
+        if not isinstance(value, bytes | None):
+            raise TypeError(f"The value of a message is bytes or None, not {type(value).__name__}.")
         routing = key if ordering_key is None else ordering_key
         return cls(
             value, key, ordering_key, MessageId(1, 0, 0), "persistent://public/default/test", 0,

@@ -63,7 +63,7 @@ class LetterReader:
             assert last is not None
             with self.scan(first, last) as scan:
                 for one in read(scan, self.where, self.timeout_s):
-                    found[position_of(one)] = one.value
+                    found[position_of(one)] = one.value or b""
         if any(one not in found for one in parts):
             return None
         return unpacked(letter, message, b"".join(found[one] for one in parts))
@@ -99,4 +99,4 @@ class LetterReader:
 
 
 def _bytes(letter: Letter) -> int:
-    return len(letter.message.value) + LETTER_BYTES
+    return len(letter.message.value or b"") + LETTER_BYTES

@@ -109,7 +109,7 @@ class DeadLetterWriter:
                 size //= 4
         parts, message = EntrySet.of(found), letter.message
         position = self._send(
-            b"",
+            None if message.value is None else b"",
             key=message.key,
             ordering_key=message.ordering_key,
             properties={**letter.own_properties(), PARTS: str(parts), HEAD: str(head), **claim},
@@ -119,7 +119,7 @@ class DeadLetterWriter:
 
     def _send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None,
         properties: dict[str, str],

@@ -31,6 +31,8 @@ class Harness(Protocol):
     whole_entries: bool
     """Whether entries come in one piece, and with what stands in their metadata: whether a key was
     set as bytes, and that they are a part of a chunked message."""
+    empty_keys: bool
+    """Whether a key that is empty is told from none."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""

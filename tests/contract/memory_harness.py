@@ -29,6 +29,7 @@ class MemoryHarness:
     look_ahead_per_consumer = 100
     idle_s = 0.25
     whole_entries = False
+    empty_keys = True
 
     def __init__(self) -> None:
         self._cluster = MemoryCluster(

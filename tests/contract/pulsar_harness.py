@@ -38,6 +38,7 @@ class PulsarHarness:
     look_ahead_per_consumer = 2_000
     idle_s = 0.8
     whole_entries = False
+    empty_keys = False
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
@@ -209,7 +210,11 @@ _MIXED = pulsar.BatchingType.Default
 
 
 def _to_pulsar(message: Message) -> Any:
-    builder = _pulsar.MessageBuilder().content(message.value)
+    builder = _pulsar.MessageBuilder()
+    if message.value is None:
+        builder.set_null_value()
+    else:
+        builder.content(message.value)
     if message.key is not None:
         builder.partition_key(message.key)
     if message.ordering_key is not None:

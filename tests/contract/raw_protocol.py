@@ -118,12 +118,15 @@ def entry_of(messages: Sequence[Message], *, batched: bool) -> RawEntry:
     """One entry of messages as the Java client sends them, with the flags of their keys."""
     metadata = _fields(messages[0], key=6, is_base64=17, ordering_key=18, event_ms=12)
     if not batched:
-        return metadata, messages[0].value
+        return metadata | ({25: 1} if messages[0].value is None else {}), messages[0].value or b""
     payload = b""
     for one in messages:
         fields = _fields(one, key=2, is_base64=6, ordering_key=7, event_ms=5)
-        single = message(fields | {3: len(one.value)})
-        payload += struct.pack(">I", len(single)) + single + one.value
+        if one.value is None:
+            fields[9] = 1
+        value = one.value or b""
+        single = message(fields | {3: len(value)})
+        payload += struct.pack(">I", len(single)) + single + value
     return metadata | {11: len(messages)}, payload
 
 

@@ -13,6 +13,7 @@ class WireHarness(PulsarHarness):
     """All cases hold for entries that come whole."""
 
     whole_entries = True
+    empty_keys = True
 
     def broker(self) -> Broker:
         self._brokers.append(WireBroker(Connection(self._service_url)))

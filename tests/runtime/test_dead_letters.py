@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -331,6 +332,18 @@ def test_a_letter_larger_than_the_broker_takes_is_kept_in_parts(
     assert world.kept == 0, "the parts go with their letter"
     world.die()
     assert world.open().keys.parking.states() == {}
+
+
+def test_a_letter_in_parts_keeps_its_null_value(world: World) -> None:
+    letters, made = world.open(), large(1, 3, a="x" * 6_000_000)
+    letters.send(replace(made, message=made.message._replace(value=None)))
+    world.die()
+    letters = world.open()
+    assert letters.keys.unpark("k")
+    resting = letters.first("k")
+    assert resting is not None
+    found = resting.letter.message
+    assert (found.value, found.properties) == (None, {"a": "x" * 6_000_000})
 
 
 def test_parts_without_their_letter_are_let_go(world: World) -> None:

@@ -16,6 +16,7 @@ from keyshard import Message
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.dead_letter.letters import LetterKind
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
 from parking_place import Place, Record, Run, broken_for_b, numbers
 
@@ -97,6 +98,32 @@ def test_a_letter_is_the_message_with_what_happened_to_it_as_properties(place: P
     again = seen[place_unparked]
     assert again._replace(redelivered=False) == seen[0]._replace(redelivered=False)
     assert abs(again.publish_time - seen[0].publish_time) < timedelta(milliseconds=1)
+
+
+@pytest.mark.parametrize("key", ["", "k"])
+@pytest.mark.parametrize("value", [None, b""])
+def test_nothing_and_what_is_empty_come_back_as_they_were(
+    place: Place, key: str, value: bytes | None
+) -> None:
+    broken, seen = [True], list[Message]()
+
+    def handle(message: Message) -> None:
+        seen.append(message)
+        if broken:
+            raise ValueError("not yet")
+
+    for ordering_key in (None, ""):
+        place.cluster.publish(place.topic, Stored(value, key, ordering_key))
+    with place.run(handle) as run:
+        wait_until(lambda: len(place.letters()) == 2)
+        broken.clear()
+        seen.clear()
+        for one in {key, ""}:
+            run.source.unpark(one)
+        wait_until(lambda: place.resting() == 0)
+    assert [one.value for one in seen] == [value, value]
+    assert {(one.key, one.ordering_key) for one in seen} == {(key, None), (key, "")}
+    assert {one.slot for one in seen} == {key_slot(key), key_slot("")}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -28,7 +28,9 @@ def test_a_message_for_a_test_is_like_one_of_a_source() -> None:
     )
     assert (ordered.routing_key, ordered.slot) == ("b", key_slot("b"))
     assert Message.for_test(b"").slot is None
-    with pytest.raises(TypeError, match="bytes, not str"):
+    assert Message.for_test(None, key="").slot == key_slot("")
+    assert Message.for_test(None).value is None
+    with pytest.raises(TypeError, match="bytes or None, not str"):
         Message.for_test("text")  # type: ignore[arg-type]
 
 

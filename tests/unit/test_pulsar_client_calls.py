@@ -198,8 +198,11 @@ def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
 
 def test_an_id_that_no_entry_has_is_no_confirmation() -> None:
     class Raw:
-        def send_async(self, _value: object, callback: Any, **_: object) -> None:
+        def send_async(self, _message: object, callback: Any) -> None:
             callback(pulsar.Result.Ok, _pulsar.MessageId(-1, -1, -1, -1))
 
+    class Wrapper:
+        _producer = Raw()
+
     with pytest.raises(BrokerUnavailableError):
-        PulsarProducer(Raw(), P0, Calls()).send(b"v")  # type: ignore[arg-type]
+        PulsarProducer(Wrapper(), P0, Calls()).send(b"v")  # type: ignore[arg-type]

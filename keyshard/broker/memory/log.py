@@ -36,10 +36,12 @@ class Batching(str, Enum):
 class Message:
     """A message as a producer hands it over."""
 
-    value: bytes
+    value: bytes | None
+    """Payload; ``None`` for a null value."""
     key: str | None = None
     """Partition key; ``None`` for a keyless message, ``""`` for the empty key."""
     ordering_key: str | None = None
+    """As ``key``."""
     properties: Mapping[str, str] = field(default_factory=dict)
     event_ms: int = 0
     """Event time, milliseconds since the epoch; 0 when unset."""
@@ -106,9 +108,8 @@ class StoredEntry:
             batched=self.batched,
             indices=list(chosen),
             values=[message.value for message in messages],
-            # A client cannot tell an empty key from none.
-            partition_keys=[message.key or None for message in messages],
-            ordering_keys=[message.ordering_key or None for message in messages],
+            partition_keys=[message.key for message in messages],
+            ordering_keys=[message.ordering_key for message in messages],
             publish_ms=self.publish_ms,
             event_ms=[message.event_ms for message in messages],
             properties=[dict(message.properties) for message in messages],
@@ -179,10 +180,11 @@ class EntryLog:
     ) -> list[StoredEntry]:
         """Store one message as several entries, all with its slot."""
         slot = self._slot(message, producer, 1)
-        size = -(-len(message.value) // chunks)
+        value = message.value or b""
+        size = -(-len(value) // chunks)
         stored: list[StoredEntry] = []
         for number in range(chunks):
-            part = replace(message, value=message.value[number * size : (number + 1) * size])
+            part = replace(message, value=value[number * size : (number + 1) * size])
             self._roll_if_full()
             chunk = Chunk(stored[0].id if stored else self._next_id, number, chunks)
             stored.append(self._store([part], slot, publish_ms, chunk=chunk))
@@ -246,7 +248,7 @@ class EntryLog:
         sizes = dict.fromkeys(self.ledger_sizes, 0)
         for entry in self._entries[self._first :]:
             assert entry is not None, "only entries before the first are trimmed"
-            sizes[entry.id.ledger] += sum(len(message.value) for message in entry.messages)
+            sizes[entry.id.ledger] += sum(len(message.value or b"") for message in entry.messages)
         counts = self.ledger_sizes
         return tuple(Ledger(ledger, counts[ledger], size) for ledger, size in sizes.items())
 

@@ -45,7 +45,7 @@ class MemoryProducer:
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,
@@ -54,7 +54,7 @@ class MemoryProducer:
     ) -> EntryId:
         message = Message(value, key, ordering_key, dict(properties or {}), event_ms)
         texts = [key or "", ordering_key or "", *message.properties, *message.properties.values()]
-        if len(value) + sum(len(text.encode()) for text in texts) > self._message_bytes_max:
+        if len(value or b"") + sum(len(text.encode()) for text in texts) > self._message_bytes_max:
             raise MessageTooLargeError(f"A message to {self.topic_partition} is too large.")
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._connected, self._send_timeout_s)

@@ -107,18 +107,18 @@ def to_blocks(
     if not messages:
         return []
     wanted = columns is None or "value" in columns
-    values: Sequence[bytes] = list(map(_Message.data, messages)) if wanted else ()
+    values = _values(messages) if wanted else None
     partition_keys, ordering_keys, routing_keys, event_ms, publish_ms, properties, unreadable = (
         _metadata(messages)
     )
     content = pack(
-        values if wanted else None,
+        values,
         [key or None for key in partition_keys] if "" in partition_keys else partition_keys,
-        ordering_keys,
+        [key or None for key in ordering_keys],
         event_ms,
         properties,
     )
-    sizes = list(map(len, values) if wanted else map(_Message.length, messages))
+    sizes = list(map(_Message.length, messages) if values is None else map(_size, values))
     blocks: list[EntryBlock] = []
     position, end = 0, len(messages)
     while position < end:
@@ -157,6 +157,19 @@ def to_blocks(
         if not len(blocks) % ENTRIES_AT_ONCE:
             time.sleep(0)
     return blocks
+
+
+def _values(messages: Sequence[Any]) -> Sequence[bytes | None]:
+    """Payloads of messages; ``None`` for null values, which the client shows as empty."""
+    values: list[bytes | None] = list(map(_Message.data, messages))
+    if b"" in values:
+        return [value or (None if one.has_null_value() else value)
+                for value, one in zip(values, messages, strict=True)]  # fmt: skip
+    return values
+
+
+def _size(value: bytes | None) -> int:
+    return 0 if value is None else len(value)
 
 
 class _Metadata(NamedTuple):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
+import _pulsar
 import pulsar
 
 from keyshard.broker.pulsar.calls import Calls
@@ -25,7 +27,7 @@ class PulsarProducer:
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,
@@ -33,15 +35,9 @@ class PulsarProducer:
         event_ms: int = 0,
     ) -> EntryId:
         with translated("send to", self._topic_partition):
+            message = _message(value, key, ordering_key, properties or {}, event_ms)
             sent = self._calls.answer_of(
-                lambda take: self._producer.send_async(
-                    value,
-                    take,
-                    partition_key=key,
-                    ordering_key=ordering_key,
-                    properties=dict(properties or {}),
-                    event_timestamp=event_ms,
-                )
+                lambda take: self._producer._producer.send_async(message, take)
             )
             if sent.entry_id() < 0:
                 # What the client gives when it lost the connection for good while it waited.
@@ -54,3 +50,27 @@ class PulsarProducer:
         self._closed = True
         with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
             self._producer.close()
+
+
+def _message(
+    value: bytes | None,
+    key: str | None,
+    ordering_key: str | None,
+    properties: Mapping[str, str],
+    event_ms: int,
+) -> Any:
+    """By the extension's own builder: the wrapper around it sends an empty key as none."""
+    builder = _pulsar.MessageBuilder()
+    if value is None:
+        builder.set_null_value()
+    else:
+        builder.content(value)
+    if key is not None:
+        builder.partition_key(key)
+    if ordering_key is not None:
+        builder.ordering_key(ordering_key)
+    for name, text in properties.items():
+        builder.property(name, text)
+    if event_ms:
+        builder.event_timestamp(event_ms)
+    return builder.build()

@@ -24,7 +24,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, Part
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 3
+VERSION = 4
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
@@ -37,7 +37,7 @@ _INDICES = [range(count) for count in range(1_001)]
 """All entries of one size share the indices of their messages."""
 _entry_id = partial(tuple.__new__, EntryId)
 _BUFFERS = (
-    "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
+    "has_value", "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
     "ordering_key_offsets", "ordering_keys", "has_event", "events", "property_offsets",
     "property_key_offsets", "property_keys", "property_value_offsets", "property_values",
 )  # fmt: skip
@@ -47,6 +47,7 @@ class _Found(ctypes.Structure):
     _fields_ = (
         ("addresses", ctypes.c_void_p * len(_BUFFERS)),
         ("sizes", ctypes.c_uint64 * len(_BUFFERS)),
+        ("values", ctypes.c_uint64),
         ("keys", ctypes.c_uint64),
         ("ordering_keys", ctypes.c_uint64),
         ("events", ctypes.c_uint64),
@@ -211,7 +212,7 @@ def _content(found: Any, owner: _Owner, rows: int, *, keeps_values: bool) -> pa.
 
     text, pairs = pa.string(), found.properties
     columns = [
-        column(pa.binary(), rows, ("value_offsets", "values"), rows)
+        column(pa.binary(), rows, ("value_offsets", "values"), found.values, "has_value")
         if keeps_values
         else pa.nulls(rows, pa.binary()),
         column(text, rows, ("key_offsets", "keys"), found.keys, "has_key"),

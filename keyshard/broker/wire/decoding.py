@@ -48,7 +48,7 @@ class _Columns:
     """Content of messages of several entries, one value for each message."""
 
     keeps_values: bool
-    values: list[bytes] = field(default_factory=list)
+    values: list[bytes | None] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     partition_keys: list[str | None] = field(default_factory=list)
     ordering_keys: list[str | None] = field(default_factory=list)
@@ -213,14 +213,15 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
     for index in range(count):
         (size,) = unpack(data, position)
         start = position + 4 + size
-        length, key, ordering_key, of_bytes, event_ms, properties = _said(data, position + 4, start)
+        said = _said(data, position + 4, start)
+        length, key, ordering_key, of_bytes, event_ms, null, properties = said
         position = start + length
         if position > end:
             raise UnreadableError(f"message {index} ends too early")
         if index in skipped:
             continue
         if keeps_values:
-            into.values.append(data[start:position])
+            into.values.append(None if null else data[start:position])
         into.sizes.append(length)
         into.event_ms.append(event_ms)
         into.properties.append(_properties(map(_KEY_VALUE, properties), into) if properties else {})
@@ -231,10 +232,10 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
 
 def _said(  # noqa: PLR0912 - one loop over the tags
     data: bytes, position: int, stop: int
-) -> tuple[int, bytes | None, bytes | None, int, int, Sequence[bytes]]:
+) -> tuple[int, bytes | None, bytes | None, int, int, int, Sequence[bytes]]:
     """What is said of a message of a batch: ``SingleMessageMetadata``, by its tags."""
     key = ordering_key = None
-    length = event_ms = of_bytes = 0
+    length = event_ms = of_bytes = null = 0
     properties: list[bytes] | tuple[()] = ()
     while position < stop:
         tag = data[position]
@@ -266,15 +267,17 @@ def _said(  # noqa: PLR0912 - one loop over the tags
             event_ms = value
         elif tag == 0x30:
             of_bytes = value
+        elif tag == 0x48:
+            null = value
     if position != stop or not length:
         raise UnreadableError("what is said of a message cannot be read")
-    return length - 1, key, ordering_key, of_bytes, event_ms, properties
+    return length - 1, key, ordering_key, of_bytes, event_ms, null, properties
 
 
 def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
     """Append the message of an entry that is no batch."""
     if into.keeps_values:
-        into.values.append(value)
+        into.values.append(None if metadata.null_value else value)
     into.sizes.append(len(value))
     into.event_ms.append(metadata.event_time)
     into.properties.append(_properties(metadata.properties, into) if metadata.properties else {})
@@ -289,9 +292,9 @@ def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
 def _append_keys(
     into: _Columns, key: bytes | None, ordering_key: bytes | None, of_bytes: bool
 ) -> None:
-    """The keys of one more message, and what of them the broker hashes; an empty one is none."""
-    routing_key = ordering_key or None
-    if key:
+    """The keys of one more message, and what of them the broker hashes, also where it is empty."""
+    routing_key = ordering_key
+    if key is not None:
         try:
             text = key.decode()
         except UnicodeDecodeError:
@@ -308,7 +311,7 @@ def _append_keys(
         into.partition_keys.append(None)
     into.of_bytes.append(of_bytes)
     into.routing_keys.append(routing_key)
-    if not ordering_key:
+    if ordering_key is None:
         into.ordering_keys.append(None)
         return
     try:

@@ -35,7 +35,7 @@ NOTED = "noted"
 PART = "part"
 """Kind of a message that holds a part of an original which is too large for one letter."""
 PARTS = f"{PREFIX}parts"
-"""Property of a letter: positions of its parts; its own value is empty then."""
+"""Property of a letter: positions of its parts; its own value is empty then, or null as it was."""
 PARTS_MAX = 65_536
 """Most parts of a letter: 256 MiB of the smallest that are written."""
 HEAD = f"{PREFIX}head"
@@ -110,7 +110,7 @@ class Letter:
     def packed(self) -> tuple[bytes, int]:
         """Properties and value of the original, for parts; how many bytes the properties are."""
         head = json.dumps(dict(self.message.properties)).encode()
-        return head + self.message.value, len(head)
+        return head + (self.message.value or b""), len(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def unpacked(letter: Letter, found: Message, packed: bytes) -> Letter:
     head = int(found.properties[HEAD])
     properties = json.loads(packed[:head])
     return replace(letter, message=letter.message._replace(
-        value=packed[head:], properties=properties
+        value=None if found.value is None else packed[head:], properties=properties
     ))  # fmt: skip
 
 

@@ -155,8 +155,8 @@ class EntryBlock:
         return (self.slot,) if key is None or ordering_key is not None else possible_slots(key)
 
     @property
-    def values(self) -> list[bytes]:
-        """Payload of each message."""
+    def values(self) -> list[bytes | None]:
+        """Payload of each message; ``None`` for a null value."""
         return self.column("value")
 
     @property

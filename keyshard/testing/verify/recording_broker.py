@@ -28,7 +28,7 @@ from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.workloads import parse_value
 
 
-def message_name(value: bytes, key: str | None) -> tuple[str | None, int | None]:
+def message_name(value: bytes | None, key: str | None) -> tuple[str | None, int | None]:
     """Key and sequence number of a message, as a history names it.
 
     Args:
@@ -38,7 +38,7 @@ def message_name(value: bytes, key: str | None) -> tuple[str | None, int | None]
     if key is None:
         return None, None
     try:
-        return parse_value(value)
+        return parse_value(value or b"")
     except ValueError:
         return key, None
 
@@ -167,7 +167,9 @@ class RecordingBroker:
             self._event("acked", consumer, ledger=ledger, entry=entry) for ledger, entry in entries
         )
 
-    def published(self, properties: Mapping[str, str], value: bytes, key: str | None) -> None:
+    def published(
+        self, properties: Mapping[str, str], value: bytes | None, key: str | None
+    ) -> None:
         """Write that a message is done for good, when what was stored is its dead letter."""
         if not properties.get(f"{PREFIX}messageId"):
             return
@@ -253,7 +255,7 @@ class _RecordingProducer:
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,

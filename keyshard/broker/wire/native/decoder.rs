@@ -117,9 +117,10 @@ impl<'a> Value<'a> {
 /// What is said of one message, by an entry's metadata or inside a batch.
 #[derive(Default)]
 struct Said<'a> {
-    key: &'a [u8],
-    ordering_key: &'a [u8],
+    key: Option<&'a [u8]>,
+    ordering_key: Option<&'a [u8]>,
     of_bytes: bool,
+    null_value: bool,
     event_ms: u64,
     properties: Vec<(&'a str, &'a str)>,
     length: Option<usize>,
@@ -187,7 +188,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
             }
             3 => publish_ms = Some(value.number()?),
             4 => said.properties.push(property(value.bytes()?)?),
-            6 => said.key = value.bytes()?,
+            6 => said.key = Some(value.bytes()?),
             8 => compression = value.number()?,
             9 => uncompressed = value.number()?,
             11 => count = Some(value.number()?),
@@ -195,7 +196,8 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
             13 => return Err(Odd),
             16 => schema = schema_version(value.bytes()?),
             17 => said.of_bytes = value.number()? != 0,
-            18 => said.ordering_key = value.bytes()?,
+            18 => said.ordering_key = Some(value.bytes()?),
+            25 => said.null_value = value.number()? != 0,
             27 => {
                 if value.number()? > 1 {
                     return Err(Odd);
@@ -316,6 +318,7 @@ impl Validity {
 struct Columns {
     keeps_values: bool,
     values: Bytes,
+    has_value: Validity,
     keys: Bytes,
     has_key: Validity,
     ordering_keys: Bytes,
@@ -334,6 +337,7 @@ impl Columns {
         Columns {
             keeps_values,
             values: Bytes::new(),
+            has_value: Validity::default(),
             keys: Bytes::new(),
             has_key: Validity::default(),
             ordering_keys: Bytes::new(),
@@ -351,18 +355,20 @@ impl Columns {
     /// One more message; whether its key was set as bytes and routes it.
     fn push(&mut self, said: &Said, value: &[u8]) -> Plain<bool> {
         let text = |bytes| std::str::from_utf8(bytes).map(|_| ()).map_err(|_| Odd);
-        text(said.key)?;
-        text(said.ordering_key)?;
+        let (key, ordering_key) = (said.key.unwrap_or_default(), said.ordering_key.unwrap_or_default());
+        text(key)?;
+        text(ordering_key)?;
         if said.event_ms >= TIME_MS_MAX {
             return Err(Odd);
         }
         if self.keeps_values {
-            self.values.push(value)?;
+            self.values.push(if said.null_value { &[] } else { value })?;
+            self.has_value.push(!said.null_value);
         }
-        self.keys.push(said.key)?;
-        self.has_key.push(!said.key.is_empty());
-        self.ordering_keys.push(said.ordering_key)?;
-        self.has_ordering_key.push(!said.ordering_key.is_empty());
+        self.keys.push(key)?;
+        self.has_key.push(said.key.is_some());
+        self.ordering_keys.push(ordering_key)?;
+        self.has_ordering_key.push(said.ordering_key.is_some());
         self.event_us.push(said.event_ms as i64 * 1000);
         self.has_event.push(said.event_ms != 0);
         let mut names = HashSet::new();
@@ -375,12 +381,12 @@ impl Columns {
             self.property_values.push(value.as_bytes())?;
         }
         self.property_offsets.push(self.property_keys.offsets.len() as i32 - 1);
-        let of_bytes = said.of_bytes && said.ordering_key.is_empty() && !said.key.is_empty();
+        let of_bytes = said.of_bytes && said.ordering_key.is_none() && said.key.is_some();
         self.slots.push(match (said.ordering_key, said.key) {
-            ([], []) => 0,
-            ([], key) if of_bytes => slot(&from_base64(key)?),
-            ([], key) => slot(key),
-            (ordering_key, _) => slot(ordering_key),
+            (None, None) => 0,
+            (None, Some(key)) if of_bytes => slot(&from_base64(key)?),
+            (None, Some(key)) => slot(key),
+            (Some(ordering_key), _) => slot(ordering_key),
         });
         Ok(of_bytes)
     }
@@ -432,11 +438,12 @@ fn said_in_batch(data: &[u8]) -> Plain<Said<'_>> {
     while let Some((field, value)) = fields.next()? {
         match field {
             1 => said.properties.push(property(value.bytes()?)?),
-            2 => said.key = value.bytes()?,
+            2 => said.key = Some(value.bytes()?),
             3 => said.length = Some(usize::try_from(value.number()?).map_err(|_| Odd)?),
             5 => said.event_ms = value.number()?,
             6 => said.of_bytes = value.number()? != 0,
-            7 => said.ordering_key = value.bytes()?,
+            7 => said.ordering_key = Some(value.bytes()?),
+            9 => said.null_value = value.number()? != 0,
             _ => {}
         }
     }
@@ -568,8 +575,9 @@ fn crc32c_by_table(data: &[u8]) -> u32 {
 /// Buffers of the columns, in the order of `_BUFFERS` in `bulk.py`, and counts of values.
 #[repr(C)]
 pub struct Found {
-    addresses: [*const u8; 15],
-    sizes: [u64; 15],
+    addresses: [*const u8; 16],
+    sizes: [u64; 16],
+    values: u64,
     keys: u64,
     ordering_keys: u64,
     events: u64,
@@ -585,7 +593,7 @@ fn found(columns: Columns) -> Box<Found> {
     c.values.data.shrink_to_fit();
     c.keys.data.shrink_to_fit();
     let buffers = [
-        bytes(&c.values.offsets), bytes(&c.values.data),
+        bytes(&c.has_value.bits), bytes(&c.values.offsets), bytes(&c.values.data),
         bytes(&c.has_key.bits), bytes(&c.keys.offsets), bytes(&c.keys.data),
         bytes(&c.has_ordering_key.bits), bytes(&c.ordering_keys.offsets), bytes(&c.ordering_keys.data),
         bytes(&c.has_event.bits), bytes(&c.event_us),
@@ -596,6 +604,7 @@ fn found(columns: Columns) -> Box<Found> {
     Box::new(Found {
         addresses: buffers.map(|buffer| buffer.0),
         sizes: buffers.map(|buffer| buffer.1),
+        values: c.has_value.valid as u64,
         keys: c.has_key.valid as u64,
         ordering_keys: c.has_ordering_key.valid as u64,
         events: c.has_event.valid as u64,
@@ -607,7 +616,7 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    3
+    4
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
