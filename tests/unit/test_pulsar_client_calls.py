@@ -68,6 +68,9 @@ class RawMessage:
     def redelivery_count(self) -> int:
         return 3
 
+    def int_schema_version(self) -> int:
+        return -1
+
 
 class RawConsumer:
     """Remembers by name what it is asked; hands out two messages once."""
