@@ -28,7 +28,7 @@ test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 25 min
 unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"
 
-simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=spark, handlers or workers, VERBOSE=1
+simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=spark, handlers, workers, spark-frames or handlers-frames, VERBOSE=1
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
 	@$(if $(WORLD)$(VERBOSE),:,$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --seed-start $(SEED_START))
 

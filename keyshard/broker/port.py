@@ -77,8 +77,8 @@ class Consumer(Protocol):
         """Acknowledge whole entries of this topic partition, whoever received them.
 
         Returns as soon as the client took them; the broker may forget them in a crash. A client
-        that is told by the broker that it has taken them sends again what a lost connection left
-        open.
+        that is told by the broker that it has taken them sends again what a connection left open
+        that was lost for a moment.
 
         Raises:
             BrokerError: The client did not take them.

@@ -17,7 +17,10 @@ from tests.simulation import faults, worker_faults
 from tests.simulation.handling import faults as handling_faults
 from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, run_verbosely
 
-FAULTS: dict[str, Any] = {"spark": faults, "handlers": handling_faults, "workers": worker_faults}
+FAULTS: dict[str, Any] = {
+    "spark": faults, "handlers": handling_faults, "workers": worker_faults,
+    "spark-frames": faults, "handlers-frames": handling_faults,
+}  # fmt: skip
 """What goes wrong in each world."""
 REPORT_S = 5.0
 """Time between two lines of progress, seconds."""

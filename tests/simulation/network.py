@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.admin import MemoryAdmin
@@ -19,6 +19,9 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
+
+if TYPE_CHECKING:
+    from tests.simulation.frames.client import Frames
 
 ACK_GROUP_S = 0.1
 """Time that a client groups acknowledgements, seconds."""
@@ -74,6 +77,8 @@ class Network:
         """Whose consumers are rarely received from."""
         self.clients: list[Client] = []
         self.readers: list[_Reader] = []
+        self.frames: Frames | None = None
+        """What frames go through, in a world where clients speak them."""
         self.cut_random = cuts
         self.cut_share = self.cut_random.choice(CUT_SHARE)
         """Share of the steps of Readers at which one loses its connection."""
@@ -368,7 +373,7 @@ class Consumer:
             self._owns = False
             if not others:
                 self._network.record.lost(self)
-        self._inner.close()
+        self._inner.close(for_another=for_another)
 
     def shares_connection(self, leaving: Collection[Consumer]) -> bool:
         """Whether another consumer of the client keeps the connection that this one uses."""

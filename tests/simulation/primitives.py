@@ -286,7 +286,9 @@ class Time:
 class Future:
     """The outcome of a call in a pool."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, number: int) -> None:
+        self.number = number
+        """What it is ordered by: sets of them are by their addresses."""
         self._done = Event(scheduler)
         self._result: Any = None
         self._error: BaseException | None = None
@@ -340,12 +342,14 @@ class Pool:
         self._name = thread_name_prefix
         self._queue: deque[tuple[Future, Callable[[], Any]]] = deque()
         self._threads: list[Thread] = []
+        self._submitted = 0
         self._closed = False
 
     def submit(self, action: Callable[..., Any], *args: Any) -> Future:
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future = Future(self._scheduler)
+        self._submitted += 1
+        future = Future(self._scheduler, self._submitted)
         self._queue.append((future, lambda: action(*args)))
         if len(self._threads) < self._threads_max:
             thread = Thread(self._scheduler, target=self._work, name=self._name)
@@ -385,7 +389,7 @@ class Pool:
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
     """Stands where ``concurrent.futures.wait`` stood; each future may take the whole time-out."""
-    for future in futures:
+    for future in sorted(futures, key=lambda one: one.number):
         future.wait(timeout)
 
 

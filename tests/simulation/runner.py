@@ -7,12 +7,14 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tests.simulation.frames.worlds import FramedHandlerWorld, FramedWorld
 from tests.simulation.handling.world import HandlerWorld
 from tests.simulation.workers import WorkersWorld
 from tests.simulation.world import Outcome, World
 
 WORLDS: dict[str, type[World] | type[HandlerWorld]] = {
     "spark": World, "handlers": HandlerWorld, "workers": WorkersWorld,
+    "spark-frames": FramedWorld, "handlers-frames": FramedHandlerWorld,
 }  # fmt: skip
 CHUNK = 8
 """Seeds that a worker process takes at once."""

@@ -575,6 +575,34 @@ def test_an_acknowledgement_without_a_receipt_is_sent_again_with_the_next_subscr
     assert len(told.sessions) == 2
 
 
+def test_after_an_absence_nothing_is_acknowledged_that_was_so_before(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster that was wiped meanwhile has new entries by these ids."""
+    monkeypatch.setattr(receipts, "SENT_AGAIN_WITHIN_S", 0.1, raising=False)
+
+    def moving(session: Session, _: int, fields: Fields) -> None:
+        session.send(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
+
+    consumer = subscribed(brokers(told))
+    told.answers[ACK] = lambda *_: None
+    consumer.acknowledge([EntryId(7, 0)])
+    until(lambda: told.asked_for(ACK))
+    del told.answers[ACK]
+    told.answers[SUBSCRIBE] = moving
+    told.sessions[0].cut()
+    until(lambda: consumer.losses)
+    consumer.acknowledge([EntryId(7, 1)])
+    time.sleep(0.15)
+    del told.answers[SUBSCRIBE]
+    until(consumer.is_connected)
+    assert consumer.unconfirmed(DEADLINE_S) == 0
+    consumer.acknowledge([EntryId(7, 2)])
+    assert consumer.unconfirmed(DEADLINE_S) == 0
+    named = [fields_of(fields[3])[2] for fields in told.asked_for(ACK)]  # type: ignore[arg-type]
+    assert named == [0, 2]
+
+
 def test_the_end_waits_for_receipts(
     told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

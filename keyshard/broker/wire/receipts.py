@@ -20,6 +20,9 @@ WAITING_MAX = 100_000
 """Acknowledgements that wait for a connection at most, and as many for a receipt."""
 SEND_AGAIN_S = 0.1
 """Time between two attempts to send what is left at the end, seconds."""
+SENT_AGAIN_WITHIN_S = 2.0
+"""Longest absence after which what was acknowledged before is sent again, seconds. Shorter than a
+cluster is away whose data are deleted meanwhile: it hands the same ids out for new entries."""
 _INDIVIDUAL = 0
 
 _log = logging.getLogger(__name__)
@@ -32,8 +35,10 @@ class Receipts:
     """Acknowledgements of one consumer; called by any thread.
 
     What was sent and not confirmed is sent again when the subscription is lost: with the next one,
-    before its first permits, so that it does not come again; and what was refused, after a pause. A
-    receipt says that the broker has taken an acknowledgement; a crash may still make it forget.
+    before its first permits, so that it does not come again; and what was refused, after a pause.
+    Behind a longer absence it is forgotten: everything comes again then, and is compared with what
+    was received before it is acknowledged. A receipt says that the broker has taken an
+    acknowledgement; a crash may still make it forget.
 
     Args:
         topic_partition: Where it acknowledges.
@@ -59,6 +64,10 @@ class Receipts:
         self._asked_entries = 0
         self._lost_id = 0
         """The newest consumer id that is lost: what is sent with it is not heard."""
+        self._at: WireConnection | None = None
+        """Where the newest subscription is, or was."""
+        self._lost_s: float | None = None
+        """Since when there is none."""
 
     def add(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge entries.
@@ -82,8 +91,18 @@ class Receipts:
                 )
 
     def subscribed(self, at: WireConnection, consumer_id: int) -> None:
-        """Send what waited for a subscription."""
+        """Send what waited for a subscription, unless that took long."""
         with self._changed:
+            # On a connection that stood all the time is the broker that was there before.
+            away_s = 0.0 if self._lost_s is None else time.monotonic() - self._lost_s
+            if at is not self._at and away_s > SENT_AGAIN_WITHIN_S:
+                _log.debug(
+                    "%d acknowledgements in %s are forgotten after %.1f s without a connection",
+                    len(self._unsent), self._topic_partition, away_s,
+                )  # fmt: skip
+                self._unsent.clear()
+                self._changed.notify_all()
+            self._at, self._lost_s = at, None
             self._send(at, consumer_id)
 
     def lost(self, consumer_id: int) -> None:
@@ -92,6 +111,8 @@ class Receipts:
             if consumer_id <= self._lost_id:
                 return
             self._lost_id = consumer_id
+            if self._lost_s is None:
+                self._lost_s = time.monotonic()
             for number, (at, entries) in self._asked.items():
                 at.forget(number)
                 self._unsent.extend(entries)

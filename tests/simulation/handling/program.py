@@ -183,7 +183,7 @@ class Program:
 
             def coordinator(self) -> Coordinator:
                 admin = Admin(program.network) if world.shape.admin else None
-                return Coordinator(self, lambda: HandlerClient(program, process), admin)
+                return Coordinator(self, lambda: world.connection(program, process), admin)
 
         url = f"memory://{self.name}"
         what: dict[str, Any] = {"topics": world.topics}

@@ -16,7 +16,7 @@ from keyshard.handlers import batches, run
 from keyshard.observe import monitor
 from keyshard.testing.verify.checkers import check
 from tests.simulation.handling.injector import Injector
-from tests.simulation.handling.network import is_dead_letters
+from tests.simulation.handling.network import HandlerClient, is_dead_letters
 from tests.simulation.handling.program import Program
 from tests.simulation.handling.promises import Name
 from tests.simulation.handling.shape import Shape
@@ -25,7 +25,7 @@ from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import value_of
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.world import (
     BATCH_MESSAGES_MAX,
     TRACE_MAX,
@@ -94,6 +94,10 @@ class HandlerWorld:
             digest.update(program.record.history().encode())
         digest.update("\n".join(self._trace()).encode())
         return digest.hexdigest()[:16]
+
+    def connection(self, program: Program, process: Process) -> HandlerClient:
+        """What a process of a program connects to."""
+        return HandlerClient(program, process)
 
     def topic_partitions(self) -> list[TopicPartition]:
         """Those that are consumed."""

@@ -1,0 +1,388 @@
+"""The in-memory cluster as brokers that speak frames."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
+from keyshard.broker.memory.log import EntryLog, Message, StoredEntry
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar.protobuf import message as protobuf
+from keyshard.broker.wire.dialling import Address
+from keyshard.broker.wire.frames import NAMES, api, frame_of
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.errors import BrokerUnavailableError, RangeConflictError, TopicNotFoundError
+from tests.simulation.frames.sockets import Descriptors, Socket, Way
+from tests.stored_entries import BASE, batch_payload, keys_of, properties_of, stored
+
+if TYPE_CHECKING:
+    from tests.simulation.frames.client import FramedClient
+    from tests.simulation.network import Network
+
+PORT = 6650
+BROKERS = 2
+STORAGE_FAILS, NOT_READY, NOT_FOUND, CONFLICT = 2, 6, 11, 19
+CUT_SHARE = 0.1
+"""Share of what Readers suffer that a connection suffers, piece by piece."""
+BARRED_S = 4.0
+"""Longest time that a broker does not let a consumer that it ended come back, seconds."""
+Key = tuple["FramedClient", TopicPartition, HashRange]
+"""Whose range of what."""
+
+
+class Cluster:
+    """All brokers of one network.
+
+    Args:
+        network: What lies before them.
+        random: Decides who has a topic, and what goes wrong.
+        descriptors: Numbers the sockets.
+    """
+
+    def __init__(self, network: Network, random: Random, descriptors: Descriptors) -> None:
+        self.network = network
+        self.random = random
+        self.process = network.scheduler.process("brokers")
+        self.sessions: list[Session] = []
+        self.standing: dict[Key, Session] = {}
+        self._barred: dict[Key, float] = {}
+        self._descriptors = descriptors
+        self._owners: dict[str, int] = {}
+        network.cluster.attach(self)  # type: ignore[arg-type]
+
+    def dial(self, client: FramedClient, address: Address, timeout_s: float) -> Socket:
+        """Connect a client.
+
+        Raises:
+            BrokerUnavailableError: Nobody answers in time.
+        """
+        network, end_s = self.network, self.network.scheduler.now_s + timeout_s
+        network.travel()
+        while not network.up:
+            if network.scheduler.now_s >= end_s:
+                raise BrokerUnavailableError(f"No simulated broker answers at {address}.")
+            network.scheduler.sleep(0.05)
+        made = Socket(network.scheduler, self._descriptors.new(), self.random, self.process)
+        self.sessions.append(Session(self, client, address.port - PORT, made))
+        return made
+
+    def bar(self, key: Key) -> None:
+        """Give somebody a range no more, for a while."""
+        self._barred[key] = self.network.scheduler.now_s + BARRED_S
+
+    def admit(self, key: Key) -> None:
+        """Give it again."""
+        self._barred.pop(key, None)
+
+    def bars(self, key: Key) -> bool:
+        return self._barred.get(key, 0.0) > self.network.scheduler.now_s
+
+    def owner(self, topic: str) -> int:
+        """Which broker has a topic partition."""
+        if topic not in self._owners:
+            self._owners[topic] = self.random.randrange(BROKERS)
+        return self._owners[topic]
+
+    # -- what the cluster does to its clients -----------------------------------------------------
+
+    def drop(self, of: Collection[TopicPartition] | None = None) -> list[Any]:
+        """End what stands on some topic partitions, or all connections."""
+        for session in list(self.sessions):
+            if of is None:
+                session.cut()
+            else:
+                session.end(lambda one: one.where in of)
+        for where in of or ():
+            self._owners[where.name] = self.random.randrange(BROKERS)
+        return []
+
+    def reconnect(self, handles: Iterable[Any]) -> None:
+        """They come back by themselves."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """A consumer or Reader of a connection."""
+
+    where: TopicPartition
+    log: EntryLog
+    leave: Callable[[], None]
+    permit: Callable[[int], None]
+    subscription: Subscription | None = None
+    """``None``: of a Reader."""
+    key: Key | None = None
+
+
+class Session:
+    """One connection, the broker's end.
+
+    Args:
+        cluster: Whose.
+        client: Who came.
+        broker: Number of the broker.
+        socket: The client's end.
+    """
+
+    def __init__(self, cluster: Cluster, client: FramedClient, broker: int, socket: Socket) -> None:
+        self._cluster = cluster
+        self.client = client
+        self._broker = broker
+        self._socket = socket
+        self._stored = cluster.network.cluster
+        self._random = cluster.random
+        self._came = bytearray()
+        self._over = False
+        self._standing: dict[int, Standing] = {}
+        network = cluster.network
+        self._out = Way(network, cluster.random, cluster.process, self._bring)
+        self._in = Way(network, cluster.random, cluster.process, self._take)
+        socket.out, socket.closed = self._in, lambda: self._in.finish(self.cut)
+
+    def cut(self) -> None:
+        """Break it off, between any two bytes in both directions. Idempotent."""
+        if self._over:
+            return
+        with self._stored.lock:
+            self._understand(self._in.cut())
+            self._over = True
+            self._socket.came(self._out.cut())
+            self._socket.end()
+            self._cluster.sessions.remove(self)
+            for consumer_id in list(self._standing):
+                self._leave(consumer_id)
+
+    def end(self, which: Callable[[Standing], bool]) -> bool:
+        """Tell consumers and Readers that they have ended; whether there were any."""
+        with self._stored.lock:
+            found = [number for number, one in self._standing.items() if which(one)]
+            for number in found:
+                self._leave(number)
+                self._send("close_consumer", api.CloseConsumer(consumer_id=number, request_id=0))
+        return bool(found)
+
+    def answers(self) -> bool:
+        """Whether the client is there; who is not loses the connection."""
+        if self.client.frozen:
+            self.cut()
+        return not self._over
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def _bring(self, piece: bytes) -> None:
+        if not self._struck():
+            self._socket.came(piece)
+
+    def _take(self, piece: bytes) -> None:
+        if not self._struck():
+            with self._stored.lock:
+                self._understand(piece)
+
+    def _struck(self) -> bool:
+        network = self._cluster.network
+        struck = network.cut_random.random() < network.cut_share * CUT_SHARE
+        if struck and not self._over:
+            network.record.note(f"a connection of {self.client.process.name} breaks")
+            # What lay behind the piece that did not arrive does not arrive either.
+            self._in.cut()
+            self._out.cut()
+            on_it = {key for key, one in self._cluster.standing.items() if one is self}
+            lost = [one for one in self.client.consumers if one.key in on_it]
+            network.lose(lost, network.cut_random.random() * 0.1)
+            self.cut()
+        return struck
+
+    def _understand(self, piece: bytes) -> None:
+        if self._over:
+            return
+        self._came += piece
+        while len(self._came) >= 4:
+            (size,) = struct.unpack_from(">I", self._came)
+            if len(self._came) < 4 + size:
+                break
+            (length,) = struct.unpack_from(">I", self._came, 4)
+            command = api.BaseCommand.FromString(bytes(self._came[8 : 8 + length]))
+            del self._came[: 4 + size]
+            name = NAMES[command.type]
+            getattr(self, f"_{name}")(getattr(command, name))
+
+    def _send(self, name: str, content: Any, entry: bytes = b"") -> None:
+        frame = frame_of(name, content)
+        if entry:
+            frame = struct.pack(">I", len(frame) - 4 + len(entry)) + frame[4:] + entry
+        self._out.put(frame)
+
+    def _refuse(self, asked: Any, code: int) -> None:
+        self._send("error", api.Error(request_id=asked.request_id, error=code, message=b"refused"))
+
+    # -- one command each ------------------------------------------------------------------------
+
+    def _connect(self, _: Any) -> None:
+        self._send(
+            "connected", api.Connected(server_version=b"simulated", max_message_size=5 << 20)
+        )
+
+    def _ping(self, _: Any) -> None:
+        self._send("pong", api.Nothing())
+
+    def _pong(self, _: Any) -> None:
+        """It is there."""
+
+    def _partitioned_metadata(self, asked: Any) -> None:
+        found = self._stored.partitions(asked.topic.decode())
+        count = 0 if found[0].partition < 0 else len(found)
+        told = api.PartitionedMetadataResponse(request_id=asked.request_id, partitions=count)
+        self._send("partitioned_metadata_response", told)
+
+    def _lookup(self, asked: Any) -> None:
+        owner = self._cluster.owner(asked.topic.decode())
+        astray = owner != self._broker and self._random.random() < 0.5
+        url = f"pulsar://{self.client.brokers}:{PORT + owner}"
+        self._send("lookup_response", api.LookupResponse(
+            request_id=asked.request_id, response=0 if astray else 1, authoritative=True,
+            broker_url=url.encode(),
+        ))  # fmt: skip
+
+    def _subscribe(self, asked: Any) -> None:
+        where = TopicPartition.parse(asked.topic.decode())
+        if self._cluster.owner(where.name) != self._broker:
+            self._refuse(asked, NOT_READY)
+            return
+        try:
+            made = self._reader(asked, where) if asked.HasField("start_message_id") else (
+                self._consumer(asked, where)
+            )  # fmt: skip
+        except RangeConflictError:
+            self._refuse(asked, CONFLICT)
+        except TopicNotFoundError:
+            self._refuse(asked, NOT_FOUND)
+        else:
+            if made is None:
+                self._refuse(asked, NOT_READY)
+                return
+            self._standing[asked.consumer_id] = made
+            self._send("success", api.Success(request_id=asked.request_id))
+
+    def _consumer(self, asked: Any, where: TopicPartition) -> Standing | None:
+        (one,) = asked.key_shared.hash_ranges
+        hash_range = HashRange(one.start, one.end)
+        key = self.client, where, hash_range
+        if self._cluster.bars(key):
+            return None
+        start = StartPosition.EARLIEST if asked.initial_position == 1 else StartPosition.LATEST
+        subscription = self._stored.open_subscription(where, asked.subscription.decode(), start)
+
+        def deliver(delivery: Delivery) -> None:
+            self._message(asked.consumer_id, delivery.entry, delivery.indices)
+
+        member = Member(
+            hash_range, asked.consumer_name.decode(), 0, deliver=deliver, answers=self.answers
+        )
+        subscription.join(member)
+
+        def leave() -> None:
+            subscription.leave(member)
+            if self._cluster.standing.get(key) is self:
+                del self._cluster.standing[key]
+
+        def permit(messages: int) -> None:
+            member.return_permits(messages)
+            subscription.dispatch()
+
+        self._cluster.standing[key] = self
+        self.client.joined(where, hash_range)
+        return Standing(where, subscription.log, leave, permit, subscription, key)
+
+    def _reader(self, asked: Any, where: TopicPartition) -> Standing:
+        log = self._stored.open_log(where)
+        first = asked.start_message_id
+        position, permits = log.first_from(EntryId(first.ledger, first.entry)), 0
+
+        def read() -> None:
+            nonlocal position, permits
+            position = max(position, log.first)
+            while permits > 0 and position < len(log):
+                entry = log.get(position)
+                assert entry is not None, "only entries before the first are trimmed"
+                position += 1
+                if not entry.hidden:
+                    permits -= len(entry.messages)
+                    self._message(asked.consumer_id, entry, range(len(entry.messages)))
+
+        def permit(messages: int) -> None:
+            nonlocal permits
+            permits += messages
+            read()
+
+        log.on_append.append(read)
+        return Standing(where, log, lambda: log.on_append.remove(read), permit)
+
+    def _message(self, consumer_id: int, entry: StoredEntry, indices: Collection[int]) -> None:
+        where = api.MessageId(ledger=entry.id.ledger, entry=entry.id.entry)
+        content = api.Message(consumer_id=consumer_id, message_id=where)
+        if len(indices) < len(entry.messages):
+            content.ack_set.append(sum(1 << index for index in indices))
+        self._send("message", content, bytes_of(entry))
+
+    def _flow(self, given: Any) -> None:
+        one = self._standing.get(given.consumer_id)
+        if one is not None:
+            one.permit(given.permits)
+
+    def _ack(self, given: Any) -> None:
+        one = self._standing.get(given.consumer_id)
+        if one is None or one.subscription is None or self.client.loses_acks:
+            return
+        said: dict[str, Any] = {"consumer_id": given.consumer_id, "request_id": given.request_id}
+        if self._cluster.network.cut_share and self._random.random() < 0.05:
+            self._send("ack_response", api.AckResponse(error=STORAGE_FAILS, **said))
+            return
+        found = [one.log.ordinal(EntryId(named.ledger, named.entry)) for named in given.message_id]
+        one.subscription.acknowledge(ordinal for ordinal in found if ordinal is not None)
+        self._send("ack_response", api.AckResponse(**said))
+
+    def _get_last_message_id(self, asked: Any) -> None:
+        one = self._standing.get(asked.consumer_id)
+        if one is None:
+            self._refuse(asked, NOT_READY)
+            return
+        last = one.log.last_id or EntryId(2**64 - 1, 2**64 - 1)
+        self._send("get_last_message_id_response", api.GetLastMessageIdResponse(
+            last_message_id=api.MessageId(ledger=last.ledger, entry=last.entry),
+            request_id=asked.request_id,
+        ))  # fmt: skip
+
+    def _close_consumer(self, asked: Any) -> None:
+        if asked.consumer_id in self._standing:
+            self._leave(asked.consumer_id)
+        self._send("success", api.Success(request_id=asked.request_id))
+
+    def _leave(self, consumer_id: int) -> None:
+        self._standing.pop(consumer_id).leave()
+
+
+def bytes_of(entry: StoredEntry) -> bytes:
+    """What is stored of an entry."""
+    told = [_told(one) for one in entry.messages]
+    fields = BASE | {3: entry.publish_ms}
+    if entry.batched:
+        payload = batch_payload(told)
+        return stored(protobuf(fields | {9: len(payload), 11: len(told)}), payload)
+    (one,) = told
+    fields |= keys_of(one, 6, 17, 18) | {9: len(one["value"])}
+    if one["event_ms"]:
+        fields[12] = one["event_ms"]
+    return stored(properties_of(one, 4) + protobuf(fields), one["value"])
+
+
+def _told(one: Message) -> dict[str, Any]:
+    hashed = one.hashed
+    return {
+        "value": one.value, "key": one.key, "ordering_key": one.ordering_key,
+        "key_bytes": hashed if isinstance(hashed, bytes) else None,
+        "properties": one.properties, "event_ms": one.event_ms,
+    }  # fmt: skip
