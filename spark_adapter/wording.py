@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from keyshard.errors import KeyShardError
-from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS
+from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS
 
 _NAMES = {option.field: option.name for option in OPTIONS if "_" in option.field} | {
     option.field: CLIENT + option.name for option in CONNECTION_OPTIONS if "_" in option.field

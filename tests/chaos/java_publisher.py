@@ -1,32 +1,20 @@
-"""Publishes with the Java client: LZ4, batches by key, keys of bytes and keys beyond ASCII.
-
-Its jars lie in the distribution that the broker comes from; py4j, which comes with Spark, calls
-them without a compiler.
-"""
+"""Publishes with the Java client: LZ4, batches by key, keys of bytes and keys beyond ASCII."""
 
 from __future__ import annotations
 
 import queue
 import random
-import subprocess
 import threading
 import uuid
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyspark
-from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError, Py4JJavaError
 
-from keyshard.testing.devbroker import install, java_home
 from tests.chaos.publisher import BATCH_DELAY_MS, RUN, Publisher
-
-_MEMORY = "-Xmx192m"
-_RECONNECT_MAX_S = 2
-_END_S = 10.0
+from tests.java_client import JavaClient
 
 
 def keys_of_bytes(seed: int, count: int) -> dict[str, bytes]:
@@ -64,67 +52,34 @@ class JavaPublisher(Publisher):
         self._service_url = service_url
         self._of_bytes = of_bytes
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._gateway: Any = None
-        self._client: Any = None
-        self.api: Any = None
-        """Package ``org.apache.pulsar.client.api``, once the JVM runs."""
+        self._java: JavaClient | None = None
         self._producer: Any = None
         self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         """Messages under way, and what will say how each fared."""
 
     def start(self) -> None:
-        self.launch()
+        self._java = JavaClient(self._service_url, self._log)
         super().start()
         threading.Thread(target=self._await_answers, name="answers of Java", daemon=True).start()
 
     def close(self) -> None:
         super().close()
-        if self._process is not None:
-            # Without it, every handle that is freed later is told to a JVM that is gone.
-            self._gateway.shutdown()
-            self._process.kill()
-            self._process.wait(_END_S)
-            for pipe in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # the gateway may have closed it, too
-                    if pipe is not None:
-                        pipe.close()
-
-    def launch(self) -> None:
-        """Start the JVM."""
-        (bridge,) = (Path(pyspark.__file__).parent / "jars").glob("py4j-*.jar")
-        with self._log.open("wb") as log:
-            port, self._process = launch_gateway(
-                jarpath=str(bridge),
-                classpath=str(install() / "lib" / "*"),
-                javaopts=[_MEMORY],
-                java_path=str(java_home() / "bin" / "java"),
-                redirect_stderr=log,
-                die_on_exit=True,
-                return_proc=True,
-            )
-        gateway = self._gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
-        self.api = gateway.jvm.org.apache.pulsar.client.api
-        self._seconds = gateway.jvm.java.util.concurrent.TimeUnit.SECONDS
-        self._milliseconds = gateway.jvm.java.util.concurrent.TimeUnit.MILLISECONDS
-        self._client = (
-            self.api.PulsarClient.builder()
-            .serviceUrl(self._service_url)
-            .maxBackoffInterval(_RECONNECT_MAX_S, self._seconds)
-            .build()
-        )
+        if self._java is not None:
+            self._java.close()
 
     def _connect(self) -> None:
+        java = self._java
+        assert java is not None, "it was started"
         self._producer = (
-            self._client.newProducer()
+            java.client.newProducer()
             .topic(self._topic)
             .producerName(f"chaos-{uuid.uuid4().hex}")
-            .sendTimeout(0, self._seconds)
-            .compressionType(self.api.CompressionType.LZ4)
+            .sendTimeout(0, java.seconds)
+            .compressionType(java.api.CompressionType.LZ4)
             .autoUpdatePartitions(False)  # noqa: FBT003 - as Java has it
-            .batcherBuilder(self.api.BatcherBuilder.KEY_BASED)
+            .batcherBuilder(java.api.BatcherBuilder.KEY_BASED)
             .batchingMaxMessages(RUN)
-            .batchingMaxPublishDelay(BATCH_DELAY_MS, self._milliseconds)
+            .batchingMaxPublishDelay(BATCH_DELAY_MS, java.milliseconds)
             .create()
         )
 

@@ -20,7 +20,8 @@ from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunn
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.redaction import redacted, shown
 from keyshard.worker.flight import BatchTicket
-from spark_adapter.options import OPTIONS, parse_options
+from spark_adapter.option_table import OPTIONS
+from spark_adapter.options import parse_options
 
 SECRET = "pa55word"
 

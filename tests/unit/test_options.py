@@ -9,14 +9,8 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError, NonPersistentTopicError
-from spark_adapter.options import (
-    CLIENT,
-    CONNECTION_OPTIONS,
-    OPTIONS,
-    options_table,
-    parse_options,
-    to_options,
-)
+from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS
+from spark_adapter.options import options_table, parse_options, to_options
 
 MINIMAL = {"topic": "orders", "subscription": "billing"}
 
