@@ -53,7 +53,7 @@ def _message(number: int, key: str) -> Message:
 def _block(entry: int) -> EntryBlock:
     return EntryBlock(
         EntryId(1, entry), batch_size=1, batched=False, indices=range(1), slot=entry % RING_SIZE,
-        mixed_slots=None, publish_ms=1, payload_bytes=100, parts=(),
+        mixed_slots=None, publish_ms=1, payload_bytes=100, content=None, start=0,
     )  # fmt: skip
 
 

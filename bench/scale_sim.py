@@ -66,7 +66,7 @@ SEED = 13
 def _block(entry: int, slot: int) -> EntryBlock:
     return EntryBlock(
         EntryId(LEDGER, entry), batch_size=1, batched=False, indices=range(1), slot=slot,
-        mixed_slots=None, publish_ms=1_700_000_000_000, payload_bytes=100, parts=(),
+        mixed_slots=None, publish_ms=1_700_000_000_000, payload_bytes=100, content=None, start=0,
     )  # fmt: skip
 
 

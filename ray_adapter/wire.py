@@ -14,7 +14,7 @@ import pyarrow as pa
 from keyshard.arrow.content import CONTENT, gather
 from keyshard.arrow.messages import messages_of_each
 from keyshard.core.message import Message
-from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 
 if TYPE_CHECKING:
     from ray_adapter.portions import Piece
@@ -67,6 +67,6 @@ def _from_wire(
     block = EntryBlock(
         EntryId(ledger, entry), batch_size=rows, batched=True, indices=indices, slot=slot,
         mixed_slots=mixed_slots, publish_ms=publish_ms, payload_bytes=0,
-        parts=(Part(content, start, rows),), redelivered=redelivered,
+        content=content, start=start, redelivered=redelivered,
     )  # fmt: skip
     return TopicPartition(topic, partition), block

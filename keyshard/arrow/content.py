@@ -7,6 +7,7 @@ and the garbage collector has nothing to look at.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -101,7 +102,8 @@ def entry_block(
         mixed_slots,
         publish_ms,
         sum(len(value or b"") for value in values),
-        (Part(content, 0, len(values)),),
+        content,
+        0,
         keys_of_bytes=keys_of_bytes,
         unreadable=unreadable,
         schema_version=schema_version,
@@ -125,9 +127,11 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         differing(slots),
         block.publish_ms,
         sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts),
-        parts,
+        parts[0].content,
+        parts[0].start,
         block.redelivered,
         block.keys_of_bytes,
+        later_parts=parts[1:],
         schema_version=block.schema_version,
     )
 
@@ -148,18 +152,26 @@ def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.A
 def runs_of(blocks: Sequence[EntryBlock]) -> list[Part]:
     """Parts of some blocks; what lies together becomes one."""
     runs: list[Part] = []
+    content: Any = None
+    kept: Any = None
+    start = end = -1
+
+    def close() -> None:
+        if start >= 0:
+            runs.append(Part(content, start, end - start, kept))
+
     for block in blocks:
-        for part in block.parts:
-            last = runs[-1] if runs else None
-            if (
-                last
-                and part.content is last.content
-                and part.kept is last.kept
-                and part.start == last.start + last.rows
-            ):
-                runs[-1] = Part(last.content, last.start, last.rows + part.rows, last.kept)
-            else:
-                runs.append(part)
+        if block.later_parts:
+            close()
+            start = end = -1
+            runs += block.parts
+            continue
+        if block.content is not content or block.kept is not kept or block.start != end:
+            close()
+            content, kept, start = block.content, block.kept, block.start
+            end = start
+        end += len(block.indices)
+    close()
     return runs
 
 

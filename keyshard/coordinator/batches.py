@@ -20,6 +20,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from keyshard.arrow.columns import described
+from keyshard.arrow.content import runs_of
 from keyshard.broker.port import Broker
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.available_now import AvailableNow
@@ -153,7 +154,7 @@ class Batches:
             BatchUnknownError: It was never planned here, or has no such partition.
         """
         located = self._partition(batch_id, index)
-        kept = [part.kept for _, block in located for part in block.parts]
+        kept = [run.kept for run in runs_of([block for _, block in located])]
         if not kept or any(one is None or one.lost for one in kept):
             return None
         return ((others, Elsewhere.of(runs)) for others, runs in described(located, columns))
@@ -196,4 +197,4 @@ class Batches:
 
 def _keeps_any(located: Sequence[Located]) -> bool:
     """Whether content of some entries is kept elsewhere."""
-    return any(part.kept is not None for _, block in located for part in block.parts)
+    return any(run.kept is not None for run in runs_of([block for _, block in located]))

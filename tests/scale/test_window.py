@@ -29,7 +29,7 @@ def block(ledger: int, entry: int) -> EntryBlock:
     """An entry of one message, without content."""
     return EntryBlock(
         EntryId(ledger, entry), batch_size=1, batched=False, indices=range(1), slot=0,
-        mixed_slots=None, publish_ms=1_000, payload_bytes=10, parts=(),
+        mixed_slots=None, publish_ms=1_000, payload_bytes=10, content=None, start=0,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from keyshard.arrow.content import CONTENT
-from keyshard.core.position.entry import EntryBlock, EntryId, Part
+from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.errors import BY_CODE, BrokerError, CorruptEntryError, KeyShardError
 
 NOTHING = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in CONTENT], schema=CONTENT)
@@ -104,16 +104,16 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
         entries: list[Any] = []
         base: dict[int, int] = {}
         for block in blocks:
-            (part,) = block.parts
-            start = base.get(id(part.content))
+            assert not block.later_parts
+            start = base.get(id(block.content))
             if start is None:
-                start = base[id(part.content)] = rows
-                contents.append(part.content)
-                rows += part.content.num_rows
+                start = base[id(block.content)] = rows
+                contents.append(block.content)
+                rows += block.content.num_rows
             ledger, entry = block.id
             entries.append((
                 ledger, entry, block.batch_size, block.batched, list(block.indices), block.slot,
-                block.mixed_slots, block.publish_ms, block.payload_bytes, start + part.start,
+                block.mixed_slots, block.publish_ms, block.payload_bytes, start + block.start,
                 block.redelivered, block.keys_of_bytes, block.unreadable, block.schema_version,
             ))  # fmt: skip
         listed.append((consumer, entries, None if error is None else told(error), connected))
@@ -148,8 +148,7 @@ def _block(entry: Sequence[Any], content: pa.RecordBatch, kept: Kept | None) -> 
     ) = entry  # fmt: skip
     return EntryBlock(
         EntryId(ledger, number), batch_size, batched, indices, slot, mixed_slots, publish_ms,
-        payload, (Part(content, start, len(indices), kept),), redelivered, keys_of_bytes,
-        unreadable, schema_version,
+        payload, content, start, redelivered, keys_of_bytes, unreadable, schema_version, kept,
     )  # fmt: skip
 
 

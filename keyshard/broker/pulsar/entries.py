@@ -15,7 +15,7 @@ import _pulsar
 from keyshard.arrow.content import pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import encrypted_entry, of_entry
-from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import ChunkedMessageError, KeyShardError
@@ -146,7 +146,8 @@ def to_blocks(
                 mixed_slots,
                 publish_ms[position],
                 sum(sizes[position:stop]),
-                (Part(content, position, stop - position),),
+                content,
+                position,
                 first.redelivery_count() > 0,
                 keys_of_bytes,
                 sum(unreadable[position:stop]) if unreadable else 0,

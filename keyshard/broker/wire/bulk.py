@@ -20,7 +20,7 @@ import pyarrow as pa
 from keyshard.arrow.content import CONTENT, TIME, properties_of
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.unpacking import unpacked
-from keyshard.core.position.entry import EntryBlock, EntryId, Part
+from keyshard.core.position.entry import EntryBlock, EntryId
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
@@ -253,7 +253,8 @@ def _blocks(
                 [one or None for one in slots[start : start + rows]] if mixed else None,
                 publish_ms,
                 size,
-                (Part(content, start, rows),),
+                content,
+                start,
                 entry.redelivered,
                 bool(of_bytes),
                 0,

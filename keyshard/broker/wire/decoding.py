@@ -27,7 +27,7 @@ from keyshard.broker.wire import bulk
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.unpacking import unpacked
-from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
     ChunkedMessageError,
@@ -387,7 +387,8 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
                 mixed_slots,
                 publish_ms[start],
                 sum(into.sizes[start:stop]),
-                (Part(content, start, stop - start),),
+                content,
+                start,
                 raw.redelivered,
                 into.of_bytes[start],
                 sum(row in unreadable for row in range(start, stop)) if unreadable else 0,

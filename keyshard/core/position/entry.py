@@ -109,8 +109,11 @@ class EntryBlock:
     it is unset or no time."""
     payload_bytes: int
     """Sum of the lengths of the values."""
-    parts: tuple[Part, ...]
-    """Content of the messages, in the order of ``indices``."""
+    content: Any
+    """Content of the messages, in the order of ``indices``: as in :class:`Part`, but for those of
+    ``later_parts``."""
+    start: int
+    """Row of the content where they begin."""
     redelivered: bool = False
     """Whether the broker counts a delivery before this one; a consumer that went away is none."""
     keys_of_bytes: bool = False
@@ -121,11 +124,22 @@ class EntryBlock:
     :mod:`keyshard.arrow.metadata`."""
     schema_version: int | None = None
     """Version of the topic's schema that its messages were written with; ``None``: it says none."""
+    kept: Any = None
+    """As in :class:`Part`."""
+    later_parts: tuple[Part, ...] = ()
+    """Content of what was joined, in the order of ``indices``. An entry that came whole has none:
+    each object of an entry costs the collector as much as decoding a message."""
 
     @property
     def rows(self) -> int:
         """Messages in this block."""
         return len(self.indices)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Where the content of the messages is, in the order of ``indices``."""
+        rows = len(self.indices) - sum(part.rows for part in self.later_parts)
+        return (Part(self.content, self.start, rows, self.kept), *self.later_parts)
 
     @property
     def whole(self) -> bool:
@@ -150,8 +164,9 @@ class EntryBlock:
         """Slots that may have routed the entry: not every Reader knows of keys set as bytes."""
         if self.slot is None:
             return ()
-        content, row, *_ = self.parts[0]
-        key, ordering_key = (content.column(one)[row].as_py() for one in ("__key", "__orderingKey"))
+        key, ordering_key = (
+            self.content.column(one)[self.start].as_py() for one in ("__key", "__orderingKey")
+        )
         return (self.slot,) if key is None or ordering_key is not None else possible_slots(key)
 
     @property
@@ -172,7 +187,7 @@ class EntryBlock:
             indices=[*self.indices, *later.indices],
             mixed_slots=[*self.slots, *later.slots] if mixed else None,
             payload_bytes=self.payload_bytes + later.payload_bytes,
-            parts=self.parts + later.parts,
+            later_parts=(*self.later_parts, *later.parts),
             keys_of_bytes=self.keys_of_bytes or later.keys_of_bytes,
             unreadable=self.unreadable + later.unreadable,
         )
