@@ -39,8 +39,13 @@ again must have the same rows), and the version of the topic's schema (null wher
 
 def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
     """Each value as often as its number of rows says."""
-    ends = numbers(list(accumulate(rows)), pa.int32())
-    return compute.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
+    ends = list(accumulate(rows))
+    # Of buffers: of arrays, Arrow imports pandas to make the number of all rows a scalar.
+    encoded = pa.RunEndEncodedArray.from_buffers(
+        pa.run_end_encoded(pa.int32(), values.type), ends[-1], [None],
+        children=[numbers(ends, pa.int32()), values],
+    )  # fmt: skip
+    return compute.run_end_decode(encoded)
 
 
 def _of_entries(values: pa.Array, blocks: Sequence[Located]) -> pa.Array:

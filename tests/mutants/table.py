@@ -194,10 +194,10 @@ MUTANTS = (
                 "        taken, rest = take_aligned(self.received[:count], limits, _sizes, "
                 "self.left_out)\n",
                 "        fitting = self.received[:count]\n"
-                "        others = [item for item in fitting if item[1] != 1]\n"
+                "        others = [one for one in fitting if one.received_by != 1]\n"
                 "        taken, rest = take_aligned(others, limits, _sizes, self.left_out)\n"
-                "        rest = sorted(rest + [item for item in fitting if item[1] == 1],\n"
-                "                      key=lambda item: item[0].id)\n",
+                "        rest = sorted(rest + [one for one in fitting if one.received_by == 1],\n"
+                "                      key=_id)\n",
             ),
         ),
         killers=(

@@ -289,7 +289,9 @@ class WindowMachine(RuleBasedStateMachine):
     def with_data(self) -> set[tuple[TopicPartition, int]]:
         """Topic partitions and ranges of which something is received and not cut."""
         return {
-            (tp, index) for tp, window in self.window.known.items() for _, index in window.received
+            (tp, block.received_by)
+            for tp, window in self.window.known.items()
+            for block in window.received
         }
 
     def range_of(self, entry: EntryBlock) -> int:

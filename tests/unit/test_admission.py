@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from helpers import block, ids
@@ -14,7 +16,12 @@ from keyshard.core.window.admission import (
     waits_for_more,
 )
 
-Received = list[tuple[EntryBlock, int]]
+Received = list[EntryBlock]
+
+
+def came(to: int, entry: int, *keys: str, values: list[bytes] | None = None) -> EntryBlock:
+    """An entry that a range received."""
+    return replace(block(1, entry, *keys, values=values), received_by=to)
 
 
 def take(
@@ -30,7 +37,7 @@ def take(
 
 
 def places(received: Received) -> list[tuple[int, int]]:
-    return [(b.id.entry, index) for b, index in received]
+    return [(b.id.entry, b.received_by) for b in received]
 
 
 def test_everything_is_given_while_the_limit_lasts() -> None:
@@ -62,7 +69,7 @@ def test_the_first_keys_come_first_when_the_limit_is_smaller_than_their_number()
 
 
 def test_the_cut_is_one_position_for_all_ranges() -> None:
-    received = [(block(1, entry), entry % 3) for entry in range(9)]
+    received = [came(entry % 3, entry) for entry in range(9)]
     taken, rest = take(received, rows_max=4)
     assert places(taken) == [(0, 0), (1, 1), (2, 2), (3, 0)]
     assert places(rest) == [(4, 1), (5, 2), (6, 0), (7, 1), (8, 2)]
@@ -70,48 +77,47 @@ def test_the_cut_is_one_position_for_all_ranges() -> None:
 
 @pytest.mark.parametrize(("rows_max", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 3), (7, 3)])
 def test_the_row_limit_holds_and_entries_stay_whole(rows_max: int, expected: int) -> None:
-    received = [(block(1, 0), 0), (block(1, 1, "a", "b"), 0), (block(1, 2, "a", "b", "c"), 0)]
+    received = [came(0, 0), came(0, 1, "a", "b"), came(0, 2, "a", "b", "c")]
     taken, rest = take(received, rows_max=rows_max)
     assert len(taken) == expected
     assert taken + rest == received
 
 
 def test_the_byte_limit_holds() -> None:
-    received = [(block(1, entry, values=[b"x" * 10]), 0) for entry in range(5)]
+    received = [came(0, entry, values=[b"x" * 10]) for entry in range(5)]
     assert len(take(received, bytes_max=29)[0]) == 2
     assert len(take(received, bytes_max=30)[0]) == 3
 
 
 def test_a_single_entry_larger_than_the_limits_is_taken_alone() -> None:
-    large = block(1, 0, *("k" for _ in range(50)))
-    received = [(large, 0), (block(1, 1), 0)]
+    received = [came(0, 0, *("k" for _ in range(50))), came(0, 1)]
     for limits in ({"rows_max": 10}, {"bytes_max": 10}, {"rows_max": 0, "bytes_max": 0}):
         taken, rest = take(received, **limits)
-        assert ids([b for b, _ in taken]) == [(1, 0)]
-        assert ids([b for b, _ in rest]) == [(1, 1)]
+        assert ids(taken) == [(1, 0)]
+        assert ids(rest) == [(1, 1)]
 
 
 def test_a_range_left_out_before_gets_its_first_entry_beyond_the_cut() -> None:
-    received = [(block(1, entry), index) for entry, index in enumerate([0, 0, 1, 2, 1, 2])]
+    received = [came(index, entry) for entry, index in enumerate([0, 0, 1, 2, 1, 2])]
     taken, rest = take(received, rows_max=2, left_out={2})
     assert places(taken) == [(0, 0), (1, 0), (3, 2)]
     assert places(rest) == [(2, 1), (4, 1), (5, 2)]
 
 
 def test_a_range_left_out_before_gets_nothing_extra_when_the_cut_reaches_it() -> None:
-    received = [(block(1, entry), index) for entry, index in enumerate([0, 1, 1])]
+    received = [came(index, entry) for entry, index in enumerate([0, 1, 1])]
     taken, rest = take(received, rows_max=2, left_out={1})
     assert places(taken) == [(0, 0), (1, 1)]
     assert places(rest) == [(2, 1)]
 
 
 def test_a_range_left_out_before_that_has_nothing_now_changes_nothing() -> None:
-    received = [(block(1, 0), 0), (block(1, 1), 0)]
+    received = [came(0, 0), came(0, 1)]
     assert places(take(received, rows_max=1, left_out={7})[0]) == [(0, 0)]
 
 
 def test_the_payload_limit_holds_beside_the_others() -> None:
-    received = [(block(1, entry, "k"), 0) for entry in range(5)]
+    received = [came(0, entry, "k") for entry in range(5)]
     taken, rest = take_aligned(received, (100, 100, 25), lambda _: (1, 1, 10), set())
     assert (places(taken), places(rest)) == ([(0, 0), (1, 0)], [(2, 0), (3, 0), (4, 0)])
 

@@ -11,16 +11,16 @@ from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
 
-Received = list[tuple[EntryBlock, int]]
+Received = list[EntryBlock]
 
 
 def received(*entries: int, index: int = 0) -> Received:
     one = block(1, 0)
-    return [(replace(one, id=EntryId(1, entry)), index) for entry in entries]
+    return [replace(one, id=EntryId(1, entry), received_by=index) for entry in entries]
 
 
 def text_bytes(delivered: EntrySet, taken: Received) -> int:
-    batch = EntrySet.of(entry.id for entry, _ in taken)
+    batch = EntrySet.of(entry.id for entry in taken)
     return len(str(delivered | batch)) + len(str(batch))
 
 
@@ -36,7 +36,7 @@ def test_entries_that_make_runs_fit_in_three_quarters_of_the_room() -> None:
 
 
 def test_without_room_nothing_fits_but_the_first_late_entry() -> None:
-    delivered = EntrySet.of(entry.id for entry, _ in received(*range(0, 400, 2)))
+    delivered = EntrySet.of(entry.id for entry in received(*range(0, 400, 2)))
     assert fitting(delivered, received(402, 404), PARTITION_BYTES + 100) == 0
     assert fitting(delivered, received(13, 402), PARTITION_BYTES + 100) >= 1
     assert fitting(EntrySet(), received(13), PARTITION_BYTES) == 1
@@ -44,7 +44,7 @@ def test_without_room_nothing_fits_but_the_first_late_entry() -> None:
 
 
 def test_late_entries_use_the_last_quarter() -> None:
-    delivered = EntrySet.of(entry.id for entry, _ in received(*range(0, 400, 2)))
+    delivered = EntrySet.of(entry.id for entry in received(*range(0, 400, 2)))
     room = PARTITION_BYTES + len(str(delivered)) + 100
     late = received(*range(1, 41, 2))
     assert fitting(delivered, late, room) == len(late)
@@ -63,6 +63,6 @@ def test_a_range_pauses_with_its_share_of_half_the_window(
 
 def test_a_range_pauses_by_bytes_too() -> None:
     waiting = received(0, 1)
-    size = sum(entry.payload_bytes for entry, _ in waiting)
+    size = sum(entry.payload_bytes for entry in waiting)
     assert paused_ranges(waiting, 10**9, 2 * size, 1, ()) == {0}
     assert paused_ranges(waiting, 10**9, 2 * size + 1, 1, ()) == set()

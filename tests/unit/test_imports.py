@@ -39,3 +39,18 @@ def test_importing_the_spark_adapter_loads_no_broker_client() -> None:
 
 def test_a_task_that_reads_a_batch_loads_no_pandas() -> None:
     assert loaded_by("import keyshard.worker.flight") == {"pyarrow.flight"}
+
+
+def test_rows_are_made_without_pandas() -> None:
+    code = """
+import pyarrow as pa
+from keyshard.arrow.columns import record_batches
+from keyshard.arrow.content import CONTENT
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+
+content = pa.RecordBatch.from_arrays([pa.nulls(2, one) for one in CONTENT.types], schema=CONTENT)
+block = EntryBlock(EntryId(1, 0), 2, True, range(2), 7, None, 1, 2, content, 0)
+(rows,) = record_batches([(TopicPartition("persistent://public/default/t"), block)])
+assert rows.num_rows == 2
+"""
+    assert loaded_by(code) == set()

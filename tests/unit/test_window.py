@@ -436,7 +436,7 @@ def test_the_budget_is_shared_by_the_partitions_that_are_consumed() -> None:
 def test_a_cut_is_limited_by_payload() -> None:
     window = window_of(P0)
     give(window, 0, 1, 2, 3)
-    size = sum(b.payload_bytes for b, _ in window.known[P0].received)
+    size = sum(b.payload_bytes for b in window.known[P0].received)
     first = cut(window, None, size // 2)
     assert taken(window, first) == {P0: [(1, 0), (1, 1)]}
 

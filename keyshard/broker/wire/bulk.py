@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ _CAME, _OPENED, _DECODED = 5, 7, 5
 _INDICES = [range(count) for count in range(1_001)]
 """All entries of one size share the indices of their messages."""
 _entry_id = partial(tuple.__new__, EntryId)
+_raw_entry = partial(tuple.__new__, RawEntry)
 _BUFFERS = (
     "has_value", "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
     "ordering_key_offsets", "ordering_keys", "has_event", "events", "property_offsets",
@@ -123,12 +124,12 @@ def came(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
         told,
     )
     numbers = told[:]
-    ids = map(_entry_id, zip(numbers[1::_CAME], numbers[2::_CAME], strict=True))
+    consumers, ledgers, ids, redelivered, positions = (numbers[at::_CAME] for at in range(_CAME))
+    entry_ids = map(_entry_id, zip(ledgers, ids, strict=True))
+    entries = map(_raw_entry, zip(entry_ids, map(bool, redelivered), repeat(()), frames, positions))
     return [
-        (consumer, RawEntry(entry_id, redelivered > 0, (), data, position)) if position else None
-        for consumer, entry_id, redelivered, position, data in zip(
-            numbers[::_CAME], ids, numbers[3::_CAME], numbers[4::_CAME], frames, strict=True
-        )
+        (consumer, entry) if entry.position else None
+        for consumer, entry in zip(consumers, entries, strict=True)
     ]
 
 

@@ -90,7 +90,7 @@ class EntryBlock:
     """Messages of one entry as one delivery brought them.
 
     A block that came with one ``receive`` may hold a part of its entry; an assembly joins parts.
-    Blocks are not changed after they entered a window.
+    What is in a window is changed by that window alone, and only in who received it.
     """
 
     id: EntryId
@@ -129,6 +129,8 @@ class EntryBlock:
     later_parts: tuple[Part, ...] = ()
     """Content of what was joined, in the order of ``indices``. An entry that came whole has none:
     each object of an entry costs the collector as much as decoding a message."""
+    received_by: int = -1
+    """Index of the range that it counts as received by, once it is in a window."""
 
     @property
     def rows(self) -> int:

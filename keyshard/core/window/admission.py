@@ -63,18 +63,18 @@ def split_limits(
 
 
 def take_aligned(
-    received: Sequence[tuple[EntryBlock, int]],
+    received: Sequence[EntryBlock],
     limits: Sizes,
     sizes: Callable[[EntryBlock], Sizes],
     left_out: set[int],
-) -> tuple[list[tuple[EntryBlock, int]], list[tuple[EntryBlock, int]]]:
+) -> tuple[list[EntryBlock], list[EntryBlock]]:
     """Choose the cut position of one topic partition and take everything received up to it.
 
     Entries of one key arrive in position order, so a prefix by position keeps the order of every
     key. One cut position for all ranges keeps the delivered set in few runs.
 
     Args:
-        received: Entries with the range that received them, ascending by position.
+        received: Entries, ascending by position.
         limits: Most rows, memory and payload; the first entry is taken whatever its size.
         sizes: What an entry uses of them.
         left_out: Ranges that had data and no part in the cut before: the first entry of each is
@@ -85,7 +85,7 @@ def take_aligned(
     """
     rows_left, memory_left, payload_left = limits
     position = 0
-    for block, _ in received:
+    for block in received:
         rows, memory, payload = sizes(block)
         rows_left -= rows
         memory_left -= memory
@@ -94,14 +94,16 @@ def take_aligned(
             break
         position += 1
     taken = list(received[:position])
-    waiting = left_out - {index for _, index in taken}
-    rest: list[tuple[EntryBlock, int]] = []
-    for block, index in received[position:]:
-        if index in waiting:
-            waiting.discard(index)
-            taken.append((block, index))
+    waiting = left_out - {block.received_by for block in taken}
+    if not waiting:
+        return taken, list(received[position:])
+    rest: list[EntryBlock] = []
+    for block in received[position:]:
+        if block.received_by in waiting:
+            waiting.discard(block.received_by)
+            taken.append(block)
         else:
-            rest.append((block, index))
+            rest.append(block)
     return taken, rest
 
 

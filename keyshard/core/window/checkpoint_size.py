@@ -27,7 +27,7 @@ RUNS_ALWAYS = 4
 ended before the next ledger begins."""
 
 
-def fitting(delivered: EntrySet, received: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
+def fitting(delivered: EntrySet, received: Sequence[EntryBlock], bytes_max: int) -> int:
     """How many of the received entries, ascending, a checkpoint of ``bytes_max`` has room for.
 
     Entries beyond the newest delivered one use three quarters of the room: the rest is kept for
@@ -35,7 +35,7 @@ def fitting(delivered: EntrySet, received: Sequence[tuple[EntryBlock, int]], byt
     and so does what leaves the set in few runs.
     """
     room = bytes_max - PARTITION_BYTES
-    ids = [block.id for block, _ in received]
+    ids = [block.id for block in received]
     # Sets of this many runs are far from the limit: most cuts end here.
     if (2 * _runs_in(ids) + delivered.run_count) * RUN_BYTES_MAX <= room * 3 // 4:
         return len(ids)
@@ -75,7 +75,7 @@ def _runs_in(ids: Sequence[EntryId]) -> int:
 
 
 def paused_ranges(
-    waiting: Collection[tuple[EntryBlock, int]],
+    waiting: Collection[EntryBlock],
     rows_share: int,
     bytes_share: int,
     ranges: int,
@@ -87,7 +87,7 @@ def paused_ranges(
     keys still gets to the rest.
 
     Args:
-        waiting: Received entries, which no cut takes now, with the ranges that received them.
+        waiting: Received entries, which no cut takes now.
         rows_share: Rows the topic partition may hold.
         bytes_share: Bytes the topic partition may hold.
         ranges: Number of ranges.
@@ -95,9 +95,9 @@ def paused_ranges(
     """
     rows: Counter[int] = Counter()
     size: Counter[int] = Counter()
-    for block, index in waiting:
-        rows[index] += block.rows
-        size[index] += block.payload_bytes
+    for block in waiting:
+        rows[block.received_by] += block.rows
+        size[block.received_by] += block.payload_bytes
     return frozenset(
         index
         for index in rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from operator import le
+from operator import attrgetter, le
 
 from keyshard.core.holes.settling import Proofs, Settled, settle, settles_more
 from keyshard.core.position.checkpoint import PartitionCheckpoint
@@ -44,8 +44,8 @@ class PartitionWindow:
 
     state: PartitionCheckpoint
     """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
-    received: list[tuple[EntryBlock, int]] = field(default_factory=list)
-    """Entries not yet cut, with the index of the range that received them."""
+    received: list[EntryBlock] = field(default_factory=list)
+    """Entries not yet cut."""
     taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
     """Entries handed to handlers, until a batch has them."""
     held: dict[EntryId, int] = field(default_factory=dict)
@@ -95,7 +95,8 @@ class PartitionWindow:
     def receive(self, block: EntryBlock, range_index: int) -> None:
         """Take a new entry that a range received."""
         rows, memory = self.hold(block)
-        self.received.append((block, range_index))
+        block.received_by = range_index
+        self.received.append(block)
         self.waiting_rows = 0
         self.received_rows += rows
         self.received_bytes += memory
@@ -108,27 +109,24 @@ class PartitionWindow:
             owners: The range that owns each slot.
             ranges: Number of ranges.
         """
-        received = [
-            (block, index % ranges if block.slot is None else owners[block.slot])
-            for block, index in self.received
-        ]
-        self.left_out = {
-            index
-            for (_, before), (_, index) in zip(self.received, received, strict=True)
-            if before in self.left_out
-        }
-        self.received = received
+        left_out: set[int] = set()
+        for block in self.received:
+            before, slot = block.received_by, block.slot
+            block.received_by = before % ranges if slot is None else owners[slot]
+            if before in self.left_out:
+                left_out.add(block.received_by)
+        self.left_out = left_out
         self.owners = frozenset()
 
     def drop_received(self) -> None:
         """Forget what is received and in no batch."""
-        self.let_go([block for block, _ in self.received])
+        self.let_go(self.received)
         self.received = []
         self.received_rows = self.received_bytes = self.received_payload = 0
         self.waiting_rows = 0
         self.left_out = set()
 
-    def take_oldest(self, rows_max: int | None) -> list[tuple[EntryBlock, int]]:
+    def take_oldest(self, rows_max: int | None) -> list[EntryBlock]:
         """Hand out what was received first; it stays held.
 
         Args:
@@ -138,14 +136,14 @@ class PartitionWindow:
         if rows_max is not None and rows > rows_max:
             count = rows = 0
             while rows < rows_max:
-                rows += self.received[count][0].rows
+                rows += self.received[count].rows
                 count += 1
         taken, self.received = self.received[:count], self.received[count:]
         self.received_rows -= rows
-        self.received_bytes -= sum(_size(block) for block, _ in taken)
-        self.received_payload -= sum(block.payload_bytes for block, _ in taken)
+        self.received_bytes -= sum(map(_size, taken))
+        self.received_payload -= sum(block.payload_bytes for block in taken)
         self.waiting_rows = 0
-        self.taken.update((block.id, block) for block, _ in taken)
+        self.taken.update((block.id, block) for block in taken)
         return taken
 
     def give_back(
@@ -159,8 +157,7 @@ class PartitionWindow:
                 entries that do not fit stay taken.
         """
         blocks = [self.taken[entry_id] for entry_id in sorted(completed)]
-        # Where an entry comes from is of no matter to its size in the checkpoint.
-        count = self._fitting([(block, 0) for block in blocks], checkpoint_bytes_max)
+        count = self._fitting(blocks, checkpoint_bytes_max)
         for block in blocks[:count]:
             del self.taken[block.id]
         return blocks[:count]
@@ -246,7 +243,7 @@ class PartitionWindow:
             limits: Most rows, memory and payload; a single larger entry is still taken.
             checkpoint_bytes_max: Size of this topic partition's share of the checkpoint.
         """
-        self.received.sort(key=lambda item: item[0].id)
+        self.received.sort(key=_id)
         count = self._fitting(self.received, checkpoint_bytes_max)
         if not count:
             self.waiting_rows = self.received_rows
@@ -255,21 +252,20 @@ class PartitionWindow:
             return self._take_all()
         taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
         self.received = rest + self.received[count:]
-        self.left_out = {index for _, index in self.received} - {index for _, index in taken}
-        blocks = [block for block, _ in taken]
-        self.received_rows -= sum(block.rows for block in blocks)
-        self.received_bytes -= sum(map(_size, blocks))
-        self.received_payload -= sum(block.payload_bytes for block in blocks)
-        return blocks
+        self.left_out = {block.received_by for block in self.received}
+        self.left_out -= {block.received_by for block in taken}
+        self.received_rows -= sum(block.rows for block in taken)
+        self.received_bytes -= sum(map(_size, taken))
+        self.received_payload -= sum(block.payload_bytes for block in taken)
+        return taken
 
     def _take_all(self) -> list[EntryBlock]:
-        blocks = [block for block, _ in self.received]
-        self.received = []
+        blocks, self.received = self.received, []
         self.left_out = set()
         self.received_rows = self.received_bytes = self.received_payload = 0
         return blocks
 
-    def _fitting(self, entries: Sequence[tuple[EntryBlock, int]], bytes_max: int) -> int:
+    def _fitting(self, entries: Sequence[EntryBlock], bytes_max: int) -> int:
         """How many of some entries, ascending, the next checkpoint has room for."""
         count = fitting(self.state.delivered, entries, bytes_max)
         if count < len(entries) and self._evidence:
@@ -312,7 +308,7 @@ class PartitionWindow:
 
     def _undelivered(self) -> list[EntryId]:
         """Entries that were received and are in no batch."""
-        return [*(block.id for block, _ in self.received), *self.taken]
+        return [*map(_id, self.received), *self.taken]
 
     def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
         """Take evidence, and the ranges that owe an entry of a hole."""
@@ -327,7 +323,7 @@ class PartitionWindow:
         Args:
             planned: Entries that are in a checkpoint, and held until their release.
         """
-        ids = [block.id for block, _ in self.received]
+        ids = list(map(_id, self.received))
         received, in_batches = set(ids), {block.id for block in planned}
         assert len(received) == len(ids), "an entry is received twice"
         assert len(in_batches) == len(planned), "an entry is planned twice"
@@ -335,9 +331,12 @@ class PartitionWindow:
         assert self.held.keys() == in_batches | received | self.taken.keys()
         assert not any(map(self.state.settled, ids)), "a received entry is settled"
         assert all(map(self.state.settled, in_batches | set(self.expected)))
-        assert self.received_rows == sum(block.rows for block, _ in self.received)
+        assert self.received_rows == sum(block.rows for block in self.received)
         others = [*planned, *self.taken.values()]
         assert self.rows == self.received_rows + sum(block.rows for block in others)
+
+
+_id = attrgetter("id")
 
 
 def _size(block: EntryBlock) -> int:

@@ -168,7 +168,7 @@ class Window:
             self._looked(tp)
         self.received_rows = sum(window.ready_rows for window in filled.values())
         for tp in ready.keys() - entries:
-            ready[tp].left_out = {index for _, index in ready[tp].received}
+            ready[tp].left_out = {block.received_by for block in ready[tp].received}
         if entries:
             self._advance(entries)
             self.batches.add(self.newest, entries)
@@ -191,7 +191,9 @@ class Window:
         for topic_partition in turn:
             window = self.known[topic_partition]
             self.received_rows -= window.ready_rows
-            taken += [(topic_partition, at, block) for block, at in window.take_oldest(share)]
+            taken += [
+                (topic_partition, block.received_by, block) for block in window.take_oldest(share)
+            ]
             self.received_rows += window.ready_rows
             self._looked(topic_partition)
         return taken
