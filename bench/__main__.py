@@ -21,6 +21,7 @@ from bench import (
     ray_jobs,
     rescale,
     scale_sim,
+    schemas,
     skew,
     spark_cpu,
     transport,
@@ -34,6 +35,7 @@ _WITHOUT_OPTIONS = {
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
     "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
+    "schemas": schemas.run,
 }  # fmt: skip
 
 

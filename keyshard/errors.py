@@ -20,6 +20,8 @@
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── EncryptedMessageError          KEYSHARD_ENCRYPTED_MESSAGE
     ├── CorruptEntryError              KEYSHARD_CORRUPT_ENTRY
+    ├── SchemaError                    KEYSHARD_SCHEMA
+    ├── MalformedMessageError          KEYSHARD_MALFORMED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
     ├── CheckpointInUseError           KEYSHARD_CHECKPOINT_IN_USE
     ├── CheckpointMismatchError        KEYSHARD_CHECKPOINT_MISMATCH
@@ -188,6 +190,18 @@ class CorruptEntryError(KeyShardError):
     """An entry cannot be read: its checksum, compression or structure is wrong."""
 
     code = "KEYSHARD_CORRUPT_ENTRY"
+
+
+class SchemaError(KeyShardError):
+    """The schema of a topic cannot be used as it should, or is not there."""
+
+    code = "KEYSHARD_SCHEMA"
+
+
+class MalformedMessageError(KeyShardError):
+    """A value cannot be decoded by the schema of its topic."""
+
+    code = "KEYSHARD_MALFORMED_MESSAGE"
 
 
 class MisroutedError(KeyShardError):

@@ -1,0 +1,116 @@
+"""Avro values: compiled code where it knows all types of the schema, else fastavro.
+
+docs/adr/0023 says why these two.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.redaction import first_line
+from keyshard.schemas.avro_types import AvroType, parse
+from keyshard.schemas.codec import UndecodableError, library
+
+_COMPILED_LACKS = {"bytes", "fixed", "decimal", "nothing", "union of one"}
+"""Types that pyruhvro does not know; it panics over them."""
+
+
+class AvroCodec:
+    """Values of one Avro schema, resolved from those that they were written with.
+
+    Args:
+        schema: Version that columns are made of.
+        topic: For errors.
+
+    Raises:
+        SchemaError: It is no Avro schema, or has what no column can hold.
+        ConfigError: The packages are missing.
+    """
+
+    empty_is_null = True
+
+    def __init__(self, schema: TopicSchema, topic: str) -> None:
+        self._deserialize = library("pyruhvro", f"The Avro schema of {topic}").deserialize_array
+        self._fastavro = library("fastavro", f"The Avro schema of {topic}")
+        self._wanted = parse(schema.definition, topic)
+        self._topic = topic
+        self.type = self._wanted.column
+        self._readers = {schema.definition: self._reader(self._wanted)}
+        self._own = schema
+
+    def decode(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,
+    ) -> pa.Array:
+        definition = (writer or self._own).definition
+        reader = self._readers.get(definition)
+        if reader is None:
+            reader = self._readers[definition] = self._reader(parse(definition, self._topic))
+        stored = reader.read(values.to_pylist())
+        try:
+            return self._wanted.as_column(stored)
+        except pa.ArrowInvalid as exc:
+            raise UndecodableError(first_line(exc)) from exc
+
+    def _reader(self, written: AvroType) -> _Reader:
+        return _Reader(self._deserialize, self._fastavro, written, self._wanted)
+
+
+class _Reader:
+    """Reads what was written with one schema as values of another, or of the same."""
+
+    def __init__(self, compiled: Any, fastavro: Any, written: AvroType, wanted: AvroType) -> None:
+        self._deserialize = compiled
+        self._fastavro = fastavro
+        self._written = written
+        self._wanted = wanted
+        self._same = written.schema == wanted.schema
+        self._by_compiled_code = (
+            self._same
+            and pa.types.is_struct(written.stored)
+            and not written.kinds & _COMPILED_LACKS
+        )
+        self._text = json.dumps(written.schema)
+
+    def read(self, values: list[bytes]) -> pa.Array:
+        """Values in the types that are stored.
+
+        Raises:
+            UndecodableError: One of them is no value of the schema.
+        """
+        if self._by_compiled_code and values:
+            try:
+                found = self._deserialize(values, self._text).to_struct_array()
+                # It takes any bytes for text.
+                found.validate(full=True)
+            except ValueError as exc:
+                raise UndecodableError(first_line(exc)) from exc
+            return found
+        try:
+            return pa.array([self._row(value) for value in values], self._wanted.stored)
+        except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:
+            raise UndecodableError(f"{type(exc).__name__}: {first_line(exc)}") from exc
+
+    def _row(self, value: bytes) -> Any:
+        written, wanted = self._parsed
+        return self._fastavro.schemaless_reader(io.BytesIO(value), written, wanted)
+
+    @cached_property
+    def _parsed(self) -> tuple[Any, Any]:
+        parsed = self._fastavro.parse_schema
+        return parsed(self._written.schema), None if self._same else parsed(self._wanted.schema)
+
+
+_WRONG = (
+    pa.ArrowException, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError,
+    AttributeError, RecursionError,
+)  # fmt: skip
+"""What fastavro raises over bytes that are no value of the schema."""

@@ -1,0 +1,214 @@
+"""Types of an Avro schema as Arrow types; JSON schemas of Pulsar are Avro schemas, too.
+
+Readers give the stored types, such as a long for a time; the logical ones are made of them in
+Arrow. So every reader needs to know few types only, and all give the same.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from keyshard.errors import SchemaError
+
+_TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
+_PLAIN = {
+    "null": pa.null(),
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "bytes": pa.binary(),
+    "string": pa.string(),
+}
+_LOGICAL = {
+    ("int", "date"): (pa.date32(), pa.date32()),
+    ("int", "time-millis"): (pa.time32("ms"), pa.time64("us")),
+    ("long", "time-micros"): (pa.time64("us"), pa.time64("us")),
+    ("long", "timestamp-millis"): (pa.timestamp("ms", tz="UTC"), _TIMESTAMP),
+    ("long", "timestamp-micros"): (_TIMESTAMP, _TIMESTAMP),
+    ("long", "local-timestamp-millis"): (pa.timestamp("ms"), _LOCAL),
+    ("long", "local-timestamp-micros"): (_LOCAL, _LOCAL),
+}
+"""In the unit that is stored, and as a column."""
+DECIMAL_DIGITS_MAX = 38
+
+
+class AvroType(NamedTuple):
+    """A type of an Avro schema."""
+
+    schema: Any
+    """It without logical types other than decimal."""
+    stored: pa.DataType
+    """What a reader gives."""
+    unit: pa.DataType
+    """The same with logical types in the unit that is stored."""
+    column: pa.DataType
+    """What it becomes."""
+    kinds: frozenset[str]
+    """Avro's names of all types in it."""
+
+    def as_column(self, stored: pa.Array) -> pa.Array:
+        """Values as a reader gave them as a column.
+
+        Raises:
+            pa.ArrowInvalid: One is out of range.
+        """
+        return stored.cast(self.unit).cast(self.column)
+
+
+def parse(definition: bytes, topic: str) -> AvroType:
+    """Read a definition.
+
+    Raises:
+        SchemaError: It is none, or has what no column can hold.
+    """
+    try:
+        return _Parser(topic).type_of(json.loads(definition), "", "")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise SchemaError(
+            f"The schema of {topic} is no Avro schema ({exc!r}). Set valueFormat=raw to get the "
+            "bytes."
+        ) from exc
+
+
+class _Parser:
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+        self._named: dict[str, AvroType | None] = {}
+        """``None`` while it is read."""
+
+    def type_of(self, schema: Any, namespace: str, path: str) -> AvroType:
+        if isinstance(schema, list):
+            return self._union(schema, namespace, path)
+        schema = {"type": schema} if isinstance(schema, str) else schema
+        kind = schema["type"]
+        if isinstance(kind, (dict, list)):
+            return self.type_of(kind, namespace, path)
+        return self._of_kind(kind, schema, namespace, path)
+
+    def _of_kind(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        if kind in ("record", "error", "enum", "fixed"):
+            return self._define(kind, schema, namespace, path)
+        if kind in ("array", "map"):
+            return self._collection(kind, schema, namespace, path)
+        if kind not in _PLAIN:
+            return self._reference(kind, namespace, path)
+        return _logical(kind, schema, kind) or _same(kind, _PLAIN[kind], kind)
+
+    def _refuse(self, path: str, why: str) -> SchemaError:
+        return SchemaError(
+            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, which no "
+            "column can hold. Set valueFormat=raw to get the bytes."
+        )
+
+    def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:
+        found = [self.type_of(one, namespace, path) for one in branches]
+        others = [one for one in found if one.kinds != {"null"}]
+        if len(others) > 1:
+            raise self._refuse(path, f"is a union of {len(others)} types")
+        kept = others[0] if others else found[0]
+        plain = len(found) == 2 and len(others) == 1
+        kinds = frozenset().union(
+            {"union" if plain else "union of one"}, *(one.kinds for one in found)
+        )
+        return kept._replace(schema=[one.schema for one in found], kinds=kinds)
+
+    def _reference(self, name: str, namespace: str, path: str) -> AvroType:
+        full = _full(name, namespace)
+        full = full if full in self._named else name
+        found = self._named[full]
+        if found is None:
+            raise self._refuse(path, f"contains its own type {name!r}")
+        return found._replace(schema=full)
+
+    def _define(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        name = str(schema["name"])
+        namespace = name.rpartition(".")[0] or schema.get("namespace", namespace) or ""
+        full = _full(name, namespace)
+        self._named[full] = None
+        head = {"name": full.rpartition(".")[2], "namespace": namespace}
+        if "aliases" in schema:
+            head["aliases"] = schema["aliases"]
+        if kind == "enum":
+            kept = {"type": "enum", **head, "symbols": schema["symbols"]}
+            if "default" in schema:
+                kept["default"] = schema["default"]
+            found = _same(kept, pa.string(), "enum")
+        elif kind == "fixed":
+            kept = {"type": "fixed", **head, "size": schema["size"]}
+            found = _logical("fixed", kept | _decimal_of(schema), "fixed") or _same(
+                kept, pa.binary(), "fixed"
+            )
+        else:
+            found = self._record(schema, head, namespace, path)
+        self._named[full] = found
+        return found
+
+    def _record(
+        self, schema: dict[str, Any], head: dict[str, Any], namespace: str, path: str
+    ) -> AvroType:
+        fields = [
+            (one, self.type_of(one["type"], namespace, f"{path}.{one['name']}"))
+            for one in schema["fields"]
+        ]
+        names = [one["name"] for one, _ in fields]
+        kept = [
+            {key: one[key] for key in ("name", "default", "aliases") if key in one}
+            | {"type": kind.schema}
+            for one, kind in fields
+        ]
+        return AvroType(
+            {"type": "record", **head, "fields": kept},
+            pa.struct([(name, kind.stored) for name, (_, kind) in zip(names, fields, strict=True)]),
+            pa.struct([(name, kind.unit) for name, (_, kind) in zip(names, fields, strict=True)]),
+            pa.struct([(name, kind.column) for name, (_, kind) in zip(names, fields, strict=True)]),
+            frozenset({"record" if fields else "nothing"}).union(
+                *(kind.kinds for _, kind in fields)
+            ),
+        )
+
+    def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        within = "items" if kind == "array" else "values"
+        inner = self.type_of(schema[within], namespace, path)
+
+        def made(of: pa.DataType) -> pa.DataType:
+            return pa.list_(of) if kind == "array" else pa.map_(pa.string(), of)
+
+        return AvroType(
+            {"type": kind, within: inner.schema},
+            made(inner.stored),
+            made(inner.unit),
+            made(inner.column),
+            inner.kinds | {kind},
+        )
+
+
+def _full(name: str, namespace: str) -> str:
+    return name if "." in name or not namespace else f"{namespace}.{name}"
+
+
+def _same(schema: Any, kind: pa.DataType, name: str) -> AvroType:
+    return AvroType(schema, kind, kind, kind, frozenset({name}))
+
+
+def _decimal_of(schema: dict[str, Any]) -> dict[str, Any]:
+    names = ("logicalType", "precision", "scale")
+    return {name: schema[name] for name in names if name in schema}
+
+
+def _logical(kind: str, schema: dict[str, Any], name: str) -> AvroType | None:
+    """A type with a logical type that is known; others are what they are stored as."""
+    logical = schema.get("logicalType")
+    if logical == "decimal" and kind in ("bytes", "fixed"):
+        precision, scale = schema["precision"], schema.get("scale", 0)
+        if not 0 < precision <= DECIMAL_DIGITS_MAX or not 0 <= scale <= precision:
+            return None
+        decimal = pa.decimal128(precision, scale)
+        kept = {key: value for key, value in schema.items() if key != "connect.parameters"}
+        return AvroType(kept, decimal, decimal, decimal, frozenset({name, "decimal"}))
+    found = _LOGICAL.get((kind, str(logical)))
+    return found and AvroType(kind, _PLAIN[kind], *found, frozenset({name}))

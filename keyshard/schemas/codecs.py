@@ -1,0 +1,167 @@
+"""Which codec decodes a schema; keys and values together."""
+
+from __future__ import annotations
+
+import json
+import struct
+from base64 import b64decode
+from binascii import Error as NotBase64Error
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import compute
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import SchemaError
+from keyshard.schemas.avro import AvroCodec
+from keyshard.schemas.codec import Codec, UndecodableError, decode_rows
+from keyshard.schemas.json_values import JsonCodec
+from keyshard.schemas.primitives import PRIMITIVES, PrimitiveCodec
+from keyshard.schemas.protobuf import ProtobufCodec, without_descriptor
+
+_SIZE = struct.Struct(">i")
+KEY_VALUE = "KEY_VALUE"
+
+
+def codec_of(schema: TopicSchema, topic: str) -> Codec:
+    """The codec of a schema.
+
+    Args:
+        schema: What values are decoded to.
+        topic: For errors.
+
+    Raises:
+        SchemaError: Values of it cannot be columns.
+        ConfigError: A package that is needed for it is missing.
+    """
+    if schema.type in PRIMITIVES:
+        return PrimitiveCodec(schema)
+    if schema.type == "AVRO":
+        return AvroCodec(schema, topic)
+    if schema.type == "JSON":
+        return JsonCodec(schema, topic)
+    if schema.type == "PROTOBUF_NATIVE":
+        return ProtobufCodec(schema, topic)
+    if schema.type == "PROTOBUF":
+        raise without_descriptor(topic)
+    if schema.type == KEY_VALUE:
+        return KeyValueCodec(schema, topic)
+    raise SchemaError(
+        f"The schema of {topic} is of type {schema.type}, which is not known. Set valueFormat=raw "
+        "to get the bytes."
+    )
+
+
+class KeyValueCodec:
+    """Keys and values with a schema each, as columns ``key`` and ``value``.
+
+    Args:
+        schema: ``KEY_VALUE``, inline or separated: then the key is that of the message.
+        topic: For errors.
+    """
+
+    empty_is_null = False
+
+    def __init__(self, schema: TopicSchema, topic: str) -> None:
+        self._topic = topic
+        key, value = parts_of(schema, topic)
+        self._separated = schema.properties.get("kv.encoding.type") == "SEPARATED"
+        self._key = codec_of(key, f"keys of {topic}")
+        self._value = codec_of(value, f"values of {topic}")
+        self.type = pa.struct([("key", self._key.type), ("value", self._value.type)])
+
+    def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
+        writers = (None, None) if writer is None else parts_of(writer, self._topic)
+        raw_keys, raw_values = _separated(values, keys) if self._separated else _split(values)
+        columns = []
+        for codec, raw, written in zip(
+            (self._key, self._value), (raw_keys, raw_values), writers, strict=True
+        ):
+            there = compute.indices_nonzero(raw.is_valid())
+            given = raw.take(there)
+            decoded, reasons = decode_rows(codec, given, pa.nulls(len(given), pa.string()), written)
+            if reasons:
+                raise UndecodableError(next(iter(reasons.values())))
+            columns.append(_spread(decoded, raw))
+        return pa.StructArray.from_arrays(columns, fields=list(self.type))
+
+
+def _spread(decoded: pa.Array, raw: pa.Array) -> pa.Array:
+    """Decoded values where raw ones are, null where none is."""
+    if not raw.null_count:
+        return decoded
+    numbers = compute.subtract(compute.cumulative_sum(raw.is_valid().cast(pa.int64())), 1)
+    places = compute.if_else(raw.is_valid(), numbers, pa.scalar(None, pa.int64()))
+    return decoded.take(places)
+
+
+def _separated(values: pa.Array, keys: pa.Array) -> tuple[pa.Array, pa.Array]:
+    try:
+        raw = [None if key is None else b64decode(key, validate=True) for key in keys.to_pylist()]
+    except (NotBase64Error, ValueError) as exc:
+        raise UndecodableError("its key was not set as bytes") from exc
+    return pa.array(raw, pa.binary()), values
+
+
+def _split(values: pa.Array) -> tuple[pa.Array, pa.Array]:
+    pairs = [_pair(value) for value in values.to_pylist()]
+    return (
+        pa.array([key for key, _ in pairs], pa.binary()),
+        pa.array([value for _, value in pairs], pa.binary()),
+    )
+
+
+def _pair(value: bytes) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    position = 0
+    try:
+        for _ in range(2):
+            (size,) = _SIZE.unpack_from(value, position)
+            position += 4
+            if size > len(value) - position:
+                raise UndecodableError("its key or value ends too early")
+            found.append(value[position : position + size] if size >= 0 else None)
+            position += max(0, size)
+    except struct.error as exc:
+        raise UndecodableError("its key or value ends too early") from exc
+    return found
+
+
+def parts_of(schema: TopicSchema, topic: str) -> list[TopicSchema]:
+    """The schemas of keys and of values.
+
+    Raises:
+        SchemaError: They are not there.
+    """
+    try:
+        definitions = _definitions(schema.definition)
+        return [
+            TopicSchema(
+                schema.properties[f"{name}.schema.type"],
+                definition,
+                schema.version,
+                _properties(schema.properties.get(f"{name}.schema.properties", "{}")),
+            )
+            for name, definition in zip(("key", "value"), definitions, strict=True)
+        ]
+    except (ValueError, KeyError, TypeError, UndecodableError) as exc:
+        raise SchemaError(
+            f"The KEY_VALUE schema of {topic} cannot be read ({exc!r}). Set valueFormat=raw to get "
+            "the bytes."
+        ) from exc
+
+
+def _properties(text: str) -> Mapping[str, str]:
+    found: Mapping[str, str] = json.loads(text) or {}
+    return found
+
+
+def _definitions(definition: bytes) -> list[bytes]:
+    """What describes keys and values: as the admin interface tells it, or as the broker does."""
+    if definition.startswith(b"{"):
+        told: dict[str, Any] = json.loads(definition)
+        return [
+            b"" if told[one] == "" else json.dumps(told[one]).encode() for one in ("key", "value")
+        ]
+    return [part or b"" for part in _pair(definition)]

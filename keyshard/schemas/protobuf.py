@@ -1,0 +1,116 @@
+"""Protobuf values, by the descriptors that the schema carries."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from typing import Any
+
+import pyarrow as pa
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.message import DecodeError
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import SchemaError
+from keyshard.redaction import first_line
+from keyshard.schemas.codec import UndecodableError, library
+
+_UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
+
+
+class ProtobufCodec:
+    """Messages of one descriptor. Fields are known by number, so no version is needed.
+
+    An enumeration is the name of its value, or the number of one that is unknown.
+
+    Args:
+        schema: ``PROTOBUF_NATIVE``.
+        topic: For errors.
+
+    Raises:
+        SchemaError: The descriptor cannot be used.
+        ConfigError: The package is missing.
+    """
+
+    empty_is_null = False
+
+    def __init__(self, schema: TopicSchema, topic: str) -> None:
+        ptars = library("ptars", f"The protobuf schema of {topic}")
+        how = ptars.PtarsConfig(
+            timestamp_unit="us", time_unit="us", duration_unit="us", enum_repr="string"
+        )
+        try:
+            descriptor = _descriptor(schema.definition)
+            _refuse_recursion(descriptor, (), topic)
+            self._handler = ptars.HandlerPool([descriptor.file], how).get_for_message(descriptor)
+            found = self._handler.array_to_record_batch(pa.nulls(0, pa.binary())).schema
+        except (ValueError, LookupError, TypeError, AttributeError, DecodeError) as exc:
+            if isinstance(exc, SchemaError):
+                raise
+            raise SchemaError(
+                f"The protobuf descriptor of {topic} cannot be used ({first_line(exc)}). Set "
+                "valueFormat=raw to get the bytes."
+            ) from exc
+        self.type = _as_column(pa.struct(list(found)))
+
+    def decode(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,  # noqa: ARG002
+    ) -> pa.Array:
+        try:
+            found = self._handler.array_to_record_batch(values).to_struct_array()
+            return found.cast(self.type)
+        except ValueError as exc:
+            raise UndecodableError(first_line(exc)) from exc
+
+
+def without_descriptor(topic: str) -> SchemaError:
+    """The error that a topic is whose schema does not say what its messages are."""
+    return SchemaError(
+        f"The schema of {topic} is PROTOBUF, which carries no descriptor of its messages. Let its "
+        "producers use Schema.PROTOBUF_NATIVE, or set valueFormat=raw to get the bytes."
+    )
+
+
+def _descriptor(definition: bytes) -> Any:
+    told = json.loads(definition)
+    files = descriptor_pb2.FileDescriptorSet.FromString(b64decode(told["fileDescriptorSet"]))
+    by_name = {file.name: file for file in files.file}
+    pool = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in added:
+            return
+        added.add(name)
+        for dependency in by_name[name].dependency:
+            add(dependency)
+        pool.Add(by_name[name])
+
+    for name in by_name:
+        add(name)
+    return pool.FindMessageTypeByName(told["rootMessageTypeName"].lstrip("."))
+
+
+def _refuse_recursion(descriptor: Any, within: tuple[str, ...], topic: str) -> None:
+    if descriptor.full_name in within:
+        raise SchemaError(
+            f"Message {descriptor.full_name} of the schema of {topic} contains its own type, which "
+            "no column can hold. Set valueFormat=raw to get the bytes."
+        )
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            _refuse_recursion(field.message_type, (*within, descriptor.full_name), topic)
+
+
+def _as_column(kind: pa.DataType) -> pa.DataType:
+    """The type with everything nullable, and no unsigned numbers, which Spark does not have."""
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _as_column(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_as_column(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, _as_column(kind.item_type))
+    return _UNSIGNED.get(kind, kind)

@@ -1,0 +1,543 @@
+"""Values by the schema of their topic: what they decode to, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time, timezone
+from decimal import Decimal
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+import pytest
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import ConfigError, SchemaError
+from keyshard.schemas import codec as codecs
+from keyshard.schemas.codec import decode_rows
+from keyshard.schemas.codecs import codec_of
+
+UTC = timezone.utc
+TOPIC = "persistent://public/default/orders"
+
+
+def rows_of(
+    schema: TopicSchema,
+    values: Sequence[bytes],
+    keys: Sequence[str | None] | None = None,
+    writer: TopicSchema | None = None,
+) -> tuple[list[Any], dict[int, str]]:
+    found, reasons = decode_rows(
+        codec_of(schema, TOPIC),
+        pa.array(values, pa.binary()),
+        pa.array(keys or [None] * len(values), pa.string()),
+        writer,
+    )
+    found.validate(full=True)
+    assert found.type == codec_of(schema, TOPIC).type
+    assert len(found) == len(values)
+    return found.to_pylist(), reasons
+
+
+def decoded(schema: TopicSchema, *values: bytes, **how: Any) -> list[Any]:
+    rows, reasons = rows_of(schema, values, **how)
+    assert not reasons
+    return rows
+
+
+MS = struct.pack(">q", 1_700_000_000_123)
+AT = datetime(2023, 11, 14, 22, 13, 20, 123_000, tzinfo=UTC)
+PRIMITIVES: list[tuple[str, bytes, Any]] = [
+    ("BYTES", b"\xff\x00", b"\xff\x00"),
+    ("NONE", b"x", b"x"),
+    ("STRING", "né".encode(), "né"),
+    ("STRING", b"", ""),
+    ("BOOLEAN", b"\x01", True),
+    ("BOOLEAN", b"\x00", False),
+    ("INT8", b"\x80", -128),
+    ("INT16", b"\x01\x02", 258),
+    ("INT32", b"\xff\xff\xff\xfe", -2),
+    ("INT64", b"\x7f" + b"\xff" * 7, 2**63 - 1),
+    ("FLOAT", struct.pack(">f", 1.5), 1.5),
+    ("DOUBLE", struct.pack(">d", -0.1), -0.1),
+    ("DATE", MS, AT),
+    ("TIME", MS, AT),
+    ("TIMESTAMP", MS, AT),
+    ("TIMESTAMP", struct.pack(">q", -1), datetime(1969, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)),
+    ("INSTANT", struct.pack(">qi", 1_700_000_000, 123_456_789), AT.replace(microsecond=123_456)),
+    ("LOCAL_DATE", struct.pack(">q", 19_723), date(2024, 1, 1)),
+    ("LOCAL_TIME", struct.pack(">q", 3_723_000_004_000), time(1, 2, 3, 4)),
+    (
+        "LOCAL_DATE_TIME",
+        struct.pack(">qq", 19_723, 3_723_000_004_999),
+        datetime.fromisoformat("2024-01-01T01:02:03.000004"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "wanted"), PRIMITIVES)
+def test_a_primitive_is_what_its_producer_meant(kind: str, value: bytes, wanted: Any) -> None:
+    assert decoded(TopicSchema(kind), value, value) == [wanted, wanted]
+    # A slice has offsets that do not begin at 0.
+    values = pa.array([b"other", value, value], pa.binary()).slice(1)
+    keys = pa.nulls(2, pa.string())
+    assert decode_rows(codec_of(TopicSchema(kind), TOPIC), values, keys)[0].to_pylist() == [
+        wanted,
+        wanted,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "why"),
+    [
+        ("INT32", b"\x01\x02", "2 bytes instead of 4"),
+        ("INT64", b"\x01" * 9, "9 bytes instead of 8"),
+        ("STRING", b"\xff", "no UTF-8"),
+        ("TIMESTAMP", b"\x7f" * 8, "out of bounds"),
+        ("INSTANT", struct.pack(">qi", 0, -1), "nanoseconds"),
+        ("INSTANT", struct.pack(">qi", 2**62, 0), "out of range"),
+        ("LOCAL_DATE", struct.pack(">q", 2**40), "not in range"),
+        ("LOCAL_TIME", struct.pack(">q", 86_400 * 10**9), "no time of a day"),
+        ("LOCAL_DATE_TIME", struct.pack(">qq", 2**60, 0), "out of range"),
+    ],
+)
+def test_what_is_no_such_primitive_is_named_and_the_others_are_decoded(
+    kind: str, value: bytes, why: str
+) -> None:
+    good, wanted = next((one[1], one[2]) for one in PRIMITIVES if one[0] == kind)
+    rows, reasons = rows_of(TopicSchema(kind), [good, value, good])
+    assert rows == [wanted, None, wanted]
+    assert list(reasons) == [1]
+    assert why in reasons[1]
+
+
+@pytest.mark.parametrize("kind", ["INT32", "BOOLEAN", "INSTANT", "LOCAL_DATE"])
+def test_an_empty_value_is_none_where_nothing_is_encoded_so(kind: str) -> None:
+    good, wanted = next((one[1], one[2]) for one in PRIMITIVES if one[0] == kind)
+    assert decoded(TopicSchema(kind), b"", good, b"", good) == [None, wanted, None, wanted]
+    assert decoded(TopicSchema(kind), b"") == [None]
+    assert decoded(TopicSchema(kind)) == []
+
+
+def record(*fields: Any, name: str = "Order", **more: Any) -> dict[str, Any]:
+    return {"type": "record", "name": name, "fields": list(fields), **more}
+
+
+def field(name: str, kind: Any, **more: Any) -> dict[str, Any]:
+    return {"name": name, "type": kind, **more}
+
+
+def logical(kind: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "logicalType": name, **more}
+
+
+def avro(schema: Any, **how: Any) -> TopicSchema:
+    return TopicSchema("AVRO", json.dumps(schema).encode(), **how)
+
+
+def written(schema: Any, *values: Any) -> list[bytes]:
+    parsed = fastavro.parse_schema(schema)
+    found = []
+    for value in values:
+        data = io.BytesIO()
+        fastavro.schemaless_writer(data, parsed, value)
+        found.append(data.getvalue())
+    return found
+
+
+ITEM = record(field("sku", "string"), field("count", ["null", "int"]), name="Item")
+COLUMNS: list[tuple[Any, Any, Any]] = [
+    ("boolean", True, True),
+    ("int", -5, -5),
+    ("long", 2**40, 2**40),
+    ("double", 0.1, 0.1),
+    ("float", 1.5, 1.5),
+    ("string", "né\n", "né\n"),
+    (["null", "string"], None, None),
+    (["string", "null"], "x", "x"),
+    (["string"], "x", "x"),
+    ({"type": "enum", "name": "Colour", "symbols": ["RED", "BLUE"]}, "BLUE", "BLUE"),
+    ({"type": "array", "items": ["null", "long"]}, [1, None], [1, None]),
+    ({"type": "map", "values": "long"}, {"k": 1}, [("k", 1)]),
+    (ITEM, {"sku": "a", "count": None}, {"sku": "a", "count": None}),
+    (["null", ITEM], None, None),
+    (
+        {"type": "array", "items": ITEM},
+        [{"sku": "a", "count": 2}],
+        [{"sku": "a", "count": 2}],
+    ),
+    ("bytes", b"\xff", b"\xff"),
+    ({"type": "fixed", "name": "Four", "size": 4}, b"1234", b"1234"),
+    (logical("bytes", "decimal", precision=9, scale=2), Decimal("-12.34"), Decimal("-12.34")),
+    (logical("int", "date"), date(2024, 1, 1), date(2024, 1, 1)),
+    (logical("int", "time-millis"), time(1, 2, 3, 4_000), time(1, 2, 3, 4_000)),
+    (logical("long", "time-micros"), time(1, 2, 3, 4), time(1, 2, 3, 4)),
+    (logical("long", "timestamp-millis"), AT, AT),
+    (["null", logical("long", "timestamp-micros")], AT, AT),
+    (logical("long", "local-timestamp-millis"), AT.replace(tzinfo=None), AT.replace(tzinfo=None)),
+    (logical("string", "uuid"), "a-b", "a-b"),
+    (logical("string", "no such"), "x", "x"),
+    ({"type": "array", "items": logical("long", "timestamp-millis")}, [AT], [AT]),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "wanted"), COLUMNS)
+def test_an_avro_field_is_what_its_producer_wrote(kind: Any, value: Any, wanted: Any) -> None:
+    schema = record(field("first", "long"), field("a", kind), field("last", "string"))
+    if logical("string", "uuid") == kind:
+        plain = record(field("first", "long"), field("a", "string"), field("last", "string"))
+        data = written(plain, {"first": 1, "a": value, "last": "z"})
+    else:
+        data = written(schema, {"first": 1, "a": value, "last": "z"})
+    assert decoded(avro(schema), *data * 3) == [{"first": 1, "a": wanted, "last": "z"}] * 3
+
+
+def test_named_types_are_found_again_in_their_namespace() -> None:
+    schema = record(
+        field("a", ITEM), field("b", "Item"), field("c", ["null", "shop.Item"]), namespace="shop"
+    )
+    one = {"sku": "s", "count": 1}
+    data = written(schema, {"a": one, "b": one, "c": None})
+    assert decoded(avro(schema), *data) == [{"a": one, "b": one, "c": None}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (record(field("a", ["null", "int", "string"])), "'a'.*union of 2 types"),
+        (record(field("a", ["null", "Order"])), "'a'.*contains its own type 'Order'"),
+        (record(field("o", record(field("a", ["int", "string"]), name="In"))), "'o.a'"),
+        ({"type": "record"}, "no Avro schema"),
+        ("nonsense", "no Avro schema"),
+        ([[]], "no Avro schema"),
+    ],
+)
+def test_a_schema_that_no_column_can_hold_is_refused_with_the_way_out(
+    schema: Any, why: str
+) -> None:
+    with pytest.raises(SchemaError, match=rf"{why}.*valueFormat=raw"):
+        codec_of(avro(schema), TOPIC)
+
+
+FIRST = record(field("id", "int"), field("name", "string"), field("gone", "double"))
+SECOND = record(
+    field("id", "long"),
+    field("title", "string", aliases=["name"]),
+    field("added", "string", default="new"),
+    field("perhaps", ["null", logical("long", "timestamp-millis")], default=None),
+)
+
+
+def test_what_was_written_with_another_version_is_resolved() -> None:
+    data = written(FIRST, {"id": 7, "name": "x", "gone": 1.0})
+    wanted = [{"id": 7, "title": "x", "added": "new", "perhaps": None}]
+    assert decoded(avro(SECOND, version=1), *data, writer=avro(FIRST)) == wanted
+    later = written(SECOND, {"id": 7, "title": "x", "added": "a", "perhaps": AT})
+    (row,) = decoded(avro(record(field("perhaps", ["null", "long"]))), *later, writer=avro(SECOND))
+    assert row == {"perhaps": 1_700_000_000_123}
+
+
+def test_what_does_not_resolve_is_said_of_the_row() -> None:
+    data = written(FIRST, {"id": 7, "name": "x", "gone": 1.0})
+    wanted = avro(record(field("id", "int"), field("must", "string")))
+    rows, reasons = rows_of(wanted, data, writer=avro(FIRST))
+    assert rows == [None]
+    assert "must" in reasons[0]
+
+
+SOME = record(
+    field("id", "long"),
+    field("name", ["null", "string"]),
+    field("tags", {"type": "array", "items": "string"}),
+)
+
+
+@pytest.mark.parametrize("bad", [b"\x01", b"\xff" * 20, b"\x02\x02\x7f"])
+@pytest.mark.parametrize("extra", [[], [field("raw", "bytes")]], ids=["compiled", "fastavro"])
+def test_one_bad_value_among_many_leaves_the_others(bad: bytes, extra: list[Any]) -> None:
+    schema = SOME | {"fields": [*SOME["fields"], *extra]}
+    values = [
+        {"id": i, "name": None, "tags": ["t"], **({"raw": b"r"} if extra else {})}
+        for i in range(200)
+    ]
+    data = written(schema, *values)
+    data[137] = bad
+    rows, reasons = rows_of(avro(schema), data)
+    assert list(reasons) == [137]
+    assert rows == [None if i == 137 else value for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_avro_is_a_row_with_a_reason_or_a_value(seed: int) -> None:
+    draw = random.Random(seed)
+    data = written(SOME, *[{"id": i, "name": "n" * i, "tags": ["t"] * i} for i in range(5)])
+    for _ in range(40):
+        at = draw.randrange(5)
+        one = bytearray(data[at])
+        one[draw.randrange(len(one))] ^= draw.randrange(1, 256)
+        rows, reasons = rows_of(avro(SOME), [*data[:at], bytes(one), *data[at + 1 :]])
+        assert set(reasons) <= {at}
+        assert all(rows[i] is not None for i in range(5) if i not in reasons)
+
+
+def test_an_empty_avro_or_json_value_is_none() -> None:
+    data = written(SOME, {"id": 1, "name": None, "tags": []})
+    assert decoded(avro(SOME), b"", *data) == [None, {"id": 1, "name": None, "tags": []}]
+    assert decoded(jsons(SOME), b"", b"{}") == [None, {"id": None, "name": None, "tags": None}]
+
+
+def jsons(schema: Any) -> TopicSchema:
+    return TopicSchema("JSON", json.dumps(schema).encode())
+
+
+JSON_COLUMNS: list[tuple[Any, Any, Any]] = [
+    ("boolean", True, True),
+    ("int", -5, -5),
+    ("long", 2**40, 2**40),
+    ("double", 1, 1.0),
+    ("double", 0.1, 0.1),
+    ("string", 'né\n"{}', 'né\n"{}'),
+    (["null", "string"], None, None),
+    ({"type": "enum", "name": "Colour", "symbols": ["RED"]}, "RED", "RED"),
+    ({"type": "array", "items": "long"}, [1, 2], [1, 2]),
+    ({"type": "map", "values": "long"}, {"k": 1}, [("k", 1)]),
+    ({"type": "map", "values": ITEM}, {"k": {"sku": "a"}}, [("k", {"sku": "a", "count": None})]),
+    (ITEM, {"sku": "a", "other": [1, "x"]}, {"sku": "a", "count": None}),
+    ("bytes", b64encode(b"\xff").decode(), b"\xff"),
+    (logical("int", "date"), 19_723, date(2024, 1, 1)),
+    (logical("long", "timestamp-millis"), 1_700_000_000_123, AT),
+    (logical("bytes", "decimal", precision=9, scale=2), 12.5, Decimal("12.50")),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "wanted"), JSON_COLUMNS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_field_is_what_its_producer_wrote(
+    kind: Any, value: Any, wanted: Any, indent: int | None
+) -> None:
+    schema = record(field("a", kind), field("last", "string"))
+    text = json.dumps({"unknown": {"a": [1, {"b": 2}]}, "a": value, "last": "z"}, indent=indent)
+    both = [text.encode(), f" {text}\n".encode()]
+    assert decoded(jsons(schema), *both) == [{"a": wanted, "last": "z"}] * 2
+
+
+TWO = record(field("a", "long"), field("b", ["null", "string"]))
+MAPPED = record(*TWO["fields"], field("m", ["null", {"type": "map", "values": "long"}]))
+
+
+@pytest.mark.parametrize("schema", [TWO, MAPPED], ids=["plain", "with a map"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"null", b"5", b"[]", b"[{}]", b'"x"', b"x", b" ", b"\n", b"{", b"}", b"{}{}", b"{}\n{}",
+        b"{},{}", b'{"a":1', b'"a":1}', b'{"a":"x"}', b'{"a":1.5}', b'{"a":true}', b'{"a":[1]}',
+        b'{"a":9223372036854775808}', b'{"a":{}}', b'{"b":5}', b'{"b":"\xff"}', b'{"b":"x}',
+        b'{"a":1}\x00', b'{"a":1}}', b'{"a":{}', b'{"b":"\n"}', b"{}[]", b"{} null {}",
+        b"\xff\xfe", b"[" * 5_000, b'{"a":' * 5_000,
+    ],
+)  # fmt: skip
+def test_what_is_no_object_of_the_schema_is_named_and_shifts_nobody(
+    schema: Any, bad: bytes
+) -> None:
+    good = [b'{"a":%d,"b":"%d"}' % (i, i) for i in range(7)]
+    rows, reasons = rows_of(jsons(schema), [*good[:3], bad, *good[3:]])
+    assert list(reasons) == [3], rows
+    assert [row["a"] for row in rows if row] == list(range(7))
+
+
+def test_two_bad_objects_that_make_up_for_one_another_are_both_found() -> None:
+    good = b'{"a":1,"b":"x"}'
+    rows, reasons = rows_of(jsons(TWO), [good, good + good, b"", b" ", good])
+    assert sorted(reasons) == [1, 3]
+    assert [row and row["a"] for row in rows] == [1, None, None, None, 1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_json_is_a_row_with_a_reason_or_a_value(seed: int) -> None:
+    draw = random.Random(seed)
+    schema = record(
+        *TWO["fields"], field("in", ["null", ITEM]), field("l", {"type": "array", "items": "int"})
+    )
+    whole = (
+        b'{"a": 1, "b": "x\\u00e9", "in": {"sku": "s", "count": 2}, "l": [1, 2], "u": [null, {}]}'
+    )
+    for _ in range(60):
+        one = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 2, 4])):
+            at = draw.randrange(len(one))
+            if draw.randrange(3):
+                one[at] = draw.choice(b'{}[]",:\\ \n0-e1nul\xff\x00')
+            else:
+                del one[at : at + draw.randrange(1, 20)]
+                one = one or bytearray(b"?")
+        rows, reasons = rows_of(jsons(schema), [whole, bytes(one), whole])
+        assert set(reasons) <= {1}
+        assert rows[0] == rows[2] != None  # noqa: E711 - a row is there
+
+
+def native() -> tuple[TopicSchema, Any]:
+    """A schema as Pulsar keeps it, and the class of its messages."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: PLC0415
+
+    file = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
+    file.dependency.append("google/protobuf/timestamp.proto")
+    order = file.message_type.add(name="Order")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    colour = file.enum_type.add(name="Colour")
+    colour.value.add(name="RED", number=0)
+    colour.value.add(name="BLUE", number=1)
+    for number, (name, kind, label, of) in enumerate(
+        [
+            ("id", kinds.TYPE_INT64, 1, ""),
+            ("name", kinds.TYPE_STRING, 1, ""),
+            ("tags", kinds.TYPE_STRING, 3, ""),
+            ("colour", kinds.TYPE_ENUM, 1, ".shop.Colour"),
+            ("at", kinds.TYPE_MESSAGE, 1, ".google.protobuf.Timestamp"),
+            ("raw", kinds.TYPE_BYTES, 1, ""),
+            ("u", kinds.TYPE_UINT32, 1, ""),
+        ],
+        1,
+    ):
+        order.field.add(name=name, number=number, type=kind, label=label, type_name=of or None)
+    from google.protobuf import timestamp_pb2  # noqa: PLC0415
+
+    known = descriptor_pb2.FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(known)
+    pool.Add(file)
+    files = descriptor_pb2.FileDescriptorSet(file=[file, known]).SerializeToString()
+    told = {
+        "fileDescriptorSet": b64encode(files).decode(),
+        "rootMessageTypeName": "shop.Order",
+        "rootFileDescriptorName": "order.proto",
+    }
+    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+    return TopicSchema("PROTOBUF_NATIVE", json.dumps(told).encode()), made
+
+
+def test_protobuf_messages_become_columns() -> None:
+    schema, order = native()
+    one = order(id=5, name="né", tags=["a", "b"], colour=1, raw=b"\xff", u=2**32 - 1)
+    one.at.FromMilliseconds(1_700_000_000_123)
+    wanted = {
+        "id": 5, "name": "né", "tags": ["a", "b"], "colour": "BLUE", "at": AT, "raw": b"\xff",
+        "u": 2**32 - 1,
+    }  # fmt: skip
+    none = {"id": 0, "name": "", "tags": [], "colour": "RED", "at": None, "raw": b"", "u": 0}
+    data = one.SerializeToString()
+    rows, reasons = rows_of(schema, [data, b"", data[:-3], b"\xff", data])
+    assert rows == [wanted, none, None, None, wanted]
+    assert set(reasons) == {2, 3}
+
+
+def test_protobuf_without_a_descriptor_is_refused_with_the_way_out() -> None:
+    with pytest.raises(SchemaError, match=r"no descriptor.*PROTOBUF_NATIVE.*valueFormat=raw"):
+        codec_of(TopicSchema("PROTOBUF", json.dumps(TWO).encode()), TOPIC)
+    with pytest.raises(SchemaError, match=r"descriptor of .* cannot be used"):
+        codec_of(TopicSchema("PROTOBUF_NATIVE", b'{"fileDescriptorSet": "AAAA"}'), TOPIC)
+
+
+def key_value(key: TopicSchema, value: TopicSchema, encoding: str, *, by_rest: bool) -> TopicSchema:
+    if by_rest:
+        told = {
+            name: json.loads(one.definition) if one.definition else ""
+            for name, one in (("key", key), ("value", value))
+        }
+        definition = json.dumps(told).encode()
+    else:
+        definition = pair(key.definition, value.definition)
+    properties: Mapping[str, str] = {
+        "key.schema.type": key.type,
+        "key.schema.properties": "{}",
+        "value.schema.type": value.type,
+        "value.schema.properties": "{}",
+        "kv.encoding.type": encoding,
+    }
+    return TopicSchema("KEY_VALUE", definition, 0, properties)
+
+
+def pair(key: bytes | None, value: bytes | None) -> bytes:
+    return b"".join(
+        struct.pack(">i", -1) if one is None else struct.pack(">i", len(one)) + one
+        for one in (key, value)
+    )
+
+
+@pytest.mark.parametrize("by_rest", [True, False])
+def test_keys_and_values_become_two_columns(by_rest: bool) -> None:
+    key, value = TopicSchema("INT32"), avro(TWO)
+    (data,) = written(TWO, {"a": 1, "b": "x"})
+    inline = key_value(key, value, "INLINE", by_rest=by_rest)
+    values = [pair(b"\0\0\0\5", data), pair(None, data), pair(b"\0\0\0\6", None)]
+    one = {"a": 1, "b": "x"}
+    assert decoded(inline, *values) == [
+        {"key": 5, "value": one},
+        {"key": None, "value": one},
+        {"key": 6, "value": None},
+    ]
+    bad = [b"\0", pair(b"", b"")[:-1], pair(b"xx", data)]
+    assert sorted(rows_of(inline, [*values, *bad])[1]) == [3, 4, 5]
+    separated = key_value(key, value, "SEPARATED", by_rest=by_rest)
+    keys = [b64encode(b"\0\0\0\5").decode(), None]
+    assert decoded(separated, data, data, keys=keys) == [
+        {"key": 5, "value": one},
+        {"key": None, "value": one},
+    ]
+    assert rows_of(separated, [data], keys=["no base64"])[1][0] == "its key was not set as bytes"
+
+
+def test_versions_of_keys_and_values_are_resolved() -> None:
+    key = TopicSchema("STRING")
+    first, second = avro(FIRST), avro(SECOND)
+    (data,) = written(FIRST, {"id": 7, "name": "x", "gone": 1.0})
+    wanted = {"id": 7, "title": "x", "added": "new", "perhaps": None}
+    assert decoded(
+        key_value(key, second, "INLINE", by_rest=True),
+        pair(b"k", data),
+        writer=key_value(key, first, "INLINE", by_rest=False),
+    ) == [{"key": "k", "value": wanted}]
+
+
+def test_a_package_that_is_missing_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(codecs.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pyruhvro.*pip install 'keyshard\[schemas\]'"):
+        codec_of(avro(TWO), TOPIC)
+    with pytest.raises(ConfigError, match=r"ptars.*pip install 'keyshard\[schemas\]'"):
+        codec_of(native()[0], TOPIC)
+    with pytest.raises(ConfigError, match=r"msgspec.*pip install"):
+        codec_of(jsons(TWO), TOPIC)
+    assert decoded(TopicSchema("INT8"), b"\1") == [1]
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(SchemaError, match="type NEWER, which is not known"):
+        codec_of(TopicSchema("NEWER"), TOPIC)
+
+
+def test_a_bad_value_among_many_is_found_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codec_of(TopicSchema("INT64"), TOPIC)
+    tried: list[int] = []
+    decode = codec.decode
+
+    def counted(values: pa.Array, keys: pa.Array, writer: None) -> pa.Array:
+        tried.append(len(values))
+        return decode(values, keys, writer)
+
+    monkeypatch.setattr(codec, "decode", counted)
+    data = [struct.pack(">q", i) for i in range(1 << 14)]
+    data[5_000] = b"bad"
+    found, reasons = decode_rows(codec, pa.array(data), pa.nulls(len(data), pa.string()))
+    assert list(reasons) == [5_000]
+    assert found.null_count == 1
+    assert sum(tried) <= 3 * len(data)
+    assert len(tried) <= 2 * 14 + 1
