@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,22 +47,29 @@ sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), max_size=25)
 def test_a_cut_is_a_prefix_and_the_first_entry_of_each_range_left_out(
     entries: list[tuple[int, int]], rows_max: int, bytes_max: int, left_out: set[int]
 ) -> None:
-    received = [(block(1, at, *["k"] * rows), index) for at, (rows, index) in enumerate(entries)]
+    received = [
+        replace(block(1, at, *["k"] * rows), received_by=index)
+        for at, (rows, index) in enumerate(entries)
+    ]
 
     def size(entry: EntryBlock) -> tuple[int, int, int]:
         return entry.rows, entry.payload_bytes, 0
 
     taken, rest = take_aligned(received, (rows_max, bytes_max, 0), size, left_out)
-    order = [(at.id, index) for at, index in received]
-    assert sorted((at.id, index) for at, index in taken + rest) == order
-    assert [(at.id, index) for at, index in rest] == sorted((at.id, index) for at, index in rest)
-    assert [(at.id, index) for at, index in taken] == sorted((at.id, index) for at, index in taken)
+    order = [(at.id, at.received_by) for at in received]
+    assert sorted((at.id, at.received_by) for at in taken + rest) == order
+    assert [(at.id, at.received_by) for at in rest] == sorted(
+        (at.id, at.received_by) for at in rest
+    )
+    assert [(at.id, at.received_by) for at in taken] == sorted(
+        (at.id, at.received_by) for at in taken
+    )
 
-    with_data = {index for _, index in received}
-    assert with_data & left_out <= {index for _, index in taken}
+    with_data = {at.received_by for at in received}
+    assert with_data & left_out <= {at.received_by for at in taken}
     for index in with_data:  # order of a range: always a prefix of what it received
-        own = [at.id for at, other in received if other == index]
-        got = [at.id for at, other in taken if other == index]
+        own = [at.id for at in received if at.received_by == index]
+        got = [at.id for at in taken if at.received_by == index]
         assert got == own[: len(got)]
     assert any(
         explains(received[:position], taken, rows_max, bytes_max, left_out)
@@ -70,21 +79,21 @@ def test_a_cut_is_a_prefix_and_the_first_entry_of_each_range_left_out(
 
 
 def explains(
-    prefix: list[tuple[EntryBlock, int]],
-    taken: list[tuple[EntryBlock, int]],
+    prefix: list[EntryBlock],
+    taken: list[EntryBlock],
     rows_max: int,
     bytes_max: int,
     left_out: set[int],
 ) -> bool:
     """Whether ``taken`` is this prefix, within the limits, and one entry of each of some ranges."""
-    extra = [index for _, index in taken[len(prefix) :]]
+    extra = [at.received_by for at in taken[len(prefix) :]]
     within = (
-        sum(at.rows for at, _ in prefix) <= rows_max
-        and sum(at.payload_bytes for at, _ in prefix) <= bytes_max
+        sum(at.rows for at in prefix) <= rows_max
+        and sum(at.payload_bytes for at in prefix) <= bytes_max
     )
     return (
         taken[: len(prefix)] == prefix
         and (within or len(prefix) == 1)
         and len(extra) == len(set(extra))
-        and set(extra) <= left_out - {index for _, index in prefix}
+        and set(extra) <= left_out - {at.received_by for at in prefix}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from keyshard.core.ring.key_slot import key_slot, possible_slots, routing_key
@@ -129,7 +129,7 @@ class EntryBlock:
     later_parts: tuple[Part, ...] = ()
     """Content of what was joined, in the order of ``indices``. An entry that came whole has none:
     each object of an entry costs the collector as much as decoding a message."""
-    received_by: int = -1
+    received_by: int = field(default=-1, compare=False)
     """Index of the range that it counts as received by, once it is in a window."""
 
     @property
