@@ -18,6 +18,7 @@ from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_schema import TopicSchema
 
 
 class StartPosition(str, Enum):
@@ -330,5 +331,8 @@ class Admin(Protocol):
         """
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of the schema of a topic, by default the newest; ``None`` where none is."""
 
     def close(self) -> None: ...

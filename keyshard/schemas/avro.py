@@ -33,8 +33,6 @@ class AvroCodec:
         ConfigError: The packages are missing.
     """
 
-    empty_is_null = True
-
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._deserialize = library("pyruhvro", f"The Avro schema of {topic}").deserialize_array
         self._fastavro = library("fastavro", f"The Avro schema of {topic}")

@@ -19,12 +19,10 @@ class UndecodableError(Exception):
 
 
 class Codec(Protocol):
-    """Decodes values of one schema. None of them is empty where :attr:`empty_is_null`."""
+    """Decodes values of one schema."""
 
     type: pa.DataType
     """Of a decoded value; a struct becomes columns."""
-    empty_is_null: bool
-    """Whether an empty value stands for none, because no value is encoded as nothing."""
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         """Decode all values together.
@@ -58,7 +56,7 @@ def library(name: str, purpose: str) -> Any:
 def decode_rows(
     codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None = None
 ) -> tuple[pa.Array, dict[int, str]]:
-    """Decode values; those that cannot be decoded are null, and it is said why.
+    """Decode values; null stays null. What cannot be decoded is null, and it is said why.
 
     All are tried together. Where one fails the halves are, so that one bad value among many costs
     about as much again as all the others.
@@ -66,10 +64,11 @@ def decode_rows(
     Returns:
         (decoded values, reasons by row).
     """
-    if codec.empty_is_null:
-        filled = compute.greater(compute.binary_length(values), 0)
-        if not compute.all(filled, min_count=0).as_py():
-            return _with_nulls(codec, values, keys, writer, filled)
+    if values.null_count:
+        there = values.is_valid()
+        rows = compute.indices_nonzero(there)
+        decoded, wrong = decode_rows(codec, values.take(rows), keys.take(rows), writer)
+        return spread(decoded, there), {rows[row].as_py(): why for row, why in wrong.items()}
     reasons: dict[int, str] = {}
     parts: list[pa.Array] = []
     left = [(0, len(values))]
@@ -89,11 +88,7 @@ def decode_rows(
     return pa.concat_arrays(parts or [pa.nulls(0, codec.type)]), reasons
 
 
-def _with_nulls(
-    codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None, filled: pa.Array
-) -> tuple[pa.Array, dict[int, str]]:
-    rows = compute.indices_nonzero(filled)
-    decoded, reasons = decode_rows(codec, values.take(rows), keys.take(rows), writer)
-    numbers = compute.subtract(compute.cumulative_sum(filled.cast(pa.int64())), 1)
-    places = compute.if_else(filled, numbers, pa.scalar(None, pa.int64()))
-    return decoded.take(places), {rows[row].as_py(): why for row, why in reasons.items()}
+def spread(values: pa.Array, there: pa.Array) -> pa.Array:
+    """Values in the rows where one is, null in the others."""
+    numbers = compute.subtract(compute.cumulative_sum(there.cast(pa.int64())), 1)
+    return values.take(compute.if_else(there, numbers, pa.scalar(None, pa.int64())))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import compute
 
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
@@ -61,8 +60,6 @@ class KeyValueCodec:
         topic: For errors.
     """
 
-    empty_is_null = False
-
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._topic = topic
         key, value = parts_of(schema, topic)
@@ -78,22 +75,11 @@ class KeyValueCodec:
         for codec, raw, written in zip(
             (self._key, self._value), (raw_keys, raw_values), writers, strict=True
         ):
-            there = compute.indices_nonzero(raw.is_valid())
-            given = raw.take(there)
-            decoded, reasons = decode_rows(codec, given, pa.nulls(len(given), pa.string()), written)
+            decoded, reasons = decode_rows(codec, raw, pa.nulls(len(raw), pa.string()), written)
             if reasons:
                 raise UndecodableError(next(iter(reasons.values())))
-            columns.append(_spread(decoded, raw))
+            columns.append(decoded)
         return pa.StructArray.from_arrays(columns, fields=list(self.type))
-
-
-def _spread(decoded: pa.Array, raw: pa.Array) -> pa.Array:
-    """Decoded values where raw ones are, null where none is."""
-    if not raw.null_count:
-        return decoded
-    numbers = compute.subtract(compute.cumulative_sum(raw.is_valid().cast(pa.int64())), 1)
-    places = compute.if_else(raw.is_valid(), numbers, pa.scalar(None, pa.int64()))
-    return decoded.take(places)
 
 
 def _separated(values: pa.Array, keys: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -39,8 +39,6 @@ class JsonCodec:
         ConfigError: The package is missing.
     """
 
-    empty_is_null = True
-
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         msgspec = library("msgspec", f"The JSON schema of {topic}")
         self._wanted = parse(schema.definition, topic)

@@ -120,7 +120,6 @@ def _instant(values: pa.Array) -> pa.Array:
 class _Primitive(NamedTuple):
     type: pa.DataType
     decode: Callable[[pa.Array], pa.Array]
-    empty_is_null: bool = True
 
 
 def _number(code: str, kind: pa.DataType) -> _Primitive:
@@ -128,9 +127,9 @@ def _number(code: str, kind: pa.DataType) -> _Primitive:
 
 
 PRIMITIVES = {
-    "NONE": _Primitive(pa.binary(), lambda values: values, empty_is_null=False),
-    "BYTES": _Primitive(pa.binary(), lambda values: values, empty_is_null=False),
-    "STRING": _Primitive(pa.string(), _string, empty_is_null=False),
+    "NONE": _Primitive(pa.binary(), lambda values: values),
+    "BYTES": _Primitive(pa.binary(), lambda values: values),
+    "STRING": _Primitive(pa.string(), _string),
     "BOOLEAN": _Primitive(pa.bool_(), _boolean),
     "INT8": _number("b", pa.int8()),
     "INT16": _number("h", pa.int16()),
@@ -154,7 +153,7 @@ class PrimitiveCodec:
     """One of :data:`PRIMITIVES`."""
 
     def __init__(self, schema: TopicSchema) -> None:
-        self.type, self._decode, self.empty_is_null = PRIMITIVES[schema.type]
+        self.type, self._decode = PRIMITIVES[schema.type]
 
     def decode(
         self,

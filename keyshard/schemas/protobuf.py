@@ -32,8 +32,6 @@ class ProtobufCodec:
         ConfigError: The package is missing.
     """
 
-    empty_is_null = False
-
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         ptars = library("ptars", f"The protobuf schema of {topic}")
         how = ptars.PtarsConfig(

@@ -11,6 +11,7 @@ from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Admin, Broker, Consumer, Reader, StartPosition
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerUnavailableError
 
 SUBSCRIPTION = "contract"
@@ -62,6 +63,14 @@ class Harness(Protocol):
 
     def admin(self) -> Admin:
         """The admin interface."""
+
+    def add_schema(
+        self, topic: str, kind: str, definition: str = "", properties: dict[str, str] | None = None
+    ) -> None:
+        """Give a topic the next version of its schema."""
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of the schema of a topic, asked as a reader of this kind does."""
 
     def close_producers(self) -> None:
         """End what :meth:`publish` opened."""

@@ -21,6 +21,7 @@ from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Admin, Broker
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_schema import TopicSchema
 
 
 class MemoryHarness:
@@ -77,6 +78,15 @@ class MemoryHarness:
 
     def admin(self) -> Admin:
         return MemoryAdmin(self._cluster)
+
+    def add_schema(
+        self, topic: str, kind: str, definition: str = "", properties: dict[str, str] | None = None
+    ) -> None:
+        versions = self._cluster.schemas.setdefault(topic, [])
+        versions.append(TopicSchema(kind, definition.encode(), len(versions), properties or {}))
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        return self.admin().schema(topic, version)
 
     def close_producers(self) -> None:
         pass

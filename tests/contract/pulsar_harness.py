@@ -27,6 +27,7 @@ from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevBroker
 
 OTHER_CLIENT = Path(__file__).with_name("other_client.py")
@@ -125,6 +126,16 @@ class PulsarHarness:
 
     def admin(self) -> Admin:
         return self._own_admin
+
+    def add_schema(
+        self, topic: str, kind: str, definition: str = "", properties: dict[str, str] | None = None
+    ) -> None:
+        body = {"type": kind, "schema": definition, "properties": properties or {}}
+        path = f"/admin/v2/schemas/{topic.partition('://')[2]}/schema"
+        self._admin.post(path, json=body).raise_for_status()
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        return self._own_admin.schema(topic, version)
 
     def close_producers(self) -> None:
         for producer in self._producers.values():

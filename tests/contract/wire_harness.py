@@ -5,8 +5,10 @@ from __future__ import annotations
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 from keyshard.broker.port import Broker
+from keyshard.broker.schemas import schema_of
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
+from keyshard.core.topic_schema import TopicSchema
 
 
 class WireHarness(PulsarHarness):
@@ -18,6 +20,9 @@ class WireHarness(PulsarHarness):
     def broker(self) -> Broker:
         self._brokers.append(WireBroker(Connection(self._service_url)))
         return self._brokers[-1]
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        return schema_of(Connection(self._service_url), topic, version)
 
 
 class BreakableWireHarness(WireHarness, BreakablePulsarHarness):

@@ -28,7 +28,7 @@ TOPIC = "persistent://public/default/orders"
 
 def rows_of(
     schema: TopicSchema,
-    values: Sequence[bytes],
+    values: Sequence[bytes | None],
     keys: Sequence[str | None] | None = None,
     writer: TopicSchema | None = None,
 ) -> tuple[list[Any], dict[int, str]]:
@@ -44,7 +44,7 @@ def rows_of(
     return found.to_pylist(), reasons
 
 
-def decoded(schema: TopicSchema, *values: bytes, **how: Any) -> list[Any]:
+def decoded(schema: TopicSchema, *values: bytes | None, **how: Any) -> list[Any]:
     rows, reasons = rows_of(schema, values, **how)
     assert not reasons
     return rows
@@ -116,11 +116,11 @@ def test_what_is_no_such_primitive_is_named_and_the_others_are_decoded(
     assert why in reasons[1]
 
 
-@pytest.mark.parametrize("kind", ["INT32", "BOOLEAN", "INSTANT", "LOCAL_DATE"])
-def test_an_empty_value_is_none_where_nothing_is_encoded_so(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["INT32", "BOOLEAN", "INSTANT", "LOCAL_DATE", "STRING", "BYTES"])
+def test_no_value_is_null(kind: str) -> None:
     good, wanted = next((one[1], one[2]) for one in PRIMITIVES if one[0] == kind)
-    assert decoded(TopicSchema(kind), b"", good, b"", good) == [None, wanted, None, wanted]
-    assert decoded(TopicSchema(kind), b"") == [None]
+    assert decoded(TopicSchema(kind), None, good, None, good) == [None, wanted, None, wanted]
+    assert decoded(TopicSchema(kind), None) == [None]
     assert decoded(TopicSchema(kind)) == []
 
 
@@ -285,10 +285,14 @@ def test_damaged_avro_is_a_row_with_a_reason_or_a_value(seed: int) -> None:
         assert all(rows[i] is not None for i in range(5) if i not in reasons)
 
 
-def test_an_empty_avro_or_json_value_is_none() -> None:
-    data = written(SOME, {"id": 1, "name": None, "tags": []})
-    assert decoded(avro(SOME), b"", *data) == [None, {"id": 1, "name": None, "tags": []}]
-    assert decoded(jsons(SOME), b"", b"{}") == [None, {"id": None, "name": None, "tags": None}]
+def test_no_avro_or_json_value_is_null_and_an_empty_one_is_wrong() -> None:
+    (data,) = written(SOME, {"id": 1, "name": None, "tags": []})
+    rows, reasons = rows_of(avro(SOME), [None, data, b"", None])
+    assert rows == [None, {"id": 1, "name": None, "tags": []}, None, None]
+    assert list(reasons) == [2]
+    rows, reasons = rows_of(jsons(SOME), [b"", None, b"{}"])
+    assert rows == [None, None, {"id": None, "name": None, "tags": None}]
+    assert list(reasons) == [0]
 
 
 def jsons(schema: Any) -> TopicSchema:
@@ -353,7 +357,7 @@ def test_what_is_no_object_of_the_schema_is_named_and_shifts_nobody(
 def test_two_bad_objects_that_make_up_for_one_another_are_both_found() -> None:
     good = b'{"a":1,"b":"x"}'
     rows, reasons = rows_of(jsons(TWO), [good, good + good, b"", b" ", good])
-    assert sorted(reasons) == [1, 3]
+    assert sorted(reasons) == [1, 2, 3]
     assert [row and row["a"] for row in rows] == [1, None, None, None, 1]
 
 

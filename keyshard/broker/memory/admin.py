@@ -11,6 +11,7 @@ from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
@@ -118,6 +119,14 @@ class MemoryAdmin:
                 return self._cluster.log(topic_partition).position_at(time_ms)
             except TopicNotFoundError:
                 return None
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of the schema of a topic, by default the newest; ``None`` where none is."""
+        with self._cluster.lock:
+            found = self._cluster.schemas.get(topic, [])
+        if version is None:
+            return found[-1] if found else None
+        return found[version] if 0 <= version < len(found) else None
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""

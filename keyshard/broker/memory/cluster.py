@@ -18,6 +18,7 @@ from keyshard.broker.memory.log import Batching, EntryLog, Message, batches
 from keyshard.broker.memory.topics import TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class MemoryCluster:
             if name not in _NAMED:
                 _NAMED[name] = cls(now_ms=lambda: time.time_ns() // 1_000_000)
             return _NAMED[name]
+
+    @property
+    def schemas(self) -> dict[str, list[TopicSchema]]:
+        """All versions of the schema of each topic that has one, to be added to."""
+        return self._store.schemas
 
     def create_topic(self, name: str, partitions: int = 0) -> str:
         """Create a topic and return its full name.

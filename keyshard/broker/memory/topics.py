@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from keyshard.broker.memory.log import EntryLog, Message
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, TopicNotFoundError
 
 
@@ -29,6 +30,8 @@ class TopicStore:
         self._logs: dict[TopicPartition, EntryLog] = {}
         self._next_ledger = 0
         self._next_partition = 0
+        self.schemas: dict[str, list[TopicSchema]] = {}
+        """All versions of the schema of each topic that has one."""
 
     @property
     def logs(self) -> Mapping[TopicPartition, EntryLog]:
@@ -64,6 +67,7 @@ class TopicStore:
 
     def delete(self, topic: str) -> None:
         """Delete a topic."""
+        self.schemas.pop(topic, None)
         for where in self._topics.pop(topic):
             del self._logs[where]
 
@@ -71,6 +75,7 @@ class TopicStore:
         """Delete everything; ledger ids begin again."""
         self._topics.clear()
         self._logs.clear()
+        self.schemas.clear()
         self._next_ledger = 0
 
     def topics(self) -> dict[str, tuple[TopicPartition, ...]]:

@@ -13,6 +13,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.position.ledger import Ledger, ledgers_of
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError
 
 T = TypeVar("T")
@@ -149,6 +150,20 @@ class PulsarAdmin:
         path = f"{_path(topic_partition.name)}/messageid/{time_ms}"
         found = self._get(path, missing={})
         return EntryId(int(found["ledgerId"]), int(found["entryId"])) if found else None
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of the schema of a topic, by default the newest; ``None`` where none is."""
+        which = "" if version is None else f"/{version}"
+        path = f"schemas/{_path(topic).removeprefix('persistent/')}/schema{which}"
+        found = self._get(path, missing={})
+        if not found:
+            return None
+        return TopicSchema(
+            str(found["type"]),
+            str(found.get("data") or "").encode(),
+            int(found["version"]),
+            dict(found.get("properties") or {}),
+        )
 
     def _from_internal_stats(
         self, topic_partition: TopicPartition, read: Callable[[Mapping[str, Any]], T]

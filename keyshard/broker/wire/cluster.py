@@ -13,11 +13,17 @@ from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
 REDIRECTS_MAX = 20
 """Brokers that may name another one for a topic before they are taken to go round in a circle."""
 _REDIRECT, _CONNECT = 0, 1
+_SCHEMA_TYPES = dict(enumerate((
+    "NONE", "STRING", "JSON", "PROTOBUF", "AVRO", "BOOLEAN", "INT8", "INT16", "INT32", "INT64",
+    "FLOAT", "DOUBLE", "DATE", "TIME", "TIMESTAMP", "KEY_VALUE", "INSTANT", "LOCAL_DATE",
+    "LOCAL_TIME", "LOCAL_DATE_TIME", "PROTOBUF_NATIVE",
+)))  # fmt: skip
 _NOT_READY = 6
 
 
@@ -49,6 +55,26 @@ class Cluster:
         asked = api.PartitionedMetadata(topic=topic.encode())
         found = self._service(end_s).ask("partitioned_metadata", asked, _left(end_s))
         return int(found.partitions)
+
+    def schema(self, topic: str, version: int | None, timeout_s: float) -> TopicSchema:
+        """A version of the schema of a topic; the newest where none is named.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses, or has none.
+        """
+        end_s = time.monotonic() + timeout_s
+        asked = api.GetSchema(topic=topic.encode())
+        if version is not None:
+            asked.version = version.to_bytes(8, "big")
+        found = self._service(end_s).ask("get_schema", asked, _left(end_s))
+        number, told = found.schema.type, found.schema
+        return TopicSchema(
+            _SCHEMA_TYPES.get(number, f"number {number}"),
+            told.data,
+            int.from_bytes(found.version, "big"),
+            {one.key.decode(): one.value.decode() for one in told.properties},
+        )
 
     def owner(self, topic: str, timeout_s: float) -> WireConnection:
         """A connection to the broker that has a topic partition.

@@ -50,9 +50,9 @@ _CLIENT = b"keyshard"
 _PROTOCOL_VERSION = 21
 _ANSWERS = {
     "success", "partitioned_metadata_response", "lookup_response", "get_last_message_id_response",
-    "ack_response",
+    "ack_response", "get_schema_response",
 }  # fmt: skip
-_MAY_FAIL = {"partitioned_metadata_response", "lookup_response", "ack_response"}
+_MAY_FAIL = _ANSWERS - {"success", "get_last_message_id_response"}
 _OF_CONSUMER = 1
 _NO_REQUEST = 2**64 - 1
 """Request id of a broker that refuses no request, but the connection."""
