@@ -18,6 +18,8 @@ from pyspark.sql.types import (
 )
 
 from keyshard.errors import ConfigError
+from spark_adapter.batch_reader import KeyShardBatchReader
+from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 
@@ -37,7 +39,7 @@ COLUMNS: dict[str, DataType] = {
 
 
 class KeyShardDataSource(DataSource):
-    """Streaming source over hash ranges of Pulsar topics."""
+    """Pulsar topics: as a stream over hash ranges, or what they hold as a batch."""
 
     @classmethod
     def name(cls) -> str:
@@ -45,9 +47,19 @@ class KeyShardDataSource(DataSource):
         return "keyshard"
 
     def schema(self) -> StructType:
-        """All columns; wrong options are refused here, when the query is built."""
-        parse_options(self.options)
+        """All columns; wrong options are refused here, when the query is built.
+
+        Spark does not tell of what: a stream has options that no batch read has, one at least.
+        """
+        if any(is_of_streams(name) for name in self.options):
+            parse_options(self.options)
+        else:
+            parse_bounded(self.options)
         return StructType([StructField(name, kind) for name, kind in COLUMNS.items()])
+
+    def reader(self, schema: StructType) -> KeyShardBatchReader:
+        """The reader of one batch; plans when Spark asks for partitions."""
+        return KeyShardBatchReader(parse_bounded(self.options), _selected(schema))
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""

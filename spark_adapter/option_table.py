@@ -61,7 +61,8 @@ OPTIONS = (
         "startingOffsets",
         "starting_position",
         "`earliest` or `latest`: where a subscription begins that does not exist at the first "
-        "start. A checkpoint, then an existing subscription, come before it.",
+        "start. A checkpoint, then an existing subscription, come before it. Of a batch read: "
+        "see below.",
     ),
     Option(
         "maxOffsetsPerTrigger",
@@ -154,6 +155,62 @@ OPTIONS = (
         "acknowledged that no batch holds. `false` warns, counts them in `entriesLost`, goes on.",
     ),
 )
+
+OF_BATCHES_TOO = frozenset({
+    "service.url", "admin.url", "topic", "topics", "topicsPattern", "transport",
+    "startingOffsets", "operationTimeoutMillis", "failOnDataLoss",
+})  # fmt: skip
+"""Names of the options above that a batch read has, beside :data:`CONNECTION_OPTIONS`."""
+_OFFSETS = (
+    "`earliest`, `latest`, or JSON with a position for each topic partition: "
+    '`{"orders-partition-0": "7:120", "orders-partition-1": "8:3:17"}`, as `ledger:entry` or '
+    "`ledger:entry:index`, or one of the two words. "
+)
+BATCH_OPTIONS = (
+    Option("startingOffsets", "start", f"First message: {_OFFSETS}Default `earliest`."),
+    Option(
+        "endingOffsets",
+        "end",
+        f"Message that is not read any more: {_OFFSETS}Default `latest`: behind what is stored "
+        "when the read is planned, which is once for each `load()`.",
+    ),
+    Option(
+        "startingTime",
+        "start",
+        "Instead of `startingOffsets`: first publish time, ISO 8601 with its zone "
+        "(`2026-11-21T08:00:00+01:00`) or milliseconds since 1970.",
+    ),
+    Option(
+        "endingTime",
+        "end",
+        "Instead of `endingOffsets`: publish time that is not read any more.",
+    ),
+    Option(
+        "maxTimeDisorder",
+        "disorder_max_s",
+        "How far publish times go back in a topic partition at most, such as `1h`. Then only what "
+        "may lie between the times is read; without it all that is stored is looked at, because "
+        "times are not in the order of entries. What is off by more than you said may be missed.",
+    ),
+    Option(
+        "minPartitions",
+        "partitions_min",
+        "Fewest Spark partitions, whatever the number of topic partitions: they are cut between "
+        "entries, about equal in bytes. Unset: one for each 32 MiB, and for each topic partition.",
+    ),
+    Option(
+        "maxRowsPerPartition",
+        "rows_max",
+        "Most rows of a Spark partition, estimated as entries: a producer batch counts as one.",
+    ),
+    Option(
+        "keys",
+        "keys",
+        'Only messages with one of these keys, a JSON list: `["k1", "k2"]`. The others are '
+        "dropped before columns are made of them.",
+    ),
+)
+"""What only a batch read has, and ``startingOffsets`` as it has it."""
 
 CLIENT = "pulsar.client."
 """Beginning of the options that Pulsar's Java client has, too."""

@@ -14,11 +14,12 @@ from keyshard.config.field_types import of_type
 from keyshard.config.source import SHORTHANDS
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
-from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS, Option
+from spark_adapter.option_table import BATCH_OPTIONS, CLIENT, CONNECTION_OPTIONS, OPTIONS, Option
 
 _UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
+_OF_BATCHES = {option.name.lower(): option for option in BATCH_OPTIONS}
 _INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
 _REQUIRED = {"subscription"}
 """Fields that a query has to name, also those with a default in Python."""
@@ -39,7 +40,7 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
             continue
         option = _BY_NAME.get(name.lower())
         if option is None:
-            raise ConfigError(_unknown(name))
+            raise ConfigError(unknown(name))
         if option.field in given:
             raise ConfigError(f"Give only one of {given[option.field]!r} and {option.name!r}.")
         given[option.field] = option.name
@@ -138,6 +139,13 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
+def batch_options_table() -> str:
+    """The table of what a batch read has of its own, in Markdown."""
+    lines = ["| option | meaning |", "|---|---|"]
+    lines += [f"| `{option.name}` | {option.meaning} |" for option in BATCH_OPTIONS]
+    return "\n".join(lines)
+
+
 def _parse(option: Option, text: str) -> Any:
     if option.name == "topics":
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
@@ -146,7 +154,7 @@ def _parse(option: Option, text: str) -> Any:
             raise ConfigError(f"Option {option.name!r} is {shown(text)}; it must be true or false.")
         return text.lower() == "true"
     if option.field == "batch_delay_max_ms":
-        return _milliseconds(option, text)
+        return milliseconds(option.name, text)
     if option.field not in _INTEGERS:
         return text
     try:
@@ -157,18 +165,29 @@ def _parse(option: Option, text: str) -> Any:
         ) from None
 
 
-def _milliseconds(option: Option, text: str) -> int:
+def milliseconds(name: str, text: str) -> int:
+    """A length of time with its unit.
+
+    Raises:
+        ConfigError: It is none.
+    """
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
-        raise ConfigError(
-            f"Option {option.name!r} is {shown(text)}; write for example '30s' or '15m'."
-        )
+        raise ConfigError(f"Option {name!r} is {shown(text)}; write for example '30s' or '15m'.")
     return int(match["number"]) * _UNITS_MS[match["unit"]]
 
 
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
+def unknown(name: str) -> str:
+    """What is wrong with an option that a stream does not have."""
+    batch = _OF_BATCHES.get(name.lower())
+    if batch is not None:
+        return (
+            f"Option {batch.name!r} is one of a batch read (spark.read), and a stream does not "
+            "have it. Remove it."
+        )
+    known = _BY_NAME | _OF_BATCHES
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
     return (
-        f"Option {shown(name)} is unknown. Did you mean {_BY_NAME[near[0]].name!r}? "
+        f"Option {shown(name)} is unknown. Did you mean {known[near[0]].name!r}? "
         "All options stand in docs/options.md."
     )

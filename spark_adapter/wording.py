@@ -16,13 +16,18 @@ _FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 
 
 @contextmanager
-def told_to_spark() -> Iterator[None]:
+def told_to_spark(**first: str) -> Iterator[None]:
     """Errors of keyshard name options, not fields of ``KeyShardSource``, and no causes.
 
     Spark prints the traceback of every cause before the error, whose sentence says what they said.
+
+    Args:
+        **first: What the user calls things whose names are words; they may be an error's first.
     """
     try:
         yield
     except KeyShardError as exc:
         text = _FIELD.sub(lambda found: _NAMES[found[1]], exc.message)
+        word, space, rest = text.partition(" ")
+        text = first.get(word, word) + space + rest
         raise type(exc)(text, **exc.facts) from None

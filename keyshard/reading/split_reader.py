@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 
 import pyarrow as pa
@@ -24,6 +24,7 @@ from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.split import Split
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
+from keyshard.reading.keys import KEY, OnlyKeys
 from keyshard.reading.scan import Scan
 
 QUEUE_BYTES = 32 * 1024 * 1024
@@ -41,6 +42,7 @@ def read_splits(
     splits: Sequence[Split],
     names: Sequence[str],
     *,
+    keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
 ) -> Iterator[pa.RecordBatch]:
     """Connect, and read some splits one after the other; see :func:`read_split`."""
@@ -52,6 +54,7 @@ def read_splits(
                 split,
                 names,
                 connection.operation_timeout_ms / 1000,
+                keys=keys,
                 fail_on_data_loss=fail_on_data_loss,
             )
 
@@ -63,6 +66,7 @@ def read_split(
     names: Sequence[str],
     timeout_s: float,
     *,
+    keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
 ) -> Iterator[pa.RecordBatch]:
     """Messages of a split, in the order of its topic partition.
@@ -73,6 +77,7 @@ def read_split(
         split: What is read.
         names: Columns of :data:`keyshard.arrow.columns.SCHEMA`, at least one.
         timeout_s: Longest time in which nothing comes, seconds.
+        keys: Partition keys whose messages are wanted; ``None``: all are.
         fail_on_data_loss: Whether entries that are no longer stored are an error; else they are
             left out, with a warning.
 
@@ -87,8 +92,12 @@ def read_split(
         BrokerError: The broker cannot be reached, or refuses.
     """
     queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
-    how = HowToRead(min(max(queue, QUEUE_MIN), QUEUE_MAX), names, encrypted_too=True)
+    wanted = names if keys is None else {*names, KEY}
+    how = HowToRead(min(max(queue, QUEUE_MIN), QUEUE_MAX), wanted, encrypted_too=True)
     blocks = _stored(broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss)
+    if keys is not None:
+        chosen = map(OnlyKeys(keys).of, blocks)
+        blocks = (block for block in chosen if block is not None)
     yield from record_batches(((split.topic_partition, block) for block in blocks), names)
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from keyshard.broker.port import Admin
 from keyshard.broker.retry import retry_until
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Bound, Edge, check_order
+from keyshard.core.position.bounds import Bound, Edge, check_order, fixed
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Split, stretch
@@ -78,7 +79,7 @@ def stretches(
                     raise loss
                 _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
         if start is Edge.LATEST or end is Edge.EARLIEST:
-            return Split(topic_partition, ())
+            return Split(topic_partition, (), end=fixed(end, ledgers))
 
         def pruned(bound: Bound, margin_ms: int | None) -> MessageId | None:
             if isinstance(bound, MessageId):
@@ -91,7 +92,7 @@ def stretches(
 
         # What the entry before the first position shows, of a time earlier by the disorder, is
         # that all entries before are earlier than the start; and the other way round.
-        return stretch(
+        found = stretch(
             topic_partition,
             ledgers,
             pruned(start, None if disorder_ms is None else -disorder_ms),
@@ -99,6 +100,7 @@ def stretches(
             start_ms=start if isinstance(start, int) else None,
             end_ms=end if isinstance(end, int) else None,
         )
+        return replace(found, end=fixed(end, ledgers))
 
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-splits") as pool:
         return tuple(pool.map(one, starts))

@@ -8,13 +8,14 @@ its end; so the end of one read is the start of the next.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from enum import Enum
 from typing import TypeAlias
 
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.position.ledger import Ledger
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
@@ -75,7 +76,7 @@ def parse_bounds(
 def _by_partition(
     name: str, given: Mapping[object, object], topic_partitions: Collection[TopicPartition]
 ) -> dict[TopicPartition, Bound]:
-    known, found = set(topic_partitions), {}
+    known, found = set(topic_partitions), dict[TopicPartition, Bound]()
     for key, value in given.items():
         topic_partition = _topic_partition(name, key)
         if topic_partition not in known:
@@ -83,6 +84,8 @@ def _by_partition(
                 f"{name} names {topic_partition}, which is not read. Read are: "
                 f"{_listed(sorted(known))}."
             )
+        if topic_partition in found:
+            raise ConfigError(f"{name} names {topic_partition} twice. Name it once.")
         found[topic_partition] = parse_bound(f"{name} of {topic_partition}", value)
     if missing := sorted(known - found.keys()):
         raise ConfigError(
@@ -132,6 +135,45 @@ def parse_bound(name: str, given: object) -> Bound:
         if match := _TIME.fullmatch(text):
             return _time(name, text, match)
     raise ConfigError(f"{name} is {shown(given)}; {_WANTED}.")
+
+
+def parse_position(name: str, given: object) -> Edge | MessageId:
+    """An edge or a position, and no time.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(given, str) and not _TIME.fullmatch(given.strip()):
+        bound = parse_bound(name, given)
+        if not isinstance(bound, int):
+            return bound
+    raise ConfigError(
+        f"{name} is {shown(given)}; write 'earliest', 'latest', or a position 'ledger:entry' or "
+        "'ledger:entry:index'."
+    )
+
+
+def parse_time(name: str, given: str) -> int:
+    """A time as a text says it without doubt.
+
+    Raises:
+        ConfigError: It is none, or says no zone.
+    """
+    text = given.strip()
+    if re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        return _number(name, int(text))
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{name} is {shown(given)}, which is no time; write '2026-11-21T08:00:00+01:00', or "
+            "milliseconds since 1970."
+        )
+    if match[5] is None:
+        raise ConfigError(
+            f"{name} is {shown(given)}, which says no zone. Add 'Z' for UTC, or an offset such as "
+            "'+01:00'."
+        )
+    return _time(name, text, match)
 
 
 def _number(name: str, given: int) -> int:
@@ -186,6 +228,13 @@ def check_order(
                 f"start of {topic_partition} is {bound_text(start)}, after its end, which is "
                 f"{bound_text(end)}. Exchange them, or correct one."
             )
+
+
+def fixed(bound: Bound, ledgers: Sequence[Ledger]) -> Bound:
+    """A bound that stays where it is: for ``latest`` the position behind all that is stored."""
+    if bound is not Edge.LATEST:
+        return bound
+    return MessageId(ledgers[-1].id, ledgers[-1].entries, 0) if ledgers else Edge.EARLIEST
 
 
 def bound_text(bound: Bound) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from keyshard.core.message import MessageId
+from keyshard.core.position.bounds import Bound
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 
@@ -56,6 +57,8 @@ class Split:
     """Publish time, milliseconds since the epoch, from which on messages are read."""
     end_ms: int | None = None
     """Publish time up to which they are, exclusive."""
+    end: Bound | None = None
+    """Where the stretch ends that it is a part of: what is read next begins there."""
 
     def __post_init__(self) -> None:
         assert all(span.first < span.end for span in self.spans), "no span is empty"

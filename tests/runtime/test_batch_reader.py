@@ -1,0 +1,168 @@
+"""The batch reader on the in-memory broker, called as Spark calls it."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+
+import pytest
+from pyspark.sql.datasource import DataSourceReader
+
+from keyshard.arrow.columns import SCHEMA
+from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import ConfigError, DataLossTrimmedError
+from keyshard.reading import scan as scan_module
+from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplit
+from spark_adapter.bounded_options import parse_bounded
+
+_names = itertools.count()
+T0 = 1_700_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
+    monkeypatch.setattr("tenacity.nap.sleep", lambda _s: None)
+
+
+class Topic:
+    """Two partitions with single messages and batches of mixed keys, in ledgers of ten entries."""
+
+    def __init__(self) -> None:
+        name = f"batch-reader-{next(_names)}"
+        self.url = f"memory://{name}"
+        self.cluster = MemoryCluster.named(name)
+        self.cluster._store._entries_per_ledger = 10
+        self.topic = self.cluster.create_topic("orders", 2)
+        self.sent: dict[tuple[int, str], bytes] = {}
+        """Key of each message, by its partition and id."""
+        for where in self.cluster.partitions(self.topic):
+            for number in range(30):
+                self.publish(where, 4 if number % 3 == 0 else 1, T0 + number)
+
+    def publish(self, where: TopicPartition, count: int, time_ms: int) -> EntryId:
+        keys = [f"k{(time_ms + i) % 5}" for i in range(count)]
+        ((_, entry),) = self.cluster.publish(
+            where, *(Message(key.encode(), key=key) for key in keys),
+            batching=Batching.MIXED, publish_ms=time_ms,
+        )  # fmt: skip
+        for index, key in enumerate(keys):
+            self.sent[where.partition, f"{entry.ledger}:{entry.entry}:{index}"] = key.encode()
+        return entry
+
+    def reader(self, columns: Sequence[str] = SCHEMA.names, **options: str) -> KeyShardBatchReader:
+        given = {"topic": self.topic, **options}
+        read = parse_bounded(given | {"admin.url": "http://127.0.0.1:1"})
+        # Spark reads in other processes, so its options refuse a cluster of this one.
+        source = type(read.source)(
+            self.topic, service_url=self.url, admin_url=self.url,
+            fail_on_data_loss=read.source.fail_on_data_loss, operation_timeout_ms=5_000,
+        )  # fmt: skip
+        object.__setattr__(read, "source", source)
+        return KeyShardBatchReader(read, columns)
+
+    def rows(self, reader: KeyShardBatchReader) -> list[tuple[int, str]]:
+        """Partition and id of each row, part by part, as Spark's workers read them."""
+        found = []
+        for part in reader.partitions():
+            for batch in pickle.loads(pickle.dumps(reader)).read(pickle.loads(pickle.dumps(part))):
+                ids = (batch.column(name).to_pylist() for name in ("__partition", "__messageId"))
+                found += list(zip(*ids, strict=True))
+        return found
+
+
+@pytest.fixture
+def topic() -> Topic:
+    return Topic()
+
+
+def test_every_message_comes_once_in_any_number_of_parts(topic: Topic) -> None:
+    for options in ({}, {"minPartitions": "13"}, {"maxRowsPerPartition": "1"}):
+        reader = topic.reader(**options)
+        assert topic.rows(reader) == list(topic.sent)
+    assert len(topic.reader().partitions()) == 2
+    assert len(topic.reader(minPartitions="13").partitions()) == 13
+    for part in topic.reader(maxRowsPerPartition="7").partitions():
+        assert isinstance(part, KeyShardSplit)
+        assert part.split is not None
+        assert part.split.entries <= 7
+
+
+def test_the_first_part_says_where_the_read_ends_and_the_next_one_begins_there(
+    topic: Topic,
+) -> None:
+    first, *others = topic.reader(minPartitions="5").partitions()
+    assert isinstance(first, KeyShardSplit)
+    assert set(first.ends) == {one.name for one in topic.cluster.partitions(topic.topic)}
+    assert not any(one.ends for one in others)  # type: ignore[attr-defined]
+    before = set(topic.sent)
+    for where in topic.cluster.partitions(topic.topic):
+        topic.publish(where, 3, T0)
+    positions = str(first.ends).replace("'", '"')
+    assert set(topic.rows(topic.reader(endingOffsets=positions))) == before
+    assert set(topic.rows(topic.reader(startingOffsets=positions))) == topic.sent.keys() - before
+
+
+def test_what_holds_nothing_has_one_part_without_rows_that_knows_the_ends(topic: Topic) -> None:
+    (part,) = topic.reader(startingOffsets="latest").partitions()
+    assert isinstance(part, KeyShardSplit)
+    assert part.split is None
+    assert len(part.ends) == 2
+    assert topic.rows(topic.reader(startingOffsets="latest")) == []
+
+
+@pytest.mark.parametrize("columns", [[], ["value"], ["__key"]])
+def test_keys_choose_exactly_whatever_batch_they_are_in(topic: Topic, columns: list[str]) -> None:
+    reader = topic.reader([*columns, "__partition", "__messageId"], keys='["k1", "k4", "none"]')
+    rows = topic.rows(reader)
+    assert rows == [one for one, key in topic.sent.items() if key in (b"k1", b"k4")]
+    (part, *_) = reader.partitions()
+    for batch in reader.read(part):
+        assert batch.schema.names == [*columns, "__partition", "__messageId"]
+
+
+def test_times_choose_by_publish_time(topic: Topic) -> None:
+    for more in ({}, {"maxTimeDisorder": "1s"}):
+        reader = topic.reader(startingTime=str(T0 + 5), endingTime=str(T0 + 9), **more)
+        rows = topic.rows(reader)
+        assert len(rows) == 2 * (1 + 4 + 1 + 1)
+        assert set(rows) <= topic.sent.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"startingOffsets": '{"orders-partition-0": "1:1"}'}, "startingOffsets says nothing of"),
+        ({"endingOffsets": '{"a": "1:1"}'}, "endingOffsets names persistent://public/default/a, "),
+        ({"endingOffsets": "{}"}, "endingOffsets says nothing of"),
+        ({"startingOffsets": '{"a b": "1:1"}'}, "startingOffsets has the key 'a b'"),
+        ({"startingTime": str(T0 + 1), "endingTime": str(T0)}, "startingTime of persistent://"),
+        ({"startingOffsets": "latest", "endingOffsets": "earliest"}, "after its end"),
+        ({"maxTimeDisorder": "999999h"}, "maxTimeDisorder is 3599996400.0; it must be 0 to"),
+    ],
+)
+def test_what_is_wrong_is_told_when_it_is_planned_in_the_words_of_its_option(
+    topic: Topic, options: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        topic.reader(**options).partitions()
+    assert sentence in caught.value.message
+
+
+def test_what_is_trimmed_is_named_or_left_out(topic: Topic) -> None:
+    where, _ = topic.cluster.partitions(topic.topic)
+    reader, lenient = topic.reader(), topic.reader(failOnDataLoss="false")
+    parts = reader.partitions()
+    first = parts[0].split.first  # type: ignore[attr-defined]
+    topic.cluster.trim(where, EntryId(first.ledger + 1, 0))
+    with pytest.raises(DataLossTrimmedError):
+        list(reader.read(parts[0]))
+    assert list(lenient.read(parts[0]))
+    assert topic.rows(topic.reader())
+
+
+def test_no_filters_are_taken_from_spark() -> None:
+    """Spark 4.3 would read what it planned for one filter for every other; see tests/spark."""
+    assert KeyShardBatchReader.pushFilters is DataSourceReader.pushFilters

@@ -1,0 +1,156 @@
+"""Batch reads through Spark: ``spark.read.format("keyshard")`` on a real broker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pyspark
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    InputPartition,
+)
+from pyspark.sql.types import StructType
+
+from contract.pulsar_harness import PulsarHarness
+from keyshard.broker.memory import Batching, Message
+from keyshard.core.position.entry import TopicPartition
+from keyshard.testing.devbroker import DevBroker
+
+pytestmark = [pytest.mark.broker, pytest.mark.spark]
+
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+
+
+@pytest.fixture
+def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
+    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    made.keep_all()  # every two minutes the broker deletes ledgers that no subscription needs
+    yield made
+    made.close()
+
+
+def load(
+    spark: SparkSession, dev_broker: DevBroker, topic: str, schema: str = "", **options: str
+) -> DataFrame:
+    reader = spark.read.format("keyshard").options(
+        **{"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url},
+        topic=topic,
+        **options,
+    )
+    return (reader.schema(schema) if schema else reader).load()
+
+
+def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic(1)
+    messages = [Message(b"%d" % number, key=f"k{number % 7}") for number in range(90)]
+    where = TopicPartition(topic, 0)
+    harness.publish(where.name, messages[:30])
+    harness.publish(where.name, messages[30:60], Batching.MIXED)
+    harness.roll_ledger(where)
+    harness.publish(where.name, messages[60:])
+    rows = load(spark, dev_broker, topic, minPartitions="3")
+    parts = [[int(row["value"]) for row in part] for part in rows.rdd.glom().collect()]
+    assert len(parts) == 3
+    assert [number for part in parts for number in part] == list(range(90)), "in order"
+
+    harness.publish(where.name, [Message(b"90", key="later")])
+    assert rows.count() == 90, "what is read is fixed at the first action"
+    assert load(spark, dev_broker, topic, "__partition int").count() == 91
+    one = load(spark, dev_broker, topic, "value binary", keys='["k3", "later"]').collect()
+    assert [int(row["value"]) for row in one] == [*range(3, 90, 7), 90]
+
+    spark.conf.set(PUSHDOWN, "true")
+    try:
+        fresh = load(spark, dev_broker, topic)
+        assert fresh.filter("__key = 'k3'").count() == 13
+        assert fresh.count() == 91, "what was planned for a filter is right without it"
+    finally:
+        spark.conf.unset(PUSHDOWN)
+    path = where.name.replace("://", "/")
+    stats = httpx.get(f"{dev_broker.admin_url}/admin/v2/{path}/internalStats").json()
+    assert stats["cursors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"startingTime": "2026-11-21T08:00"}, "which says no zone"),
+        ({"subscription": "s"}, "'subscription' is one of a stream"),
+        ({"endingOffsets": '{"other": "1:1"}'}, "endingOffsets names"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_before_any_job_runs(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness,
+    options: dict[str, str], sentence: str,
+) -> None:  # fmt: skip
+    topic = harness.create_topic()
+    with pytest.raises(pyspark.errors.PySparkException) as caught:
+        load(spark, dev_broker, topic, **options).count()
+    found = str(caught.value).rsplit("[KEYSHARD_", maxsplit=1)[1].partition("\n")[0]
+    assert found.startswith("BAD_OPTION]")
+    assert sentence in found
+    assert "Job aborted" not in str(caught.value)
+
+
+def three() -> type[DataSource]:
+    """A source of three partitions with one row each, which takes filters from Spark.
+
+    Made in a function, so that Spark's workers get all of it and do not look for this module.
+    """
+
+    class ThreeReader(DataSourceReader):
+        wanted: Any = None
+
+        def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # type: ignore[override]  # noqa: N802
+            for one in filters:
+                if isinstance(one, EqualTo):
+                    self.wanted = one.value
+                else:
+                    yield one
+
+        def partitions(self) -> list[InputPartition]:
+            return [InputPartition(number) for number in range(3)]
+
+        def read(self, partition: InputPartition) -> Iterator[tuple[int]]:
+            if self.wanted in (None, partition.value):
+                yield (partition.value,)
+
+    class Three(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "three"
+
+        def schema(self) -> str:
+            return "number int"
+
+        def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
+            return ThreeReader()
+
+    return Three
+
+
+@pytest.mark.skipif(not pyspark.__version__.startswith("4.3"), reason="this was seen in 4.3")
+def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
+    """1. A query with a filter; 2. one without it, on the same DataFrame: it has too few rows.
+
+    When this fails, Spark plans each of them by itself, and ``pushFilters`` may be offered.
+    """
+    spark.dataSource.register(three())
+    spark.conf.set(PUSHDOWN, "true")
+    try:
+        rows = spark.read.format("three").load()
+        assert rows.filter("number = 1").count() == 1
+        assert rows.count() == 1, "Spark is mended: these are three"
+        one, two = rows.filter("number = 1"), rows.filter("number = 2")
+        assert sorted(row["number"] for row in one.union(two).collect()) == [2, 2], "1 and 2"
+    finally:
+        spark.conf.unset(PUSHDOWN)

@@ -1,0 +1,147 @@
+"""Options of a batch read: what they say, and one sentence for each that says nothing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.core.message import MessageId
+from keyshard.core.position.bounds import Edge
+from keyshard.errors import ConfigError
+from spark_adapter.bounded_options import PARTITIONS_MAX, BoundedRead, parse_bounded
+from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.option_table import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
+from spark_adapter.options import batch_options_table, parse_options
+
+MINIMAL = {"topic": "orders", "admin.url": "http://broker:8080"}
+NOV_21 = 1_795_219_200_000
+DOCS = Path(__file__).parents[2] / "docs" / "options.md"
+
+
+def refused(**options: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_bounded(MINIMAL | options)
+    return caught.value.message
+
+
+def test_a_topic_is_read_from_its_beginning_to_its_end() -> None:
+    read = parse_bounded(MINIMAL)
+    assert (read.start, read.end) == (Edge.EARLIEST, Edge.LATEST)
+    assert read.source == KeyShardSource("orders", admin_url="http://broker:8080")
+    assert (read.partitions_min, read.rows_max, read.keys) == (1, None, None)
+
+
+def test_every_option_says_its_part_whatever_its_case() -> None:
+    options = {
+        "startingoffsets": ' {"orders-partition-0": "7:120", "orders-partition-1": "earliest"}',
+        "ENDINGTIME": "2026-11-21T01:00:00+01:00",
+        "maxTimeDisorder": "1h",
+        "minPartitions": "13",
+        "maxRowsPerPartition": "100000",
+        "keys": '["a", "b,c"]',
+        "failOnDataLoss": "false",
+        "pulsar.client.listenerName": "outside",
+    }
+    read = parse_bounded(MINIMAL | options)
+    assert read.start == {"orders-partition-0": MessageId(7, 120, 0),
+                          "orders-partition-1": Edge.EARLIEST}  # fmt: skip
+    assert read.end == NOV_21
+    assert read.disorder_max_s == 3600
+    assert (read.partitions_min, read.rows_max) == (13, 100_000)
+    assert read.keys == {"a", "b,c"}
+    assert not read.source.fail_on_data_loss
+    assert read.source.how_to_connect().listener_name == "outside"
+    assert dict(read.names)["start"] == "startingOffsets"
+    assert dict(read.names)["end"] == "endingTime"
+    assert pickle.loads(pickle.dumps(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"startingOffsets": "soon"}, "startingOffsets is 'soon'; write 'earliest', 'latest'"),
+        ({"startingOffsets": ""}, "startingOffsets is ''; write 'earliest'"),
+        ({"startingOffsets": "2026-11-21"}, "startingOffsets is '2026-11-21'; write 'earliest'"),
+        ({"endingOffsets": "7:3"}, "a position is one of a single topic partition. Write JSON"),
+        ({"endingOffsets": '{"orders": 7}'}, "endingOffsets of 'orders' is 7; write"),
+        ({"endingOffsets": '{"orders": "7:"}'}, "endingOffsets of 'orders' is '7:'; write"),
+        ({"endingOffsets": '{"orders": "2026-11-21"}'}, "endingOffsets of 'orders' is '2026-1"),
+        ({"endingOffsets": '{"orders": "7:1", "orders": "7:2"}'}, "names 'orders' twice"),
+        ({"endingOffsets": '{"orders": "7:1"'}, "which is no JSON: Expecting ',' delimiter"),
+        ({"endingOffsets": '["7:1"]'}, "endingOffsets is '[\"7:1\"]'; write 'earliest'"),
+        ({"startingTime": "2026-11-21T08:00"}, "which says no zone. Add 'Z' for UTC"),
+        ({"startingTime": "earliest"}, "startingTime is 'earliest', which is no time"),
+        ({"startingTime": "1795219200"}, "If it is seconds, multiply it by 1000"),
+        ({"startingTime": "-5"}, "startingTime is '-5', which is no time"),
+        ({"startingTime": "9" * 18}, "which is no time"),
+        ({"endingTime": "2026-02-30T00:00Z"}, "endingTime is '2026-02-30T00:00Z', which is no "),
+        ({"startingTime": "0", "startingOffsets": "earliest"},
+         "Give only one of 'startingTime' and 'startingOffsets'."),
+        ({"minPartitions": "0"}, "minPartitions is 0; it must be an integer from 1 to 100000"),
+        ({"minPartitions": "many"}, "minPartitions is 'many'; it must be an integer"),
+        ({"minPartitions": str(PARTITIONS_MAX + 1)}, "minPartitions is 100001; it must be"),
+        ({"maxRowsPerPartition": "-1"}, "maxRowsPerPartition is '-1'; it must be an integer"),
+        ({"maxRowsPerPartition": "²"}, "maxRowsPerPartition is '²'; it must be an integer"),
+        ({"maxTimeDisorder": "soon"}, "'maxTimeDisorder' is 'soon'; write for example '30s'"),
+        ({"keys": "a,b"}, "keys is 'a,b'; write a JSON list of keys"),
+        ({"keys": "[]"}, "write a JSON list of keys"),
+        ({"keys": "[1]"}, "write a JSON list of keys"),
+        ({"keys": r'["\ud800"]'}, "write a JSON list of keys"),
+        ({"subscription": "s"}, "Option 'subscription' is one of a stream (spark.readStream), "),
+        ({"WINDOWMAXROWS": "5"}, "Option 'windowMaxRows' is one of a stream"),
+        ({"minPartition": "5"}, "Option 'minPartition' is unknown. Did you mean 'minPartitions'?"),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_is_refused_by_one_sentence(
+    options: dict[str, str], sentence: str
+) -> None:
+    message = refused(**options)
+    assert sentence in message
+    assert message.endswith(".")
+
+
+def test_a_stream_refuses_what_only_a_batch_read_has() -> None:
+    for option in BATCH_OPTIONS:
+        if option.name in OF_BATCHES_TOO:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            parse_options({"topic": "orders", "subscription": "s", option.name: "1"})
+        assert "is one of a batch read (spark.read), and a stream does not" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"topic": "t"}, True),
+        ({"topic": "t", "subscription": "s"}, True),
+        ({"topic": "t", "startingTime": "0"}, True),
+        ({"topic": "t", "startingTime": "0", "subscription": "s"}, False),
+        ({"topic": "t", "parallelism": "4"}, False),
+        ({"subscription": "s"}, False),
+        ({}, False),
+    ],
+)
+def test_options_are_checked_when_a_table_is_loaded(options: dict[str, str], right: bool) -> None:
+    source = KeyShardDataSource(options)
+    if right:
+        assert source.schema().fieldNames()[0] == "value"
+    else:
+        with pytest.raises(ConfigError):
+            source.schema()
+
+
+def test_the_docs_contain_the_table_as_it_is_now() -> None:
+    assert batch_options_table() in DOCS.read_text()
+    fields = {"source", *BoundedRead.__dataclass_fields__}
+    assert {option.field for option in BATCH_OPTIONS} <= fields
+    assert {option.name for option in OPTIONS} >= OF_BATCHES_TOO
+    assert all(option.meaning.endswith(".") for option in BATCH_OPTIONS)
+
+
+@pytest.mark.parametrize("value", ["", "x" * 10_000, "\x00", "[" * 100_000, "{" * 10_000])
+@pytest.mark.parametrize("name", [option.name for option in BATCH_OPTIONS])
+def test_hostile_values_are_refused(name: str, value: str) -> None:
+    assert len(refused(**{name: value})) < 1_000
