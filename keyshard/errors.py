@@ -4,7 +4,8 @@
 
     KeyShardError                      KEYSHARD_ERROR
     ├── ConfigError                    KEYSHARD_BAD_OPTION
-    │   └── UnfitHandlerError          KEYSHARD_HANDLER_UNFIT
+    │   ├── UnfitHandlerError          KEYSHARD_HANDLER_UNFIT
+    │   └── PositionAheadError         KEYSHARD_POSITION_AHEAD
     ├── BrokerError                    KEYSHARD_BROKER
     │   ├── MessageTooLargeError       KEYSHARD_MESSAGE_TOO_LARGE
     │   ├── BrokerUnavailableError     KEYSHARD_BROKER_UNAVAILABLE   (retriable)
@@ -98,6 +99,12 @@ class UnfitHandlerError(ConfigError):
     """A handler cannot be run: it makes generators, or a worker process cannot load it."""
 
     code = "KEYSHARD_HANDLER_UNFIT"
+
+
+class PositionAheadError(ConfigError):
+    """A position to start or end at lies behind all that is stored."""
+
+    code = "KEYSHARD_POSITION_AHEAD"
 
 
 class BrokerError(KeyShardError):
@@ -229,7 +236,7 @@ class CheckpointMismatchError(KeyShardError):
 
 
 class TopicRecreatedError(KeyShardError):
-    """The broker delivers new data under ids that the checkpoint calls delivered."""
+    """The broker has other data under ids of a checkpoint, a plan or a position."""
 
     code = "KEYSHARD_TOPIC_RECREATED"
 

@@ -38,7 +38,8 @@ def plan_read(
     Raises:
         ConfigError: A bound or option is wrong, or the source has no ``admin_url``.
         TopicNotFoundError: A topic does not exist.
-        DataLossTrimmedError: What a position names is no longer stored.
+        DataLossTrimmedError, PositionAheadError, TopicRecreatedError: What a position names is not
+            there; see :func:`keyshard.reading.splits.stretches`.
         BrokerError: The broker or the admin interface cannot be reached, or refuses.
     """
     if disorder_max_s is not None:

@@ -23,9 +23,16 @@ from keyshard.config.connection import Connection
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.split import Split
-from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, ReplayTimeoutError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    DataLossTrimmedError,
+    KeyShardError,
+    ReplayTimeoutError,
+    TopicRecreatedError,
+)
 from keyshard.reading.keys import KEY, OnlyKeys
 from keyshard.reading.scan import Scan
+from keyshard.reading.splits import created
 
 QUEUE_BYTES = 32 * 1024 * 1024
 """What the client may hold ahead, by the mean size of entries, bytes."""
@@ -86,6 +93,7 @@ def read_split(
 
     Raises:
         DataLossTrimmedError: Entries of the split are no longer stored.
+        TopicRecreatedError: They are not, because the topic is another one by now.
         ChunkedMessageError: A message is chunked.
         EncryptedMessageError: A message is encrypted.
         ReplayTimeoutError: Nothing came for too long (retriable).
@@ -151,11 +159,17 @@ def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_
     gone = [span for span in split.spans if sizes.get(span.ledger, 0) < span.end]
     if gone:
         first, last = gone[0], gone[-1]
-        loss = DataLossTrimmedError(
+        now = created(admin, split.topic_partition) if ledgers and split.created else ""
+        kind: type[KeyShardError] = DataLossTrimmedError
+        why = "retention, TTL or a deleted topic removed them after"
+        if now and now != split.created:
+            kind = TopicRecreatedError
+            why = "the topic was deleted and created anew after"
+        loss = kind(
             f"{sum(span.entries for span in gone)} entries of {split.topic_partition}, from "
             f"{first.ledger}:{first.first} to {last.ledger}:{last.end - 1}, are no longer stored: "
-            "retention, TTL or a deleted topic removed them after the read was planned. Read what "
-            "is left anew, or set fail_on_data_loss to false if the loss is accepted.",
+            f"{why} the read was planned. Read what is left anew, or set fail_on_data_loss to "
+            "false if the loss is accepted.",
             topic_partition=split.topic_partition.name,
             missing=f"{first.ledger}:{first.first}-{last.ledger}:{last.end - 1}",
         )

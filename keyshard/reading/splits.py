@@ -12,7 +12,7 @@ read: see :func:`stretches`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,10 +20,17 @@ from keyshard.broker.port import Admin
 from keyshard.broker.retry import retry_until
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Bound, Edge, check_order, fixed
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Split, stretch
-from keyshard.errors import ConfigError, DataLossTrimmedError, TopicNotFoundError
+from keyshard.errors import (
+    BrokerError,
+    DataLossTrimmedError,
+    KeyShardError,
+    PositionAheadError,
+    TopicNotFoundError,
+    TopicRecreatedError,
+)
 
 THREADS_MAX = 16
 """Topic partitions asked about at the same time."""
@@ -51,13 +58,15 @@ def stretches(
             publish time is more than this later than its own, and where the broker adds its own
             time to entries, the two differ by no more. Then what is outside of the bounds by more
             is not read. ``None``: not known; everything is read.
-        fail_on_data_loss: Whether a position that is no longer stored is an error; else the read
-            begins at what is, with a warning.
+        fail_on_data_loss: Whether a position of what is not there is an error; else what is there
+            between the bounds is read, with a warning.
 
     Raises:
-        ConfigError: A start is after its end, or a position is behind all that is stored.
+        ConfigError: A start is after its end.
         TopicNotFoundError: A topic partition does not exist any more.
         DataLossTrimmedError: What a position names is no longer stored.
+        PositionAheadError: A position is behind all that is stored.
+        TopicRecreatedError: A position is of a ledger that the topic partition never had so.
         BrokerError: The admin interface cannot be reached, or refuses.
     """
     check_order(starts, ends)
@@ -71,13 +80,11 @@ def stretches(
             )
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
-            if isinstance(bound, MessageId) and not _is_stored(
-                name, topic_partition, bound, ledgers
-            ):
-                loss = _trimmed(name, topic_partition, bound, ledgers)
-                if fail_on_data_loss:
-                    raise loss
-                _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
+            loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
+            if loss and fail_on_data_loss:
+                raise loss
+            if loss:
+                _log.warning("%s fail_on_data_loss is false: what is there is read.", loss)
         if start is Edge.LATEST or end is Edge.EARLIEST:
             return Split(topic_partition, (), end=fixed(end, ledgers))
 
@@ -100,36 +107,51 @@ def stretches(
             start_ms=start if isinstance(start, int) else None,
             end_ms=end if isinstance(end, int) else None,
         )
-        return replace(found, end=fixed(end, ledgers))
+        return replace(found, end=fixed(end, ledgers), created=created(admin, topic_partition))
 
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-splits") as pool:
         return tuple(pool.map(one, starts))
 
 
-def _is_stored(
-    name: str, topic_partition: TopicPartition, position: MessageId, ledgers: tuple[Ledger, ...]
-) -> bool:
-    """Whether what is at a position, or would come next, is there; false when it is trimmed."""
-    entry = EntryId(position.ledger, position.entry)
-    sizes = {ledger.id: ledger.entries for ledger in ledgers}
-    newest = max(sizes, default=-1)
-    behind = entry.ledger > newest or entry.entry > sizes.get(entry.ledger, entry.entry)
-    if behind:
-        raise ConfigError(
-            f"{name} of {topic_partition} is {position}, but nothing is stored there yet: its "
-            f"newest ledger is {newest} with {sizes.get(newest, 0)} entries. It is a position of "
-            "another topic, or of one that was deleted and created anew."
+def created(admin: Admin, topic_partition: TopicPartition) -> str:
+    """When a topic partition was created; empty where the broker does not say it to this role."""
+    try:
+        return admin.created(topic_partition)
+    except BrokerError as exc:
+        _log.debug("no creation time of %s: %s", topic_partition, exc)
+        return ""
+
+
+def _loss(
+    name: str, topic_partition: TopicPartition, position: MessageId, ledgers: Sequence[Ledger]
+) -> KeyShardError | None:
+    """What is wrong where neither what is at a position is there, nor what would come next."""
+    ledger, entry, _ = position
+    sizes = {one.id: one.entries for one in ledgers}
+    oldest, newest = min(sizes, default=-1), max(sizes, default=-1)
+    says = f"{name} of {topic_partition} is {position}, but "
+    facts = {"topic_partition": topic_partition.name, "missing": str(position)}
+    wayout = "or set fail_on_data_loss to false to read what is there."
+    if (ledger, entry) > (newest, sizes.get(newest, 0)):
+        return PositionAheadError(
+            f"{says}nothing is stored there yet: its newest ledger is {newest} with "
+            f"{sizes.get(newest, 0)} entries. It is a position of another topic, or of one that "
+            f"was deleted and created anew. Correct it, {wayout}",
+            **facts,
         )
-    return entry.ledger >= min(sizes)
-
-
-def _trimmed(
-    name: str, topic_partition: TopicPartition, position: MessageId, ledgers: tuple[Ledger, ...]
-) -> DataLossTrimmedError:
-    return DataLossTrimmedError(
-        f"{name} of {topic_partition} is {position}, but the first ledger that is still stored is "
-        f"{ledgers[0].id}: retention or TTL removed what lay before. Begin at 'earliest', or set "
-        "fail_on_data_loss to false if the loss is accepted.",
-        topic_partition=topic_partition.name,
-        missing=str(position),
-    )
+    if ledger < oldest:
+        return DataLossTrimmedError(
+            f"{says}the first ledger that is still stored is {oldest}: retention or TTL removed "
+            "what lay before, or the topic was deleted and created anew. Begin at 'earliest', "
+            f"{wayout}",
+            **facts,
+        )
+    # A ledger that closes without entries is removed; its place is that of the next one.
+    if entry > sizes.get(ledger, 0):
+        has = f"has {sizes[ledger]} entries" if ledger in sizes else "is none of its ledgers"
+        return TopicRecreatedError(
+            f"{says}ledger {ledger} {has}. It is a position of another topic, or of one that was "
+            f"deleted and created anew. Correct it, {wayout}",
+            **facts,
+        )
+    return None

@@ -21,6 +21,7 @@ from keyshard.coordinator.bounded import plan_read
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import parse_bounds
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import (
     BrokerUnavailableError,
@@ -28,8 +29,10 @@ from keyshard.errors import (
     ConfigError,
     DataLossTrimmedError,
     KeyShardError,
+    PositionAheadError,
     ReplayTimeoutError,
     TopicNotFoundError,
+    TopicRecreatedError,
 )
 from keyshard.reading import scan as scan_module
 from keyshard.reading.split_reader import read_split, read_splits
@@ -326,8 +329,53 @@ def test_a_topic_that_is_created_anew_is_not_read_for_the_old_one(topic: Topic) 
     topic.cluster.create_topic(topic.topic, 3)
     for where in topic.partitions:
         topic.publish(where, 1, T0)
-    with pytest.raises(DataLossTrimmedError):
+    with pytest.raises(TopicRecreatedError, match="was deleted and created anew after the read"):
         topic.read(planned)
+    assert topic.read(planned, fail_on_data_loss=False) == []
+
+
+@pytest.mark.parametrize("bound", ["start", "end"])
+@pytest.mark.parametrize(
+    ("ledger", "entry", "error", "rest"),
+    [
+        (1, 9, TopicRecreatedError, {"start": 7, "end": 14}),  # that ledger has seven entries
+        (0, 1, DataLossTrimmedError, {"start": 21, "end": 0}),
+        (2, 8, PositionAheadError, {"start": 0, "end": 21}),
+        (99, 0, PositionAheadError, {"start": 0, "end": 21}),
+    ],
+)
+def test_a_position_of_what_is_not_there_is_named_or_what_is_stored_is_read(  # noqa: PLR0917
+    topic: Topic, bound: str, ledger: int, entry: int, error: type[KeyShardError],
+    rest: dict[str, int],
+) -> None:  # fmt: skip
+    where, *others = topic.partitions
+    ledgers = [span.ledger for span in topic.plan()[0].spans]
+    number = ledgers[ledger] if ledger < 3 and error is not DataLossTrimmedError else ledger
+    given = {where: f"{number}:{entry}", **dict.fromkeys(others, "latest")}
+    with pytest.raises(error, match=f"{bound} of {where} is {number}:{entry}:0") as caught:
+        topic.plan(**{bound: given})
+    assert caught.value.facts["topic_partition"] == where.name
+    (planned, *_) = topic.plan(**{bound: given}, fail_on_data_loss=False)
+    assert planned.entries == rest[bound]
+
+
+def test_the_place_of_an_empty_ledger_that_the_broker_removed_is_the_next_one(
+    topic: Topic,
+) -> None:
+    """1. A read ends before the first entry of a ledger; 2. that closes empty, and is removed."""
+    where, *others = topic.partitions
+    ledgers = [span.ledger for span in topic.plan()[0].spans]
+
+    class Removed(MemoryAdmin):
+        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+            found = super().ledgers(topic_partition) or ()
+            return tuple(one for one in found if one.id != ledgers[1])
+
+    topic.admin = Removed(topic.cluster)
+    given = {where: f"{ledgers[1]}:0", **dict.fromkeys(others, "latest")}
+    assert topic.plan(start=given)[0].first == EntryId(ledgers[2], 0)
+    with pytest.raises(TopicRecreatedError):
+        topic.plan(start=given | {where: f"{ledgers[1]}:1"})
 
 
 @pytest.mark.parametrize("bound", ["start", "end"])

@@ -59,6 +59,8 @@ class Split:
     """Publish time up to which they are, exclusive."""
     end: Bound | None = None
     """Where the stretch ends that it is a part of: what is read next begins there."""
+    created: str = ""
+    """When its storage was created, as the broker says it; empty where that is not known."""
 
     def __post_init__(self) -> None:
         assert all(span.first < span.end for span in self.spans), "no span is empty"
