@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from keyshard.broker.port import Admin
 from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.topics import Catalog
 from keyshard.core.position.entry import TopicPartition
-from keyshard.errors import BrokerError, KeyShardError
+from keyshard.core.ring.hash_range import HashRange, gaps
+from keyshard.core.subscription_state import SubscriptionState
+from keyshard.errors import AdminError, BrokerError, KeyShardError
 
 LEFTOVER_ROUNDS = 3
 """Rounds in which a deleted topic partition is looked after: a reconnect may be under way."""
@@ -51,6 +53,17 @@ class Owner(Protocol):
 
     def forget(self, gone: TopicPartition) -> None:
         """Nothing more comes of a topic partition of :meth:`shrink`. Idempotent."""
+
+    def standing(self, where: TopicPartition) -> Collection[Any]:
+        """The consumers of a topic partition that are connected now."""
+
+    def compare(self, standing: Collection[Any], gaps: Sequence[HashRange]) -> None:
+        """Subscribe anew whom the broker does not know.
+
+        Args:
+            standing: Who was connected before the broker was asked.
+            gaps: Parts of the ring that had no owner then.
+        """
 
     def tidy(self) -> None:
         """Let go of what was only needed to end earlier batches."""
@@ -167,14 +180,45 @@ class Discovery:
                 self._add(existing.get(topic, ()))
         self._owner.tidy()
         with errors.kept():
-            self._count_backlog()
+            self._look_at_subscriptions()
         errors.raise_first()
 
-    def _count_backlog(self) -> None:
+    def _look_at_subscriptions(self) -> None:
+        """Count the backlog, and see whether the broker has forgotten consumers in silence.
+
+        A topic that is being deleted while somebody subscribes to it may do that.
+        """
         if self._admin is None:
             return
-        stats = [self._admin.subscription(tp, self._subscription) or {} for tp in self._known]
-        self.backlog = sum(int(one.get("msgBacklog", 0)) for one in stats)
+        backlog = 0
+        for topic_partition in self._known:
+            state = self._state_of(topic_partition)
+            backlog += 0 if state is None else state.backlog
+            if state is not None and not state.gaps:
+                continue
+            standing = self._owner.standing(topic_partition)
+            if standing and (state := self._state_of(topic_partition)) is not None:
+                # Asked after they stood.
+                self._owner.compare(standing, state.gaps)
+            elif standing and self._creation_of(topic_partition):
+                # The topic is there without the subscription.
+                self._owner.compare(standing, gaps(()))
+        self.backlog = backlog
+
+    def _state_of(self, topic_partition: TopicPartition) -> SubscriptionState | None:
+        """What the broker says of the subscription; ``None`` when it has none.
+
+        Raises:
+            AdminError: It says something unexpected.
+        """
+        assert self._admin is not None
+        stats = self._admin.subscription(topic_partition, self._subscription)
+        try:
+            return None if stats is None else SubscriptionState.from_stats(stats)
+        except ValueError as exc:
+            raise AdminError(
+                f"The subscription in {topic_partition} is not understood: {exc}."
+            ) from exc
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import Consumer, StartPosition
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange, overlap
 from keyshard.errors import KeyShardError
+from keyshard.worker.receiver import RangeConsumer
 from keyshard.worker.worker import Worker
 
 
@@ -60,6 +63,17 @@ class Partitions:
     def forget(self, gone: TopicPartition) -> None:
         with self._shared.lock:
             self._shared.window.drop_partition(gone, gone=True)
+
+    def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
+        return self._worker.range_consumers.standing(where)
+
+    def compare(
+        self, standing: Collection[tuple[RangeConsumer, Consumer]], gaps: Sequence[HashRange]
+    ) -> None:
+        for one, consumer in standing:
+            if overlap((one.owned_range.hash_range,), gaps):
+                one.replace_at_s = time.monotonic()
+                one.forgotten = consumer
 
     def tidy(self) -> None:
         if self._ending is None:

@@ -243,6 +243,13 @@ class RangeConsumers:
             for one in list(consumers)
         ]
 
+    def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
+        """Who receives from a topic partition, and is connected now: with its consumer."""
+        if where in self._only_held:
+            return []
+        found = [(one, one.consumer) for one in self.by_partition.get(where, ())]
+        return [(one, consumer) for one, consumer in found if consumer.is_connected()]
+
     def away(self) -> list[TopicPartition]:
         """Topic partitions none of whose consumers is connected now."""
         return [

@@ -56,6 +56,8 @@ class RangeConsumer:
     """A consumer that is to take the place of ``consumer``, which has no connection."""
     ring: Callable[[], None] = lambda: None
     """Makes the receive thread take the successor, also while it waits for the client."""
+    forgotten: Consumer | None = None
+    """The consumer of it that the broker did not know when it was asked, though it is connected."""
     replace_at_s: float = 0.0
     """When a successor is due for want of a connection; 0: it was connected when last seen."""
     subscribed_s: float = field(default_factory=time.monotonic)

@@ -5,6 +5,9 @@ long been back; no option shortens that. So whose consumer has been away for a w
 one, as soon as the broker answers. That is subscribed before the old one is closed: if it fails,
 all is as it was, and the client's own attempts go on.
 
+So does one whose connection stands, and whom the broker does not know: it forgot it in silence, as
+its statistics tell. If they are wrong, the broker refuses the new one, and the old one stays.
+
 What the old consumer had not acknowledged comes again and is in the window: it is dropped.
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Sequence
 from keyshard.broker.port import Broker
 from keyshard.config.source import SourceConfig
 from keyshard.core.reception import Link, State, link_of
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, RangeConflictError
 from keyshard.worker.continuity import Continuity
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import RangeConsumer
@@ -126,13 +129,27 @@ class Reconnector:
         if not owned or _link(one, time.monotonic()) is not Link.DUE:
             return False
         one.replace_at_s = time.monotonic() + random.uniform(*AWAY_S)
-        one.successor = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
+        was_forgotten = one.consumer.is_connected()
+        try:
+            one.successor = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
+        except RangeConflictError:
+            if not was_forgotten:
+                raise
+            # The broker knows it after all.
+            one.forgotten = None
+            return False
+        if was_forgotten:
+            _log.warning(
+                "the broker had no consumer for range %s of %s, though its connection stands: it "
+                "was subscribed anew",
+                one.owned_range.hash_range, one.owned_range.topic_partition,
+            )  # fmt: skip
         one.ring()
-        return True
+        return not was_forgotten
 
 
 def _link(one: RangeConsumer, now_s: float) -> Link:
     return link_of(
-        now_s, connected=one.consumer.is_connected(), successor=one.successor is not None,
-        due_s=one.replace_at_s,
+        now_s, connected=one.consumer is not one.forgotten and one.consumer.is_connected(),
+        successor=one.successor is not None, due_s=one.replace_at_s,
     )  # fmt: skip

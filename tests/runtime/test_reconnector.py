@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from helpers import wait_until
+from helpers import received, wait_until
+from keyshard.broker.memory import MemoryBroker
+from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import assign
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError, RangeConflictError
 from keyshard.worker import reconnector
 from keyshard.worker.receiver import RangeConsumer
 from rescale_world import RescaleWorld
+from topic_world import PREFIX, World
 
 MakeWorld = Callable[..., RescaleWorld]
 REPLACED = "subscribed anew"
@@ -151,3 +156,83 @@ def test_topics_come_and_a_source_stops_while_consumers_are_away(make_world: Mak
         world.publish(200)
         world.broker.drop()
     world.check()
+
+
+@pytest.fixture
+def topics(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
+    world = World()
+    world.cluster.create_topic("a", 2)
+    yield world
+    world.cluster.validate()
+
+
+def served(coordinator: Coordinator) -> list[RangeConsumer]:
+    by_partition = coordinator.worker.range_consumers.by_partition
+    return [one for where in sorted(by_partition) for one in by_partition[where]]
+
+
+@pytest.mark.parametrize("forgotten", [{1}, {0, 3}, {0, 1, 2, 3}])
+def test_whom_its_broker_forgot_in_silence_is_subscribed_anew(
+    topics: World, forgotten: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    clients: list[MemoryBroker] = []
+    source = topics.source(PREFIX + "a", parallelism=2, starting_position="earliest")
+    coordinator = Coordinator(
+        source, lambda: clients.append(MemoryBroker(topics.cluster)) or clients[-1], topics.admin
+    )
+    coordinator.start()
+    try:
+        topics.publish("a", 8)
+        received(coordinator, 16)
+        before = [one.consumer for one in served(coordinator)]
+        for number in forgotten:
+            seat = served(coordinator)[number].owned_range
+            clients[0].forget(seat.topic_partition, seat.hash_range)
+        assert all(one.is_connected() for one in before), "it says so"
+        topics.publish("a", 8)
+        coordinator.discovery.round()
+        received(coordinator, 32)
+        topics.take(coordinator)
+        assert topics.got == topics.sent
+        after = [one.consumer for one in served(coordinator)]
+        assert {n for n, one in enumerate(after) if one is not before[n]} == forgotten
+        wait_until(lambda: not topics.backlog("a"))
+    finally:
+        coordinator.stop()
+    said = [one for one in caplog.messages if "had no consumer for range" in one]
+    assert len(said) == len(forgotten)
+
+
+def test_where_the_statistics_are_wrong_the_broker_keeps_whom_it_has(
+    topics: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = topics.source(PREFIX + "a", parallelism=2, starting_position="earliest")
+    ask, refused = topics.admin.subscription, list[HashRange]()
+    subscribe = MemoryBroker.subscribe
+
+    def wrong(where: TopicPartition, subscription: str) -> Any:
+        stats = ask(where, subscription)
+        return None if where.partition else dict(stats or {}, consumers=[])
+
+    def counted(
+        broker: MemoryBroker, where: TopicPartition, name: str, part: Any, **how: Any
+    ) -> Any:
+        try:
+            return subscribe(broker, where, name, part, **how)
+        except RangeConflictError:
+            refused.append(part)
+            raise
+
+    with topics.running(source) as coordinator:
+        before = [one.consumer for one in served(coordinator)]
+        monkeypatch.setattr(MemoryBroker, "subscribe", counted)
+        monkeypatch.setattr(topics.admin, "subscription", wrong)
+        coordinator.discovery.round()
+        wait_until(lambda: len(refused) == 4)
+        wait_until(lambda: not any(one.forgotten for one in served(coordinator)))
+        topics.publish("a", 8)
+        received(coordinator, 16)
+        assert [one.consumer for one in served(coordinator)] == before
+        assert len(refused) == 4, "once for each round"
+    assert not [one for one in caplog.messages if "subscribed anew" in one]

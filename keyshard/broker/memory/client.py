@@ -217,6 +217,14 @@ class MemoryConsumer:
                 self._connected = False
                 self._subscription.leave(self._member)
 
+    def forget(self) -> None:
+        """Let the broker forget this consumer in silence: its connection stands.
+
+        What it acknowledges counts on, as where only the dispatcher of a topic forgot it.
+        """
+        with self._changed:
+            self._subscription.leave(self._member)
+
     def disconnect(self) -> None:
         """Reconnect at once, alone; its queue is emptied and entries begin at their first index."""
         with self._changed:

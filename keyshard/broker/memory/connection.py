@@ -131,6 +131,13 @@ class MemoryBroker:
                 handle.drop()
             return found
 
+    def forget(self, topic_partition: TopicPartition, hash_range: HashRange) -> None:
+        """Let the broker forget the consumer of a range in silence: it thinks itself connected."""
+        with self._cluster.lock:
+            for consumer in self._consumers:
+                if (consumer.topic_partition, consumer.hash_range) == (topic_partition, hash_range):
+                    consumer.forget()
+
     def reconnect(self, dropped: Iterable[_Handle] | None = None) -> None:
         """Bring every dropped consumer back with an empty queue, every reader and producer.
 
