@@ -17,6 +17,7 @@ from keyshard.broker.memory import Message as Sent
 from keyshard.broker.port import Broker, Consumer
 from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -110,6 +111,33 @@ def test_a_source_skips_what_cannot_be_read_where_its_user_says_so(
             stream.commit(batch)
         wait_until(lambda: harness.backlog(where, "skips") == 0)
         assert (rows, stream.status()["corruptSkipped"]) == (2, 1)
+
+
+def test_a_range_that_the_broker_forgot_in_silence_gets_its_rows_again(
+    harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    source = KeyShardSource(
+        where.name, subscription="forgets", service_url=dev_broker.service_url, transport="wire",
+        admin_url=dev_broker.admin_url, parallelism=2, starting_position="earliest",
+        discovery_interval_ms=200,
+    )  # fmt: skip
+    rows = 0
+    with source.open() as stream:
+        ranges = stream._coordinator.worker.range_consumers
+        before = [one.consumer for one in ranges.by_partition[where]]
+        assert isinstance(before[0], WireConsumer)
+        connection, consumer_id = before[0].standing()
+        assert connection is not None
+        # The broker lets go of it, and answers a request that nobody made.
+        connection.send("close_consumer", api.CloseConsumer(consumer_id=consumer_id, request_id=0))
+        harness.publish(where.name, [Sent(b"v", key=f"k{number}") for number in range(20)])
+        while rows < 20 and (batch := stream.next_batch(timeout_s=30)):
+            rows += sum(part.num_rows for part in batch)
+            stream.commit(batch)
+        assert rows == 20
+        after = [one.consumer for one in ranges.by_partition[where]]
+        assert [one is other for one, other in zip(before, after, strict=True)] == [False, True]
 
 
 def receive_until_refused(consumer: Consumer) -> tuple[list[EntryId], EntryId]:
