@@ -9,7 +9,7 @@ from typing import Any
 
 from keyshard import KeyShardSource
 from keyshard.core.option_checks import check_integer
-from keyshard.core.position.bounds import Bound, Edge, parse_position, parse_time
+from keyshard.core.position.bounds import Edge, bound_text, parse_offsets, parse_time
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 from spark_adapter.option_table import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
@@ -32,8 +32,8 @@ class BoundedRead:
 
     source: KeyShardSource
     """Topics and connection; its subscription is not used."""
-    start: Bound | Mapping[str, Bound] = Edge.EARLIEST
-    end: Bound | Mapping[str, Bound] = Edge.LATEST
+    start: str | Mapping[str, object] = Edge.EARLIEST
+    end: str | Mapping[str, object] = Edge.LATEST
     names: tuple[tuple[str, str], ...] = ()
     """What :func:`keyshard.coordinator.bounded.plan_read` calls things, and the user."""
     disorder_max_s: float | None = None
@@ -76,31 +76,8 @@ def parse_bounded(options: Mapping[str, str]) -> BoundedRead:
     return BoundedRead(source, **found, names=tuple(names.items()))
 
 
-def _offsets(name: str, text: str) -> Bound | dict[str, Bound]:
-    if not text.lstrip().startswith("{"):
-        bound = parse_position(name, text)
-        if isinstance(bound, Edge):
-            return bound
-        raise ConfigError(
-            f"{name} is {shown(text)}, and a position is one of a single topic partition. Write "
-            f'JSON such as {{"orders-partition-0": "{bound}"}}, with all that are read.'
-        )
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{name} names {shown(twice)} twice. Name it once.")
-        return dict(pairs)
-
-    try:
-        given = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as exc:
-        raise ConfigError(
-            f"{name} is {shown(text)}, which is no JSON: {exc}. Write 'earliest', 'latest', or "
-            '{"orders-partition-0": "7:120"}.'
-        ) from None
-    return {key: parse_position(f"{name} of {shown(key)}", value) for key, value in given.items()}
+def _time(name: str, text: str) -> str:
+    return bound_text(parse_time(name, text))
 
 
 def _seconds(name: str, text: str) -> float:
@@ -133,10 +110,10 @@ def _is_key(given: object) -> bool:
 
 
 _PARSED: dict[str, Callable[[str, str], Any]] = {
-    "startingOffsets": _offsets,
-    "endingOffsets": _offsets,
-    "startingTime": parse_time,
-    "endingTime": parse_time,
+    "startingOffsets": parse_offsets,
+    "endingOffsets": parse_offsets,
+    "startingTime": _time,
+    "endingTime": _time,
     "maxTimeDisorder": _seconds,
     "minPartitions": _count,
     "maxRowsPerPartition": _count,

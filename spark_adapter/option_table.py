@@ -60,9 +60,17 @@ OPTIONS = (
     Option(
         "startingOffsets",
         "starting_position",
-        "`earliest` or `latest`: where a subscription begins that does not exist at the first "
-        "start. A checkpoint, then an existing subscription, come before it. Of a batch read: "
-        "see below.",
+        "Where a subscription begins that does not exist at the first start: `earliest`, `latest`, "
+        "or, with `admin.url`, JSON with a position for each topic partition: "
+        '`{"orders-partition-0": "7:120"}`. A checkpoint, then an existing subscription, come '
+        "before it. Of a batch read: see below.",
+    ),
+    Option(
+        "startingTime",
+        "starting_position",
+        "Instead of `startingOffsets`, with `admin.url`: a publish time, ISO 8601 with its zone "
+        "(`2026-11-21T08:00:00+01:00`) or milliseconds since 1970. The stream begins at the entry "
+        "that the broker finds for it: the one before is earlier, if times are in order.",
     ),
     Option(
         "maxOffsetsPerTrigger",
@@ -158,7 +166,7 @@ OPTIONS = (
 
 OF_BATCHES_TOO = frozenset({
     "service.url", "admin.url", "topic", "topics", "topicsPattern", "transport",
-    "startingOffsets", "operationTimeoutMillis", "failOnDataLoss",
+    "startingOffsets", "startingTime", "operationTimeoutMillis", "failOnDataLoss",
 })  # fmt: skip
 """Names of the options above that a batch read has, beside :data:`CONNECTION_OPTIONS`."""
 _OFFSETS = (
@@ -210,7 +218,7 @@ BATCH_OPTIONS = (
         "dropped before columns are made of them.",
     ),
 )
-"""What only a batch read has, and ``startingOffsets`` as it has it."""
+"""What only a batch read has, and where it starts."""
 
 CLIENT = "pulsar.client."
 """Beginning of the options that Pulsar's Java client has, too."""

@@ -12,6 +12,7 @@ from keyshard import Connection, KeyShardSource
 from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.source import SHORTHANDS
+from keyshard.core.position.bounds import bound_text, parse_offsets, parse_start, parse_time
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 from spark_adapter.option_table import BATCH_OPTIONS, CLIENT, CONNECTION_OPTIONS, OPTIONS, Option
@@ -104,7 +105,9 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
         )
     else:
         options = {"topics": ",".join(source.topics)}
-    known = {option.field: option.name for option in OPTIONS if option.field != "topics"}
+    known = {option.field: option.name for option in reversed(OPTIONS)}
+    if isinstance(parse_start("starting_position", source.starting_position), int):
+        known["starting_position"] = "startingTime"
     if source.connection is not None:
         said = {option.name for option in CONNECTION_OPTIONS}
         options |= {
@@ -128,7 +131,8 @@ def options_table() -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in OPTIONS:
         default = defaults[option.field]
-        shown = "" if default is None or option.field in _REQUIRED else f"`{default}`"
+        none = default is None or option.field in _REQUIRED or option.name == "startingTime"
+        shown = "" if none else f"`{default}`"
         shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
     plain = Connection()
@@ -149,6 +153,10 @@ def batch_options_table() -> str:
 def _parse(option: Option, text: str) -> Any:
     if option.name == "topics":
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
+    if option.name == "startingTime":
+        return bound_text(parse_time(option.name, text))
+    if option.name == "startingOffsets":
+        parse_offsets(option.name, text)
     if option.field in _BOOLEANS:
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"Option {option.name!r} is {shown(text)}; it must be true or false.")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from keyshard.errors import KeyShardError
 from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS
 
-_NAMES = {option.field: option.name for option in OPTIONS if "_" in option.field} | {
+_NAMES = {option.field: option.name for option in reversed(OPTIONS) if "_" in option.field} | {
     option.field: CLIENT + option.name for option in CONNECTION_OPTIONS if "_" in option.field
 }
 _FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")

@@ -330,6 +330,12 @@ class Admin(Protocol):
         else the publish time.
         """
 
+    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+        """Create a subscription that begins at an entry; ``False`` where it exists already.
+
+        Where nothing is stored at the position it begins at what comes next.
+        """
+
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:

@@ -10,6 +10,7 @@ from keyshard.config.connection import AUTO, CLIENT, SERVICE_URL, WIRE, Connecti
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
+from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
@@ -43,7 +44,9 @@ class SourceConfig:
     parallelism: int = field(default=10, kw_only=True)
     """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)
-    """``earliest`` or ``latest``; concerns only subscriptions that do not exist at first start."""
+    """``earliest`` or ``latest``; or, with ``admin_url``, a position for each topic partition as
+    JSON, ``{"orders-partition-0": "7:120"}``, or a publish time with its zone,
+    ``2026-11-21T08:00:00+01:00``. Concerns only subscriptions that do not exist at first start."""
     batch_rows_max: int | None = field(default=None, kw_only=True)
     """Most rows of one batch; ``None``: half of ``window_rows_max``."""
     batch_bytes_max: int | None = field(default=None, kw_only=True)
@@ -113,7 +116,12 @@ class SourceConfig:
         check_text("subscription", self.subscription, _SUBSCRIPTION)
         if self.subscription.strip() != self.subscription:
             raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
-        check_choice("starting_position", self.starting_position, "earliest", "latest")
+        start = parse_start("starting_position", self.starting_position)
+        if not isinstance(start, Edge) and self.admin_url is None:
+            raise ConfigError(
+                f"starting_position is {shown(self.starting_position)}, and only the admin REST "
+                "interface begins a subscription there. Set admin_url, or begin at 'earliest'."
+            )
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         self._check_corrupt()
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")

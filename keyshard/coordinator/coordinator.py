@@ -20,6 +20,7 @@ from keyshard.coordinator.partitions import Partitions
 from keyshard.coordinator.progress import Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.settler import Settler
+from keyshard.coordinator.starting import begin_subscriptions
 from keyshard.coordinator.topics import Catalog, Found, look
 from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
@@ -144,6 +145,8 @@ class Coordinator:
         """Look topics up, and own every range of them."""
         config = self._config
         found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
+        if checkpoint is None:
+            begin_subscriptions(self._admin, config, found.consumed)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
             cluster=cluster, planned=planned, assignment=assignment,

@@ -10,6 +10,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.audit import audit
 from keyshard.coordinator.budget import window_budget
 from keyshard.coordinator.topics import FIRST_TRIES_S, Found, warn_of_existing
+from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.window.window import Window
@@ -115,7 +116,10 @@ def start_position(
             config.starting_position,
         )
         return StartPosition.EARLIEST
-    start = StartPosition(config.starting_position)
+    edge = parse_start("starting_position", config.starting_position)
+    if not isinstance(edge, Edge):
+        return StartPosition.EARLIEST  # those that did not exist were created where they begin
+    start = StartPosition(edge.value)
     if admin is not None:
         warn_of_existing(admin, config.subscription, found.consumed, start.value)
     return start

@@ -80,11 +80,7 @@ def stretches(
             )
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
-            loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
-            if loss and fail_on_data_loss:
-                raise loss
-            if loss:
-                _log.warning("%s fail_on_data_loss is false: what is there is read.", loss)
+            check_stored(name, topic_partition, bound, ledgers, fail_on_data_loss=fail_on_data_loss)
         if start is Edge.LATEST or end is Edge.EARLIEST:
             return Split(topic_partition, (), end=fixed(end, ledgers))
 
@@ -120,6 +116,31 @@ def created(admin: Admin, topic_partition: TopicPartition) -> str:
     except BrokerError as exc:
         _log.debug("no creation time of %s: %s", topic_partition, exc)
         return ""
+
+
+def check_stored(
+    name: str, topic_partition: TopicPartition, bound: Bound, ledgers: Sequence[Ledger],
+    *, fail_on_data_loss: bool,
+) -> None:  # fmt: skip
+    """Check that what is at a bound is there, or what would come next, where it is a position.
+
+    Args:
+        name: What the bound is of, for errors.
+        topic_partition: Where it is.
+        bound: Start or end of a read.
+        ledgers: All that is stored.
+        fail_on_data_loss: Whether it is an error if not; else a warning.
+
+    Raises:
+        DataLossTrimmedError: It is no longer stored.
+        PositionAheadError: It is behind all that is stored.
+        TopicRecreatedError: It is of a ledger that the topic partition never had so.
+    """
+    loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
+    if loss and fail_on_data_loss:
+        raise loss
+    if loss:
+        _log.warning("%s fail_on_data_loss is false: what is there is read.", loss)
 
 
 def _loss(

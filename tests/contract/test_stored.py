@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from contract_harness import Harness, read_to_end
+from contract_harness import SUBSCRIPTION, Harness, read_to_end, receive, subscribe
 
 from keyshard.broker.memory import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -102,3 +102,22 @@ def test_publish_times_are_those_that_the_producer_says(harness: Harness) -> Non
     harness.publish_at(where.name, times)
     received = read_to_end(harness.broker().reader(where, EntryId(0, 0)))
     assert list(itertools.chain(*([one.publish_ms] * one.rows for one in received.blocks))) == times
+
+
+def test_a_subscription_is_created_where_it_begins_and_only_once(harness: Harness) -> None:
+    where, admin = TopicPartition(harness.create_topic()), harness.admin()
+    harness.publish(where.name, [Message(b"m", key="k")] * 4)
+    harness.roll_ledger(where)
+    harness.publish(where.name, [Message(b"m", key="k")] * 3)
+    first, second = (ledger.id for ledger in admin.ledgers(where) or () if ledger.entries)
+    places = [(first, 0, 7), (first, 2, 5), (first, 4, 3), (second, 0, 3), (second, 2, 1),
+              (second, 3, 0), (second + 9, 0, 0), (first - 1, 5, 7)]  # fmt: skip
+    for number, (ledger, entry, entries) in enumerate(places):
+        name = f"{SUBSCRIPTION}-{number}"
+        assert admin.begin(where, name, EntryId(ledger, entry))
+        assert not admin.begin(where, name, EntryId(first, 0)), "it stays as it is"
+        assert harness.backlog(where, name) == entries
+    assert admin.begin(where, SUBSCRIPTION, EntryId(second, 3))
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, [Message(b"next", key="k")])
+    assert receive([consumer], 1).values == [b"next"]

@@ -17,7 +17,6 @@ from spark_adapter.option_table import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
 from spark_adapter.options import batch_options_table, parse_options
 
 MINIMAL = {"topic": "orders", "admin.url": "http://broker:8080"}
-NOV_21 = 1_795_219_200_000
 DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 
 
@@ -48,7 +47,7 @@ def test_every_option_says_its_part_whatever_its_case() -> None:
     read = parse_bounded(MINIMAL | options)
     assert read.start == {"orders-partition-0": MessageId(7, 120, 0),
                           "orders-partition-1": Edge.EARLIEST}  # fmt: skip
-    assert read.end == NOV_21
+    assert read.end == "2026-11-21T00:00:00+00:00"
     assert read.disorder_max_s == 3600
     assert (read.partitions_min, read.rows_max) == (13, 100_000)
     assert read.keys == {"a", "b,c"}
@@ -118,7 +117,8 @@ def test_a_stream_refuses_what_only_a_batch_read_has() -> None:
         ({"topic": "t"}, True),
         ({"topic": "t", "subscription": "s"}, True),
         ({"topic": "t", "startingTime": "0"}, True),
-        ({"topic": "t", "startingTime": "0", "subscription": "s"}, False),
+        ({"topic": "t", "startingTime": "0", "subscription": "s"}, False),  # no admin.url
+        ({"topic": "t", "endingTime": "0", "subscription": "s"}, False),
         ({"topic": "t", "parallelism": "4"}, False),
         ({"subscription": "s"}, False),
         ({}, False),

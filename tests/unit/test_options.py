@@ -86,7 +86,9 @@ def test_every_option_reaches_its_field() -> None:
         available_now_timeout_ms=90_123,
         discovery_interval_ms=2_345,
     )
-    assert {option.name for option in OPTIONS} == {*EVERYTHING, "topic", "topicsPattern"}
+    assert {option.name for option in OPTIONS} == {
+        *EVERYTHING, "topic", "topicsPattern", "startingTime",
+    }  # fmt: skip
 
 
 PATTERN = {

@@ -120,6 +120,15 @@ class MemoryAdmin:
             except TopicNotFoundError:
                 return None
 
+    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+        """Create a subscription that begins at an entry; ``False`` where it exists already."""
+        with self._cluster.lock:
+            self._require(topic_partition)
+            if subscription in self._cluster.subscriptions(topic_partition):
+                return False
+            self._cluster.open_subscription(topic_partition, subscription, position)
+            return True
+
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of the schema of a topic, by default the newest; ``None`` where none is."""
         with self._cluster.lock:

@@ -347,13 +347,16 @@ class MemoryCluster:
         return self._store.open_log(topic_partition)
 
     def open_subscription(
-        self, topic_partition: TopicPartition, name: str, start: StartPosition
+        self, topic_partition: TopicPartition, name: str, start: StartPosition | EntryId
     ) -> Subscription:
         """Find or create a subscription. The caller holds the lock."""
         log = self.open_log(topic_partition)
         found = self._subscriptions.get((topic_partition, name))
         if found is None:
-            first = log.first if start is StartPosition.EARLIEST else len(log)
+            if isinstance(start, EntryId):
+                first = log.first_from(start)
+            else:
+                first = log.first if start is StartPosition.EARLIEST else len(log)
             cursor = Cursor(first - 1, self._cursor_write_ms)
             found = Subscription(log, cursor, self.look_ahead, self.unacked_limits, self.now_ms)
             self._subscriptions[topic_partition, name] = found

@@ -125,6 +125,16 @@ class PulsarAdmin:
         )
         return found
 
+    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+        """Create a subscription that begins at an entry; ``False`` where it exists already."""
+        path = f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
+        where = {"ledgerId": position.ledger, "entryId": position.entry, "partitionIndex": -1}
+        answer = self._request("PUT", path, json=where, timeout=CREATE_S)
+        if answer.status_code == httpx.codes.CONFLICT:
+            return False
+        self._checked(path, answer)
+        return True
+
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
         found = [

@@ -7,6 +7,7 @@ its end; so the end of one read is the start of the next.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -151,6 +152,65 @@ def parse_position(name: str, given: object) -> Edge | MessageId:
         f"{name} is {shown(given)}; write 'earliest', 'latest', or a position 'ledger:entry' or "
         "'ledger:entry:index'."
     )
+
+
+def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
+    """One edge for all topic partitions, or JSON with an edge or position for each.
+
+    Raises:
+        ConfigError: It is something else; a topic partition is named twice.
+    """
+    if not given.lstrip().startswith("{"):
+        bound = parse_position(name, given)
+        if isinstance(bound, Edge):
+            return bound
+        raise ConfigError(
+            f"{name} is {shown(given)}, and a position is one of a single topic partition. Write "
+            f'JSON such as {{"orders-partition-0": "{bound}"}}, with all that are read.'
+        )
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        for key, _ in pairs:
+            if found.pop(key, pairs) is pairs:
+                raise ConfigError(f"{name} names {shown(key)} twice. Name it once.")
+        return dict(pairs)
+
+    try:
+        parsed = json.loads(given, object_pairs_hook=once)
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise ConfigError(
+            f"{name} is {shown(given)}, which is no JSON: {exc}. Write 'earliest', 'latest', or "
+            '{"orders-partition-0": "7:120"}.'
+        ) from None
+    return {key: parse_position(f"{name} of {shown(key)}", one) for key, one in parsed.items()}
+
+
+def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | MessageId]:
+    """Where a subscription begins: an edge, positions of whole entries, or a publish time.
+
+    Raises:
+        ConfigError: It is something else, or a position inside a producer batch.
+    """
+    text = given.strip() if isinstance(given, str) else ""
+    if _TIME.fullmatch(text):
+        return parse_time(name, text)
+    if text not in (Edge.EARLIEST.value, Edge.LATEST.value) and not text.startswith("{"):
+        raise ConfigError(
+            f"{name} is {shown(given)}; write 'earliest' or 'latest', a position for each topic "
+            'partition as JSON such as {"orders-partition-0": "7:120"}, or a time with its zone '
+            "such as '2026-11-21T08:00:00+01:00'."
+        )
+    found = parse_offsets(name, text)
+    for key, one in found.items() if isinstance(found, dict) else ():
+        if isinstance(one, MessageId) and one.batch_index:
+            ledger, entry, _ = one
+            raise ConfigError(
+                f"{name} of {shown(key)} is {one}, inside a producer batch, and a source takes "
+                f"whole entries. Begin at {ledger}:{entry} or {ledger}:{entry + 1}, and let what "
+                "is read before end there."
+            )
+    return found
 
 
 def parse_time(name: str, given: str) -> int:

@@ -1,0 +1,118 @@
+"""Begins the subscriptions of a source that starts at positions, or at a publish time.
+
+The broker makes each where it is to begin, before anybody consumes. So what lies before belongs to
+nobody: it is not delivered, not acknowledged, and no backlog. And a source that dies before its
+first checkpoint finds subscriptions that stand where they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from keyshard.broker.port import Admin
+from keyshard.broker.retry import retry_until
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.topics import warn_of_existing
+from keyshard.core.message import MessageId
+from keyshard.core.position.bounds import Bound, Edge, fixed, parse_bounds, parse_start
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.split import stretch
+from keyshard.errors import AdminError, TopicNotFoundError
+from keyshard.reading.splits import check_stored
+
+THREADS_MAX = 8
+"""Topic partitions asked about at the same time."""
+NAME = "starting_position"
+
+
+def begin_subscriptions(
+    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition]
+) -> None:
+    """Create those that do not exist, if the source is to begin at positions or a time.
+
+    None is created where one of the positions is wrong. One that exists is left as it is.
+
+    Raises:
+        ConfigError: A topic partition has no position, or one is of none that is consumed.
+        DataLossTrimmedError, PositionAheadError, TopicRecreatedError: What a position names is not
+            there; see :func:`keyshard.reading.splits.check_stored`.
+        BrokerError: The admin interface does not answer, or refuses.
+    """
+    start = parse_start(NAME, config.starting_position)
+    found = tuple(found)
+    if isinstance(start, Edge) or not found:
+        return
+    assert admin is not None, "positions need admin_url"
+    # A time is one for all.
+    bounds: dict[TopicPartition, Bound] = (
+        dict.fromkeys(found, start) if isinstance(start, int) else parse_bounds(NAME, start, found)
+    )
+    warn_of_existing(admin, config.subscription, found, config.starting_position)
+    begin = _Begin(admin, config)
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-begin") as pool:
+        positions = list(pool.map(begin.where, found, map(bounds.__getitem__, found)))
+        list(pool.map(begin.create, found, positions))
+
+
+class _Begin:
+    """Two steps for each topic partition; the second changes something."""
+
+    def __init__(self, admin: Admin, config: SourceConfig) -> None:
+        self._admin = admin
+        self._subscription = config.subscription
+        self._timeout_s = config.operation_timeout_ms / 1000
+        self._fail_on_data_loss = config.fail_on_data_loss
+
+    def where(self, where: TopicPartition, bound: Bound) -> EntryId | None:
+        """The first entry that belongs to the source; ``None``: nothing is to be created."""
+        if retry_until(
+            lambda: self._admin.subscription(where, self._subscription), self._timeout_s
+        ):
+            return None
+        if isinstance(bound, int):
+            time_ms = bound
+            at = retry_until(lambda: self._admin.position_at(where, time_ms), self._timeout_s)
+            if at is None:
+                raise _gone(where)
+            return at
+        ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
+        if ledgers is None:
+            raise _gone(where)
+        check_stored(NAME, where, bound, ledgers, fail_on_data_loss=self._fail_on_data_loss)
+        stays = fixed(bound, ledgers)
+        # Every consumer that makes a subscription begins it at the earliest.
+        return EntryId(stays.ledger, stays.entry) if isinstance(stays, MessageId) else None
+
+    def create(self, where: TopicPartition, position: EntryId | None) -> None:
+        """Create the subscription there, and look whether it stands there.
+
+        The broker makes it and moves it in two steps.
+        """
+        if position is None:
+            return
+        made = retry_until(
+            lambda: self._admin.begin(where, self._subscription, position), self._timeout_s
+        )
+        state = retry_until(
+            lambda: self._admin.broker_state(where, self._subscription), self._timeout_s
+        )
+        ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
+        marked = None if state is None else state.mark_delete
+        if marked is None or ledgers is None:
+            return
+        behind = MessageId(marked.ledger, marked.entry + 1, 0)
+        passed = stretch(where, ledgers, MessageId(*position, 0), behind)
+        if passed.entries:
+            raise AdminError(
+                f"Subscription {self._subscription!r} of {where} was to begin at {position.ledger}:"
+                f"{position.entry}, and stands at {behind}, {passed.entries} entries behind it"
+                f"{'' if made else '; somebody else made it meanwhile'}. Nothing was consumed: "
+                "delete the subscription, and start again."
+            )
+
+
+def _gone(where: TopicPartition) -> TopicNotFoundError:
+    return TopicNotFoundError(
+        f"Topic partition {where} does not exist any more.", topic=where.topic
+    )

@@ -1,0 +1,216 @@
+"""Streams that start at positions and times; what a bounded read leaves, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from helpers import wait_until
+from keyshard import KeyShardSource
+from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.coordinator.bounded import plan_read
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.split import cut
+from keyshard.errors import (
+    AdminError,
+    ConfigError,
+    DataLossTrimmedError,
+    KeyShardError,
+    PositionAheadError,
+    TopicRecreatedError,
+)
+from keyshard.reading import scan as scan_module
+from keyshard.reading.split_reader import read_splits
+
+_names = itertools.count()
+T0 = 1_700_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
+
+
+class Topic:
+    """Partitions with single messages, producer batches and markers, in short ledgers."""
+
+    def __init__(self, chance: random.Random, partitions: int = 2) -> None:
+        name = f"start-{next(_names)}"
+        self.url = f"memory://{name}"
+        self.chance = chance
+        self.cluster = MemoryCluster.named(name)
+        self.cluster._store._entries_per_ledger = chance.randint(1, 6)
+        self.topic = self.cluster.create_topic("orders", partitions)
+        self.partitions = self.cluster.partitions(self.topic)
+        self.places: dict[TopicPartition, list[EntryId]] = {one: [] for one in self.partitions}
+        self.sent: list[str] = []
+        for where in self.partitions:
+            self.publish(where, chance.randint(1, 25))
+
+    def publish(self, where: TopicPartition, entries: int) -> None:
+        for _ in range(entries):
+            if self.chance.random() < 0.2:
+                self.places[where].append(self.cluster.publish_marker(where))
+                continue
+            names = [f"{len(self.sent) + i}" for i in range(self.chance.choice([1, 1, 4]))]
+            key = f"k{self.chance.randrange(9)}"
+            ((_, entry),) = self.cluster.publish(
+                where, *(Message(one.encode(), key=key) for one in names),
+                batching=Batching.BY_KEY, publish_ms=T0 + len(self.sent),
+            )  # fmt: skip
+            self.places[where].append(entry)
+            self.sent += names
+
+    def any_position(self, where: TopicPartition) -> str:
+        """Where an entry is, or the place behind one, which may be the end of a ledger."""
+        ledger, entry = self.chance.choice(self.places[where])
+        return f"{ledger}:{entry + self.chance.randrange(2)}"
+
+    def source(self, **options: Any) -> KeyShardSource:
+        return KeyShardSource(
+            self.topic, subscription="s", service_url=self.url, admin_url=self.url,
+            parallelism=3, **options,
+        )  # fmt: skip
+
+    def read(self, **bounds: Any) -> list[str]:
+        source = self.source()
+        splits = cut(plan_read(source, **bounds), self.chance.randint(1, 5))
+        batches = read_splits(source.how_to_connect(), splits, ["value"])
+        return [value.decode() for one in batches for value in one.column(0).to_pylist()]
+
+    def stream(self, rows: int, *, commit: bool = True, **options: Any) -> list[str]:
+        """What a stream has, until it has so many rows and nothing more comes."""
+        found: list[str] = []
+        with self.source(**options).open() as stream:
+            while batch := stream.next_batch(timeout_s=10 if len(found) < rows else 0.05):
+                for one in batch:
+                    found += [value.decode() for value in one["value"].to_pylist()]
+                if commit:
+                    stream.commit(batch)
+            if commit:
+                wait_until(lambda: all(self.cluster.backlog(one, "s") == 0
+                                       for one in self.partitions))  # fmt: skip
+        return found
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_read_up_to_positions_and_a_stream_from_them_have_every_message_once(seed: int) -> None:
+    topic = Topic(random.Random(seed))
+    positions = {where.name: topic.any_position(where) for where in topic.partitions}
+    before = topic.read(end=positions)
+    rest = len(topic.sent) - len(before)
+    behind = topic.stream(rest, starting_position=json.dumps(positions))
+    assert Counter(before + behind) == Counter(topic.sent)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_a_read_of_everything_ended_a_stream_begins(seed: int) -> None:
+    topic = Topic(random.Random(seed))
+    ends = {one.topic_partition.name: str(one.end) for one in plan_read(topic.source())}
+    before = topic.read()
+    assert Counter(before) == Counter(topic.sent)
+    for where in topic.partitions:
+        topic.publish(where, 10)
+    behind = topic.stream(len(topic.sent) - len(before), starting_position=json.dumps(ends))
+    assert Counter(before + behind) == Counter(topic.sent)
+
+
+def test_edges_may_stand_for_positions() -> None:
+    topic = Topic(random.Random(1))
+    first, second = topic.partitions
+    start = json.dumps({first.name: "latest", second.name: "earliest"})
+    earlier = topic.read(end={first: "latest", second: "earliest"})
+    found = topic.stream(len(topic.sent) - len(earlier), starting_position=start)
+    assert Counter(found) == Counter(topic.sent) - Counter(earlier)
+
+
+def test_a_time_is_where_the_broker_finds_it() -> None:
+    topic = Topic(random.Random(2))
+    behind = topic.read(start=T0 + 9)
+    found = topic.stream(len(behind), starting_position="2023-11-14T22:13:20.009Z")
+    assert Counter(found) == Counter(behind)
+
+
+def test_a_subscription_that_exists_comes_before_positions(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also one that a run made which died before its first checkpoint."""
+    topic = Topic(random.Random(3))
+    places = {where.name: topic.places[where][1] for where in topic.partitions}
+    start = json.dumps({name: f"{one.ledger}:{one.entry}" for name, one in places.items()})
+    first = topic.stream(0, commit=False, starting_position=start)
+    assert "exists on" not in caplog.text
+    other = json.dumps({where.name: "latest" for where in topic.partitions})
+    second = topic.stream(len(first), starting_position=other)
+    assert Counter(second) == Counter(topic.read(start=json.loads(start)))
+    assert "exists on 2 of 2 topic partitions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("position", "error"),
+    [
+        ("99:0", PositionAheadError),
+        ("0:3", DataLossTrimmedError),
+        ("{ledger}:70", TopicRecreatedError),
+        (None, ConfigError),
+    ],
+)
+def test_nothing_is_created_where_one_position_is_wrong(
+    position: str | None, error: type[KeyShardError]
+) -> None:
+    topic = Topic(random.Random(4))
+    first, second = topic.partitions
+    start = {first.name: "latest"}
+    if position is not None:
+        start[second.name] = position.format(ledger=topic.places[second][0].ledger)
+    with pytest.raises(error, match="starting_position"):
+        topic.stream(0, starting_position=json.dumps(start))
+    assert not any(topic.cluster.subscriptions(where) for where in topic.partitions)
+    if error is not ConfigError:
+        topic.stream(0, starting_position=json.dumps(start), fail_on_data_loss=False)
+
+
+def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_consumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker makes it at the end and then moves it; somebody may be faster than both."""
+    topic = Topic(random.Random(5), partitions=1)
+    (where,) = topic.partitions
+    begin = MemoryAdmin.begin
+
+    def at_the_end(
+        self: MemoryAdmin, one: TopicPartition, subscription: str, position: EntryId
+    ) -> bool:
+        return begin(self, one, subscription, EntryId(position.ledger + 99, 0))
+
+    monkeypatch.setattr(MemoryAdmin, "begin", at_the_end)
+    place = topic.places[where][0]
+    with pytest.raises(AdminError, match=r"was to begin at .* Nothing was consumed"):
+        topic.stream(0, starting_position=json.dumps({where.name: f"{place.ledger}:0"}))
+
+
+@pytest.mark.parametrize(
+    ("start", "sentence"),
+    [
+        ('{"orders": "7:120:3"}', "7:120:3, inside a producer batch, and a source takes whole"),
+        ('{"orders": "soon"}', "starting_position of 'orders' is 'soon'; write 'earliest'"),
+        ("2026-11-21", "which says no zone"),
+        ("7:120", "write 'earliest' or 'latest', a position for each topic partition as JSON"),
+        (None, "starting_position is None; write 'earliest' or 'latest'"),
+    ],
+)
+def test_what_is_no_start_is_refused_at_once(start: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KeyShardSource("orders", admin_url="http://broker:8080", starting_position=start)
+    assert sentence in caught.value.message
+
+
+def test_positions_need_the_admin_interface() -> None:
+    with pytest.raises(ConfigError, match="Set admin_url, or begin at 'earliest'"):
+        KeyShardSource("orders", starting_position='{"orders": "7:120"}')
