@@ -24,6 +24,7 @@ from bench import (
     schemas,
     skew,
     spark_cpu,
+    stalled,
     transport,
     tuning,
     wide,
@@ -36,6 +37,7 @@ _WITHOUT_OPTIONS = {
     "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
     "schemas": schemas.run,
+    "stalled": stalled.run,
 }  # fmt: skip
 
 

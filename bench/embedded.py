@@ -105,9 +105,9 @@ def wait_rows(stream: SourceStream, rows: int) -> None:
         time.sleep(0.01)
 
 
-def stalled(service_url: str, topic: str, messages: int) -> dict[str, float]:
+def stalled(service_url: str, topic: str, messages: int, **settings: Any) -> dict[str, float]:
     """Peak memory while nothing is committed: the first batch is held, the window fills up."""
-    with source(service_url, topic).open() as stream:
+    with source(service_url, topic, **settings).open() as stream:
         batch = stream.next_batch(60)
         if batch is None:
             sys.exit("nothing came")

@@ -12,8 +12,11 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from keyshard.broker.connect import transport_of
 from keyshard.broker.port import Admin, Broker, Consumer, StartPosition
+from keyshard.config.connection import WIRE
 from keyshard.config.source import SourceConfig
+from keyshard.config.workers import EMBEDDED
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
@@ -84,9 +87,12 @@ class RangeConsumers:
         """
         kept = sum(map(len, self.by_partition.values()))
         share = self._config.window_bytes_max // (2 * max(1, kept + len(owned_ranges)))
+        grows = (
+            self._config.workers == EMBEDDED and transport_of(self._config.how_to_connect()) == WIRE
+        )
         return open_range_consumers(
             self._broker, self._admin, self._config, owned_ranges, start,
-            make_queue=lambda: ClientQueue(share, self.queue_max),
+            make_queue=lambda: ClientQueue(share, self.queue_max, grows),
         )  # fmt: skip
 
     def owned_ranges(

@@ -99,3 +99,16 @@ def test_it_begins_with_a_few_messages_where_the_guess_leaves_room_for_two() -> 
 def test_small_queues_are_polled() -> None:
     assert ClientQueue(SHARE, POLLED_MAX).polled
     assert not ClientQueue(SHARE, 1_000).polled
+
+
+def test_where_it_can_grow_many_that_begin_together_hold_little_of_large_messages() -> None:
+    """64 MiB for 50 consumers, to which messages of 100 KB come: all begin before any has one."""
+    share = (64 << 20) // (2 * 50)
+    queue = ClientQueue(share, 1_000, grows=True)
+    assert 50 * queue.size * 100_000 <= 64 << 20
+    rounds = 0
+    while queue.size < min(1_000, share // (100 + MESSAGE_OVERHEAD_BYTES)) / SHRINK_MIN:
+        assert queue.suits(queue.size, queue.size * 100)
+        queue.size = queue.larger()
+        rounds += 1
+    assert rounds < 10, "small messages soon fill it"

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 MESSAGE_BYTES_GUESS = 10_000
 """Size of a message as long as none was seen, bytes."""
+LARGE_BYTES_GUESS = 100_000
+"""The same where the queue can grow: of many consumers that begin with too much, all have it at
+once, before the first of them has seen a message."""
 FIRST_MIN = 20
 """Messages that a queue begins with although so many of the guessed size do not fit, if so many
 empty ones do: of two or three the broker waits for the client after every entry."""
@@ -26,19 +29,24 @@ class ClientQueue:
 
     It begins with a guess, and larger messages make it smaller. It grows only where a client can
     ask for more: else that would take a new subscription, with everything delivered again, at every
-    start.
+    start. Where it can, it begins smaller.
     """
 
     bytes_max: int
     """Memory that the queue may take, bytes."""
     messages_max: int
     """Messages that the queue may hold, however small they are."""
+    grows: bool = False
+    """Whether the client can ask for more."""
     size: int = field(init=False)
     """Messages that the client may ask for ahead."""
     _message_bytes: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self.size = max(self._fitting(MESSAGE_BYTES_GUESS), min(FIRST_MIN, self._fitting(0)))
+        if self.grows:
+            self.size = self._fitting(LARGE_BYTES_GUESS)
+        else:
+            self.size = max(self._fitting(MESSAGE_BYTES_GUESS), min(FIRST_MIN, self._fitting(0)))
 
     @property
     def polled(self) -> bool:
