@@ -211,9 +211,12 @@ class Thread:
             left = None if end is None else end - self._scheduler.now_s
             if left is not None and left <= 0:
                 return
-            assert self._scheduler.current is not None
-            task.joiners.append(self._scheduler.current)
+            me = self._scheduler.current
+            assert me is not None
+            task.joiners.append(me)
             self._scheduler.block(left)
+            # Whoever waits no more must not be woken from another wait.
+            task.joiners.remove(me)
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.done

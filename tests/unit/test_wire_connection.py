@@ -47,7 +47,7 @@ from keyshard.errors import (
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
 LAST_ID, LAST_ID_RESPONSE, CHALLENGE, RESPONSE, ACK_RESPONSE = 29, 30, 36, 37, 38
-TOPIC_MIGRATED = 68
+METADATA, METADATA_RESPONSE, TOPIC_MIGRATED = 21, 22, 68
 DEADLINE_S = 10.0
 TOPIC = TopicPartition("persistent://public/default/t")
 Fields = dict[int, Value]
@@ -280,6 +280,49 @@ def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
     with pytest.raises(BrokerUnavailableError, match="name one another"):
         cluster.owner(TOPIC.name, 5.0)
     cluster.close(1.0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        b"pulsar://:6650", b"pulsar://[::1", b"pulsar://broker:99999", b"pulsar://broker:x",
+        b"pulsar://" + b"a" * 300 + b":6650", b"pulsar://a..b:6650", b"pulsar://a\0b:6650",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_of_an_owner_is_an_error_that_names_it(
+    told: ToldBroker, brokers: Callable[..., WireBroker], url: bytes
+) -> None:
+    told.answers[LOOKUP] = lambda session, _, fields: session.send(
+        LOOKUP_RESPONSE, {1: url, 3: 1, 4: fields[2], 5: 1}
+    )
+    with pytest.raises(BrokerUnavailableError, match="which is no address"):
+        subscribed(brokers(told, operation_timeout_ms=1_000))
+
+
+def test_an_answer_to_another_question_ends_the_connection(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    told.answers[LOOKUP] = lambda session, _, fields: session.send(SUCCESS, {1: fields[2]})
+    with pytest.raises(BrokerUnavailableError, match="'success' where 'lookup_response' is"):
+        subscribed(brokers(told, operation_timeout_ms=1_000))
+
+
+def test_so_many_partitions_cannot_be(told: ToldBroker, brokers: Callable[..., WireBroker]) -> None:
+    told.answers[METADATA] = lambda session, _, fields: session.send(
+        METADATA_RESPONSE, {1: 2**32 - 1, 2: fields[2], 3: 0}
+    )
+    with pytest.raises(BrokerUnavailableError, match="has 4294967295 partitions"):
+        brokers(told, operation_timeout_ms=1_000).partitions(TOPIC.name)
+
+
+def test_who_sends_more_than_was_asked_for_is_given_up(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told), queue=10)
+    with suppress(OSError):
+        for number in range(1_000):
+            told.sessions[0].deliver(number)
+    until(lambda: consumer.losses)
 
 
 def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
@@ -573,6 +616,38 @@ def test_an_acknowledgement_without_a_receipt_is_sent_again_with_the_next_subscr
         assert first[1] != second[1]
         assert consumer.unconfirmed(DEADLINE_S) == 0
     assert len(told.sessions) == 2
+
+
+def test_what_a_consumer_did_not_get_acknowledged_another_one_acknowledges(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    """Another one may have received it: then it does not come again with the next consumer."""
+
+    def moving(session: Session, _: int, fields: Fields) -> None:
+        session.send(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
+
+    broker = brokers(told)
+    ended, stays = (
+        broker.subscribe(
+            TOPIC, "s", hash_range, start=StartPosition.EARLIEST, consumer_name="c",
+            receiver_queue_size=10,
+        )
+        for hash_range in split_ring(2)
+    )  # fmt: skip
+    first, second = told.sessions[-1].consumers
+    told.answers[ACK] = lambda *_: None
+    ended.acknowledge([EntryId(7, 0)])
+    until(lambda: told.asked_for(ACK))
+    del told.answers[ACK]
+    told.answers[SUBSCRIBE] = moving
+    told.sessions[-1].send(CLOSE_CONSUMER, {1: first, 2: 0})
+    until(lambda: ended.losses)
+    ended.close(for_another=True)
+    until(lambda: len(told.asked_for(ACK)) == 2)
+    one, again = told.asked_for(ACK)
+    assert (one[1], again[1]) == (first, second)
+    assert one[3] == again[3]
+    assert stays.unconfirmed(DEADLINE_S) == 0
 
 
 def test_after_an_absence_nothing_is_acknowledged_that_was_so_before(

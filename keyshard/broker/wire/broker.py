@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from keyshard.broker.port import ANYHOW, HowToRead, Producer, StartPosition, WorkerFacts
@@ -108,6 +109,7 @@ class WireBroker:
             subscription=subscription,
             consumer_name=consumer_name,
             latest=start is StartPosition.LATEST,
+            hand_on=self._acknowledge_by_another,
         )
         self._open(consumer)
         return consumer
@@ -149,6 +151,15 @@ class WireBroker:
         self._shared.comebacks.join(LEAVE_S)
         if self._client is not None:
             self._client.close()
+
+    def _acknowledge_by_another(self, closed: WireConsumer, entries: Sequence[EntryId]) -> None:
+        with self._lock:
+            handles = list(self._handles)
+        for one in handles:
+            if one is not closed and isinstance(one, WireConsumer) and one.stands_in_for(closed):
+                with suppress(BrokerError):
+                    one.acknowledge(entries)
+                    return
 
     def _open(self, handle: Subscribed) -> None:
         with self._lock:

@@ -18,6 +18,8 @@ from keyshard.errors import BrokerError, BrokerUnavailableError
 
 REDIRECTS_MAX = 20
 """Brokers that may name another one for a topic before they are taken to go round in a circle."""
+PARTITIONS_MAX = 1_000_000
+"""Partitions of one topic; more are no answer."""
 _REDIRECT, _CONNECT = 0, 1
 _SCHEMA_TYPES = dict(enumerate((
     "NONE", "STRING", "JSON", "PROTOBUF", "AVRO", "BOOLEAN", "INT8", "INT16", "INT32", "INT64",
@@ -53,8 +55,14 @@ class Cluster:
         """
         end_s = time.monotonic() + timeout_s
         asked = api.PartitionedMetadata(topic=topic.encode())
-        found = self._service(end_s).ask("partitioned_metadata", asked, _left(end_s))
-        return int(found.partitions)
+        service = self._service(end_s)
+        count = int(service.ask("partitioned_metadata", asked, _left(end_s)).partitions)
+        if count > PARTITIONS_MAX:
+            raise BrokerUnavailableError(
+                f"The broker at {service.address} says that {topic} has {count} partitions, which "
+                "cannot be. Check that service_url is that of a Pulsar broker."
+            )
+        return count
 
     def schema(self, topic: str, version: int | None, timeout_s: float) -> TopicSchema:
         """A version of the schema of a topic; the newest where none is named.
@@ -121,7 +129,16 @@ class Cluster:
                 f"The broker at {asked.address} names no address {'with' if tls else 'without'} "
                 f"TLS.{self._listener_hint()}"
             )
-        target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
+        try:
+            target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
+            named = bool(target.host.encode("idna")) and "\0" not in target.host
+        except ValueError:
+            named = False
+        if not named:
+            raise BrokerUnavailableError(
+                f"The broker at {asked.address} names {url[:100]!r} as the one that has the topic, "
+                "which is no address. Check its advertised address."
+            )
         if found.through_proxy:
             proxy = asked.address
             return Address(proxy.host, proxy.port, f"{target.host}:{target.port}")

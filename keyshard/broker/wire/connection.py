@@ -48,10 +48,14 @@ FRAME_PADDING = 64 << 10
 """What a frame has beside a message."""
 _CLIENT = b"keyshard"
 _PROTOCOL_VERSION = 21
-_ANSWERS = {
-    "success", "partitioned_metadata_response", "lookup_response", "get_last_message_id_response",
-    "ack_response", "get_schema_response",
+TRICKLE_BYTES = 16 << 10
+"""Bytes that count as a sign of life where they are no whole frame yet."""
+_ANSWER_TO = {
+    "partitioned_metadata": "partitioned_metadata_response", "lookup": "lookup_response",
+    "subscribe": "success", "close_consumer": "success", "ack": "ack_response",
+    "get_last_message_id": "get_last_message_id_response", "get_schema": "get_schema_response",
 }  # fmt: skip
+_ANSWERS = set(_ANSWER_TO.values())
 _MAY_FAIL = _ANSWERS - {"success", "get_last_message_id_response"}
 _OF_CONSUMER = 1
 _NO_REQUEST = 2**64 - 1
@@ -97,7 +101,8 @@ class WireConnection:
         self._connection = connection
         self._credentials = credentials
         self._lock = threading.Lock()
-        self._requests: dict[int, Future[Any]] = {}
+        self._requests: dict[int, tuple[str, Future[Any]]] = {}
+        """What is waited for, by the request: the name of the command, and where it goes."""
         self._connected: Future[Any] = Future()
         self._handles: dict[int, Handle] = {}
         self._unsent = bytearray()
@@ -105,6 +110,8 @@ class WireConnection:
         """Why it ended; empty while it stands."""
         self._ours = False
         """Whether this side ended it."""
+        self._proving = False
+        """Whether a thread is about to show who this is."""
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
@@ -233,7 +240,7 @@ class WireConnection:
 
     def _request(self, name: str, content: Any, answered: Future[Any]) -> None:
         with self._lock:
-            self._requests[content.request_id] = answered
+            self._requests[content.request_id] = _ANSWER_TO[name], answered
         self.send(name, content)
 
     def register(self, consumer_id: int, handle: Handle) -> None:
@@ -292,8 +299,7 @@ class WireConnection:
     def _read_on(self) -> None:
         poll = select.poll()
         poll.register(self._woken_end, select.POLLIN)
-        heard = time.monotonic()
-        asked = False
+        heard, asked, came = time.monotonic(), False, 0
         while not self._why:
             wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             poll.register(self._socket, wanted)
@@ -309,8 +315,11 @@ class WireConnection:
                 if data == b"":
                     raise ConnectionResetError("the broker closed it")
                 if data is not None:
-                    heard, asked = time.monotonic(), False
-                    self._take_all(self._frames.feed(data))
+                    frames = self._frames.feed(data)
+                    came += len(data)
+                    if frames or came >= TRICKLE_BYTES:
+                        heard, asked, came = time.monotonic(), False, 0
+                    self._take_all(frames)
             silent_s = time.monotonic() - heard
             if silent_s >= 2 * KEEP_ALIVE_S:
                 raise TimeoutError(f"the broker is silent for {silent_s:.0f} s")
@@ -381,7 +390,8 @@ class WireConnection:
         elif name == "connected":
             with suppress(InvalidStateError):
                 self._connected.set_result(command)
-        elif name == "auth_challenge":
+        elif name == "auth_challenge" and not self._proving:
+            self._proving = True
             threading.Thread(target=self._prove, name="keyshard-wire-auth", daemon=True).start()
 
     def _migrated(self, command: Any) -> None:
@@ -395,9 +405,12 @@ class WireConnection:
 
     def _answer(self, name: str, command: Any) -> None:
         with self._lock:
-            waiting = self._requests.pop(command.request_id, None)
-        if waiting is None:
-            return
+            wanted, waiting = self._requests.get(command.request_id, ("", None))
+            if waiting is None:
+                return
+            if name != wanted:
+                raise ProtocolError(f"{name!r} where {wanted!r} is the answer")
+            del self._requests[command.request_id]
         with suppress(InvalidStateError):
             if name in _MAY_FAIL and command.HasField("error"):
                 waiting.set_exception(RefusedError(command.error, command.message))
@@ -407,7 +420,7 @@ class WireConnection:
     def _refuse(self, command: Any) -> None:
         refused = RefusedError(command.error, command.message)
         with self._lock:
-            waiting = self._requests.pop(command.request_id, None)
+            _, waiting = self._requests.pop(command.request_id, ("", None))
         if waiting is None and not self._connected.done():
             waiting = self._connected
         if waiting is not None:
@@ -431,13 +444,15 @@ class WireConnection:
             )
         except KeyShardError as exc:
             _log.warning("the broker at %s asks who this is: %s", self.address, exc)
+        finally:
+            self._proving = False
 
     def _end(self, why: str) -> None:
         with self._lock:
             self._why = self._why or why
             handles = list(self._handles.items())
             self._handles.clear()
-            waiting = [self._connected, *self._requests.values()]
+            waiting = [self._connected, *(one for _, one in self._requests.values())]
             self._socket.close()
             os.close(self._woken_end)
             os.close(self._wake_end)

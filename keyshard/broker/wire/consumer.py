@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keyshard.broker.port import HowToRead
@@ -34,6 +34,8 @@ class WireConsumer(Subscribed):
         subscription: Its name.
         consumer_name: Shown in the broker's statistics.
         latest: Whether a subscription that does not exist yet begins at the end.
+        hand_on: Told what is not acknowledged when it is closed: others may have received it, and
+            then it does not come again.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class WireConsumer(Subscribed):
         subscription: str,
         consumer_name: str,
         latest: bool,
+        hand_on: Callable[[WireConsumer, Sequence[EntryId]], None] = lambda *_: None,
     ) -> None:
         super().__init__(shared, topic_partition, queue, self._key_shared)
+        self._hand_on = hand_on
         self.hash_range = hash_range
         self._subscription = subscription
         self._consumer_name = consumer_name
@@ -81,8 +85,17 @@ class WireConsumer(Subscribed):
     def close(self, timeout_s: float | None = None, *, for_another: bool = False) -> None:
         if not for_another and timeout_s is None and (left := self.unconfirmed(CONFIRM_S)):
             warn_of_unconfirmed(left, str(self.topic_partition))
-        self._receipts.close()
+        if unsent := self._receipts.close():
+            self._hand_on(self, unsent)
         super().close(timeout_s)
+
+    def stands_in_for(self, other: WireConsumer) -> bool:
+        """Whether it can acknowledge what another one did not get acknowledged."""
+        at, _ = self.standing()
+        same = (self.topic_partition, self._subscription) == (
+            other.topic_partition, other._subscription,
+        )  # fmt: skip
+        return same and at is not None and at.stands and other._receipts.may_be_sent(at)
 
     def lost(self, consumer_id: int, *, ended: bool) -> None:
         self._receipts.lost(consumer_id)

@@ -93,17 +93,21 @@ class Receipts:
     def subscribed(self, at: WireConnection, consumer_id: int) -> None:
         """Send what waited for a subscription, unless that took long."""
         with self._changed:
-            # On a connection that stood all the time is the broker that was there before.
-            away_s = 0.0 if self._lost_s is None else time.monotonic() - self._lost_s
-            if at is not self._at and away_s > SENT_AGAIN_WITHIN_S:
+            if not self.may_be_sent(at):
                 _log.debug(
-                    "%d acknowledgements in %s are forgotten after %.1f s without a connection",
-                    len(self._unsent), self._topic_partition, away_s,
+                    "%d acknowledgements in %s are forgotten: there was no connection for long",
+                    len(self._unsent), self._topic_partition,
                 )  # fmt: skip
                 self._unsent.clear()
                 self._changed.notify_all()
             self._at, self._lost_s = at, None
             self._send(at, consumer_id)
+
+    def may_be_sent(self, at: WireConnection) -> bool:
+        """Whether what waits may be sent on a connection."""
+        # On one that stood all the time is the broker that was there before.
+        lost_s = self._lost_s
+        return at is self._at or lost_s is None or time.monotonic() - lost_s <= SENT_AGAIN_WITHIN_S
 
     def lost(self, consumer_id: int) -> None:
         """What was sent with this consumer id is confirmed no more."""
@@ -131,10 +135,12 @@ class Receipts:
                 self._changed.wait(min(left_s, SEND_AGAIN_S))
             return len(self._unsent) + self._asked_entries
 
-    def close(self) -> None:
-        """Send nothing more."""
+    def close(self) -> list[EntryId]:
+        """Send nothing more; what was not sent."""
         with self._changed:
             self._closed = True
+            left, self._unsent = self._unsent, []
+            return left
 
     def _try_again(self) -> bool:
         with self._changed:

@@ -24,7 +24,7 @@ from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of, migrated
-from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.frames import ProtocolError, api
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import (
     BrokerError,
@@ -39,6 +39,8 @@ TAKEN_BYTES_MAX = 4 * 1024 * 1024
 ENDED_REST_S = 0.2
 """Longest rest before the first attempt where the broker ended it, seconds. A topic that is being
 deleted may take a consumer in and forget it without a word."""
+UNASKED_MAX = 200
+"""Entries beside twice the queue after which a broker does not mind permits."""
 RETRY_S = 0.1
 """Time between two attempts of a request while there is no connection, seconds."""
 
@@ -283,6 +285,8 @@ class Subscribed:
         with self._changed:
             if consumer_id != self._id or self._closed:
                 return
+            if len(self._entries) + len(entries) > 2 * self._queue + UNASKED_MAX:
+                raise ProtocolError(f"more of {self.topic_partition} than was asked for")
             self._entries.extend(entries)
             ring, self._ring = self._ring, None
             self._changed.notify()

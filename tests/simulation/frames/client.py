@@ -47,6 +47,10 @@ class Frames:
             self._clusters[network] = Cluster(network, self._random, self._descriptors)
         return self._clusters[network]
 
+    def socket(self, process: Process) -> Socket:
+        """A client's end of a new connection."""
+        return Socket(self._scheduler, self._descriptors.new(), self._random, process)
+
     def brokers(self, client: FramedClient) -> str:
         """The host by which a client knows its brokers, and nobody else does."""
         name = f"brokers-of-{len(self._clients)}"

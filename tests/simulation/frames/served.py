@@ -276,8 +276,14 @@ class Session:
         start = StartPosition.EARLIEST if asked.initial_position == 1 else StartPosition.LATEST
         subscription = self._stored.open_subscription(where, asked.subscription.decode(), start)
 
+        flows = False
+
         def deliver(delivery: Delivery) -> None:
-            self._message(asked.consumer_id, delivery.entry, delivery.indices)
+            if flows:
+                self._message(asked.consumer_id, delivery.entry, delivery.indices)
+            else:
+                # What is to be delivered twice needs permits as well.
+                member.return_permits(len(delivery.indices))
 
         member = Member(
             hash_range, asked.consumer_name.decode(), 0, deliver=deliver, answers=self.answers
@@ -290,6 +296,8 @@ class Session:
                 del self._cluster.standing[key]
 
         def permit(messages: int) -> None:
+            nonlocal flows
+            flows = True
             member.return_permits(messages)
             subscription.dispatch()
 

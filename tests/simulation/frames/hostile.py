@@ -1,0 +1,484 @@
+"""Brokers that mean harm: frames and answers that no broker sends, against the wire transport.
+
+python -m tests.simulation.frames.hostile --seeds 1000 --seed-start 0
+
+Threads, sockets and time are simulated, so a byte each second costs nothing. Whatever comes, a call
+ends in its time with an answer or one of keyshard's errors, nobody gets rows that were not sent to
+them, nothing goes in a circle, and what a client holds has a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar.credentials import Credentials, Shown
+from keyshard.broker.wire import broker as brokering
+from keyshard.broker.wire import connection as connecting
+from keyshard.broker.wire.broker import CLOSE_S, LEAVE_S, WireBroker
+from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer, WireReader
+from keyshard.broker.wire.dialling import Address
+from keyshard.broker.wire.frames import NAMES, api, frame_of
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import BrokerUnavailableError, KeyShardError
+from tests.simulation.frames.client import Frames
+from tests.simulation.frames.sockets import Socket, Way
+from tests.simulation.install import installed
+from tests.simulation.scheduler import Scheduler, StuckError
+from tests.stored_entries import batch, damaged, plain, single
+
+TIMEOUT_S = 5.0
+"""Of a request, seconds."""
+SLACK_S = 1.0
+"""What a call may take longer, seconds: the simulated network is never this slow."""
+TASKS_MAX = 40
+"""Threads that a client may have at once."""
+GIVEN_UP_S = 2 * connecting.KEEP_ALIVE_S + TIMEOUT_S
+"""Time after which a connection that brings nothing whole has been given up, seconds."""
+RUN_S = 2 * GIVEN_UP_S
+"""How long a client tries, seconds."""
+TOPIC = "persistent://public/default/t"
+SILENT = ("nothing", "half", "trickle")
+URLS = (
+    b"", b"pulsar://", b"pulsar://:6650", b"pulsar://[::1", b"pulsar://broker:99999",
+    b"pulsar://broker:-1", b"pulsar://broker:x", b"pulsar://" + b"a" * 300 + b":6650",
+    b"pulsar://a..b:6650", b"pulsar://a\0b:6650", b"\xff\xfe", b"http://broker/", b"pulsar://else:1",
+)  # fmt: skip
+COUNTS = (0, 1, 3, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+class HarmError(AssertionError):
+    """What a broker achieved."""
+
+
+class Session:
+    """A connection that came: answers, and does harm."""
+
+    def __init__(self, run: Run, socket: Socket) -> None:
+        self._run = run
+        self._random = run.random
+        self._socket = socket
+        self._came = bytearray()
+        self._out = Way(run, run.random, run.process, socket.came)
+        socket.out = Way(run, run.random, run.process, self._take)
+        socket.closed = self._closed
+        self.over = False
+        self.consumers: dict[int, str] = {}
+        self._silent = False
+
+    def _closed(self) -> None:
+        self.over = True
+
+    def put(self, data: bytes) -> None:
+        if not self._silent:
+            self._out.put(data)
+
+    def say(self, name: str, content: Any, stored: bytes = b"") -> None:
+        frame = frame_of(name, content)
+        if stored:
+            frame = struct.pack(">I", len(frame) - 4 + len(stored)) + frame[4:] + stored
+        self.put(frame)
+
+    def cut(self) -> None:
+        self._socket.came(self._out.cut())
+        self._socket.end()
+
+    def _take(self, piece: bytes) -> None:
+        self._came += piece
+        while len(self._came) >= 4:
+            (size,) = struct.unpack_from(">I", self._came)
+            if len(self._came) < 4 + size:
+                break
+            (length,) = struct.unpack_from(">I", self._came, 4)
+            command = api.BaseCommand.FromString(bytes(self._came[8 : 8 + length]))
+            del self._came[: 4 + size]
+            name = NAMES[command.type]
+            self._answer(name, getattr(command, name))
+
+    def _answer(self, name: str, asked: Any) -> None:
+        how = "honest" if self._random.random() > self._run.harm else self._random.choice(
+            ("nothing", "twice", "other", "refused", "late", "strange", "unknown", "noise")
+        )  # fmt: skip
+        answer = self._honest(name, asked, strange=how == "strange")
+        if answer is None or how == "nothing":
+            return
+        if how == "refused" and hasattr(asked, "request_id"):
+            said = self._random.randbytes(self._random.randrange(9))
+            code = self._random.choice((*range(30), 2**31, 2**32 - 1))
+            answer = "error", api.Error(request_id=asked.request_id, error=code, message=said)
+        elif how == "other" and hasattr(asked, "request_id"):
+            answer = self._other(asked.request_id)
+        elif how == "unknown" and hasattr(answer[1], "request_id"):
+            answer[1].request_id = self._random.choice((0, 2**63, 2**64 - 1))
+        elif how == "noise":
+            self.noise()
+        elif how == "late":
+            self._run.scheduler.spawn(self._run.process, "late", lambda: self._later(*answer))
+            return
+        for _ in range(1 + (how == "twice")):
+            self.say(*answer)
+
+    def _later(self, name: str, content: Any) -> None:
+        self._run.scheduler.sleep(self._random.random() * 3 * TIMEOUT_S)
+        self.say(name, content)
+
+    def _honest(self, name: str, asked: Any, *, strange: bool) -> tuple[str, Any] | None:
+        """What a broker answers; ``strange``: with values that make no sense."""
+        made = getattr(self, f"_{name}", None)
+        return None if made is None else made(asked, strange)
+
+    def _connect(self, _: Any, strange: bool) -> tuple[str, Any]:
+        most = self._random.choice((-1, 0, 2**31 - 1)) if strange else 5 << 20
+        return "connected", api.Connected(server_version=b"h", max_message_size=most)
+
+    def _lookup(self, asked: Any, strange: bool) -> tuple[str, Any]:
+        draw = self._random
+        url = draw.choice(URLS) if strange else b"pulsar://broker:%d" % draw.choice((6650, 6651))
+        return "lookup_response", api.LookupResponse(
+            request_id=asked.request_id, broker_url=url, authoritative=True,
+            response=draw.choice((0, 1, 2, 7)) if strange else 1,
+            through_proxy=strange and not draw.randrange(3),
+        )  # fmt: skip
+
+    def _partitioned_metadata(self, asked: Any, strange: bool) -> tuple[str, Any]:
+        count = self._random.choice(COUNTS) if strange else 3
+        told = api.PartitionedMetadataResponse(request_id=asked.request_id, partitions=count)
+        return "partitioned_metadata_response", told
+
+    def _subscribe(self, asked: Any, _: bool) -> tuple[str, Any]:
+        reads = asked.HasField("start_message_id")
+        tag = "reader" if reads else str(asked.key_shared.hash_ranges[0].start)
+        self.consumers[asked.consumer_id] = f"{asked.topic.decode()} {tag}"
+        return self._success(asked)
+
+    def _close_consumer(self, asked: Any, _: bool) -> tuple[str, Any]:
+        return self._success(asked)
+
+    def _success(self, asked: Any) -> tuple[str, Any]:
+        return "success", api.Success(request_id=asked.request_id)
+
+    def _get_last_message_id(self, asked: Any, strange: bool) -> tuple[str, Any]:
+        entry = self._random.choice((2**64 - 1, 2**63, 2**63 - 1)) if strange else 7
+        where = api.MessageId(ledger=2**64 - 1 if strange else 3, entry=entry)
+        return "get_last_message_id_response", api.GetLastMessageIdResponse(
+            request_id=asked.request_id, last_message_id=where
+        )
+
+    def _ack(self, asked: Any, _: bool) -> tuple[str, Any]:
+        said: dict[str, Any] = {"consumer_id": asked.consumer_id, "request_id": asked.request_id}
+        return "ack_response", api.AckResponse(**said)
+
+    def _flow(self, asked: Any, _: bool) -> None:
+        run = self._run
+        run.scheduler.spawn(
+            run.process, "deliver", lambda: self.deliver(asked.consumer_id, asked.permits)
+        )
+
+    def _ping(self, *_: Any) -> tuple[str, Any]:
+        return "pong", api.Nothing()
+
+    def _other(self, number: int) -> tuple[str, Any]:
+        """An answer to another question."""
+        where = api.MessageId(ledger=1, entry=1)
+        return self._random.choice((
+            ("success", api.Success(request_id=number)),
+            ("lookup_response", api.LookupResponse(request_id=number, response=1)),
+            ("partitioned_metadata_response", api.PartitionedMetadataResponse(request_id=number)),
+            ("ack_response", api.AckResponse(request_id=number, consumer_id=1)),
+            ("get_last_message_id_response", api.GetLastMessageIdResponse(
+                request_id=number, last_message_id=where)),
+        ))  # fmt: skip
+
+    # -- what nobody asked for -------------------------------------------------------------------
+
+    def deliver(self, consumer_id: int, count: int) -> None:
+        """Entries, of which some are damaged or have strange ids."""
+        draw = self._random
+        for _ in range(min(count, 50)):
+            harmful = draw.random() < self._run.harm / 3
+            self._message(consumer_id, harmful=harmful)
+            if draw.random() < 0.1:
+                self._run.scheduler.sleep(draw.random())
+
+    def flood(self) -> None:
+        """Far more than anybody asked for."""
+        for consumer_id in list(self.consumers):
+            for _ in range(3 * self._run.queue + 300):
+                self._message(consumer_id, harmful=False)
+
+    def _message(self, consumer_id: int, *, harmful: bool) -> None:
+        draw, run = self._random, self._run
+        run.numbers += 1
+        tag = self.consumers.get(consumer_id, "nobody")
+        one = plain(b"%s %d" % (tag.encode(), run.numbers), key=f"k{run.numbers % 7}")
+        stored = batch([one, one]) if draw.random() < 0.3 else single(one)
+        where = api.MessageId(ledger=1, entry=run.numbers)
+        content = api.Message(consumer_id=consumer_id, message_id=where)
+        if harmful:
+            how = draw.randrange(4)
+            if how == 0:
+                where.ledger = draw.choice((2**63 - 1, 2**63, 2**64 - 1))
+                where.entry = draw.choice((2**63 - 1, 2**63, 2**64 - 1, run.numbers))
+                content.message_id.CopyFrom(where)
+            elif how == 1:
+                content.ack_set.extend(draw.choices((-1, 0, 1, 2**63 - 1, -(2**63)), k=9))
+                content.redelivery_count = 2**32 - 1
+            elif how == 2:
+                kinds = ("cut", "flip", "insert")
+                damage = [(draw.choice(kinds), draw.randrange(400), draw.randrange(1, 256))]
+                stored = damaged(stored, damage)
+                # What is read of it may be anything, as long as it is of this entry.
+            else:
+                content.consumer_id = draw.choice((0, 2**64 - 1, consumer_id + 1_000))
+            run.harmed.add(run.numbers)
+        self.say("message", content, stored)
+
+    def noise(self) -> None:
+        """Frames that answer nothing, or are none."""
+        self._random.choice((self._garbage, self._garbage, self._unasked, self._many, self.flood))()
+
+    def _garbage(self) -> None:
+        draw = self._random
+        body = draw.randbytes(draw.randrange(1, 60))
+        absurd = draw.choice((0, 3, 5, 2**31, 2**32 - 1))
+        self.put(draw.choice((
+            body,
+            struct.pack(">I", absurd),
+            struct.pack(">II", 8, absurd) + bytes(4),
+            struct.pack(">II", 4 + len(body), len(body)) + body,
+            frame_of("ping", api.Nothing())[:-1],  # what follows belongs to it
+        )))  # fmt: skip
+
+    def _many(self) -> None:
+        challenge = self._random.randrange(2)
+        for _ in range(300):
+            if challenge:
+                self.say("auth_challenge", api.AuthChallenge())
+            else:
+                self.say("ping", api.Nothing())
+
+    def _unasked(self) -> None:
+        draw = self._random
+        number = draw.choice((0, 1, 2**64 - 1, *self.consumers))
+        moved = api.TopicMigrated(resource_id=number, resource_type=draw.randrange(4))
+        moved.broker_url = draw.choice(URLS)
+        what: tuple[str, Any] = draw.choice((
+            ("connected", api.Connected(server_version=b"again", max_message_size=2**31 - 1)),
+            ("close_consumer", api.CloseConsumer(consumer_id=number, request_id=number)),
+            ("topic_migrated", moved),
+            ("error", api.Error(request_id=number, error=0, message=draw.randbytes(5))),
+            ("ack_response", api.AckResponse(consumer_id=number, request_id=number)),
+        ))  # fmt: skip
+        for _ in range(draw.choice((1, 2, 20))):
+            self.say(*what)
+
+    def fall_silent(self) -> None:
+        """Bring nothing whole any more; the client has to notice."""
+        how = self._random.choice(SILENT)
+        data = struct.pack(">I", 1 << 20)
+        if how != "nothing":
+            self._out.put(data)
+        self._silent = True
+        scheduler = self._run.scheduler
+        began = scheduler.now_s
+        while not self.over:
+            scheduler.sleep(1.0)
+            if how == "trickle":
+                self._out.put(b"\0")
+            if scheduler.now_s - began > GIVEN_UP_S + 2 * SLACK_S:
+                raise HarmError(f"a connection that brings nothing whole stands ({how})")
+
+
+class _Slowly(Credentials):
+    """Who shows a token that comes from far away."""
+
+    def __init__(self, scheduler: Scheduler, random: Random) -> None:
+        self._scheduler, self._random = scheduler, random
+
+    def show(self) -> Shown:
+        self._scheduler.sleep(self._random.random())
+        return Shown("token", "t")
+
+    def who(self) -> str:
+        return "somebody"
+
+
+class Run:
+    """One seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = Random(f"{seed}:harm")
+        self.scheduler = Scheduler(Random(f"{seed}:order"))
+        self.process = self.scheduler.process("broker")
+        self.client = self.scheduler.process("client")
+        self.up = True
+        self.harm = self.random.choice((0.0, 0.02, 0.1, 0.4))
+        """Share of the answers that are none."""
+        self.queue = self.random.choice((1, 3, 20, 200))
+        self.numbers = 0
+        """Entries sent so far, each with a number of its own."""
+        self.harmed: set[int] = set()
+        """Those whose content is anybody's guess."""
+        self.sessions: list[Session] = []
+        self._handles: list[WireConsumer | WireReader] = []
+        self._frames = Frames(str(seed), self.scheduler)
+
+    def travel(self) -> None:
+        self.scheduler.sleep(self.random.random() * 0.01)
+
+    def dial(self, address: Address, _: Connection, timeout_s: float) -> Socket:
+        self.travel()
+        if address.host.encode("idna") != b"broker":
+            self.scheduler.sleep(min(timeout_s, 0.1))
+            raise BrokerUnavailableError(f"No broker answers at {address}.")
+        socket = self._frames.socket(self.process)
+        self.sessions.append(Session(self, socket))
+        return socket
+
+    def _credentials(self, _: Connection) -> Credentials:
+        return _Slowly(self.scheduler, self.random)
+
+    def run(self) -> str:
+        """What harm was done; empty for none."""
+        with installed(self.scheduler, Random(f"{self.seed}:waits")), self._frames.installed():
+            # Put back by who put the simulated ones there.
+            connecting.dialled = self.dial
+            credentials, brokering.Credentials = brokering.Credentials, self._credentials
+            try:
+                self.scheduler.run(self.client, self._main)
+            except (HarmError, StuckError) as exc:
+                return f"{type(exc).__name__}: {exc}"
+            except Exception as exc:  # noqa: BLE001 - whatever it is, a broker achieved it
+                return f"{exc!r} in {self.scheduler.failed_in}"
+            finally:
+                brokering.Credentials = credentials
+        return ""
+
+    def _main(self) -> None:
+        self.scheduler.spawn(self.process, "trouble", self._trouble)
+        self.scheduler.spawn(self.process, "watch", self._watch)
+        broker = WireBroker(
+            Connection(
+                "pulsar://broker:6650,broker:6651", operation_timeout_ms=int(TIMEOUT_S * 1e3)
+            )
+        )
+        self._call("partitions", lambda: broker.partitions(TOPIC), 2 * TIMEOUT_S)
+        for number, hash_range in enumerate(split_ring(self.random.choice((1, 3)))):
+            where = TopicPartition(TOPIC, number)
+
+            def subscribe(where: TopicPartition = where, of: Any = hash_range) -> None:
+                self._handles.append(broker.subscribe(
+                    where, "s", of, start=StartPosition.EARLIEST, consumer_name="c",
+                    receiver_queue_size=self.queue,
+                ))  # fmt: skip
+
+            self._call("subscribe", subscribe, 2 * TIMEOUT_S)
+
+        def read() -> None:
+            self._handles.append(broker.reader(TopicPartition(TOPIC, 9), EntryId(0, 0)))
+
+        self._call("reader", read, 2 * TIMEOUT_S)
+        end_s = self.scheduler.now_s + RUN_S
+        while self._handles and self.scheduler.now_s < end_s:
+            self._step(self.random.choice(self._handles))
+        self._call("close", broker.close, CONFIRM_S + CLOSE_S + 2 * LEAVE_S)
+        self.scheduler.sleep(TIMEOUT_S)
+        left = [one.name for one in self.client.tasks if not one.done and "wire" in one.name]
+        if left:
+            raise HarmError(f"threads are left: {left}")
+
+    def _step(self, handle: WireConsumer | WireReader) -> None:
+        what = self.random.choice(("take", "take", "take", "last", "connected", "pause"))
+        if what == "take":
+            self._call("take", lambda: self._take(handle), 0.1)
+        elif what == "last":
+            self._call("last", handle.last_entry, TIMEOUT_S)
+        elif what == "connected":
+            self._call("connected", handle.is_connected, 0.0)
+        else:
+            self.scheduler.sleep(self.random.choice((0.1, 1.0, 10.0)))
+
+    def _take(self, handle: WireConsumer | WireReader) -> None:
+        if isinstance(handle, WireReader):
+            blocks, tag = handle.read(100), "reader"
+        else:
+            blocks, tag = handle.receive(100), str(handle.hash_range.start)
+        tag = f"{handle.topic_partition.name} {tag}"
+        for block in blocks:
+            if block.id.ledger == 1 and block.id.entry in self.harmed:
+                continue
+            for value in block.values:
+                mine, _, number = value.decode().rpartition(" ")
+                if int(number) not in self.harmed and mine != tag:
+                    raise HarmError(f"{tag} got {value!r}")
+        if isinstance(handle, WireConsumer):
+            handle.acknowledge([block.id for block in blocks])
+
+    def _call(self, what: str, call: Callable[[], object], limit_s: float) -> None:
+        began = self.scheduler.now_s
+        with suppress(KeyShardError):
+            call()
+        took_s = self.scheduler.now_s - began
+        if took_s > limit_s + SLACK_S:
+            raise HarmError(f"{what} took {took_s:.1f} s")
+
+    def _trouble(self) -> None:
+        """What brokers do by themselves."""
+        while True:
+            self.scheduler.sleep(self.random.expovariate(0.3))
+            standing = [one for one in self.sessions if not one.over]
+            if not standing or self.random.random() > 2 * self.harm:
+                continue
+            session = self.random.choice(standing)
+            what = self.random.randrange(6)
+            if what == 0:
+                session.cut()
+            elif what == 1:
+                self.scheduler.spawn(self.process, "silent", session.fall_silent)
+            elif what == 2:
+                session.flood()
+            else:
+                session.noise()
+
+    def _watch(self) -> None:
+        """What a client holds has a limit."""
+        while True:
+            self.scheduler.sleep(0.05)
+            living = [one for one in self.client.tasks if not one.done]
+            if len(living) > TASKS_MAX:
+                raise HarmError(f"a client has {len(living)} threads")
+            for handle in self._handles:
+                most = 2 * handle._queue + 200
+                if len(handle._entries) > most:
+                    raise HarmError(f"{len(handle._entries)} entries wait, where {most} may")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.frames.hostile")
+    parser.add_argument("--seeds", type=int, default=200, help="how many (default: 200)")
+    parser.add_argument("--seed-start", type=int, default=0, help="the first one (default: 0)")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    entries = 0
+    for seed in range(arguments.seed_start, arguments.seed_start + arguments.seeds):
+        run = Run(seed)
+        if harm := run.run():
+            print(f"seed {seed}: {harm}")
+            return 1
+        entries += run.numbers
+    print(f"{arguments.seeds} seeds hold, {entries:,} entries sent")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
