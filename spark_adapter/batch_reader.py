@@ -20,6 +20,7 @@ from keyshard.core.position.bounds import bound_text
 from keyshard.core.position.split import Split, cut
 from keyshard.reading.split_reader import read_splits
 from spark_adapter.bounded_options import BoundedRead
+from spark_adapter.structure import Rows
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ class KeyShardBatchReader(DataSourceReader):
 
     Args:
         read: What is read.
-        columns: Columns of the table's schema, in their order.
+        rows: Columns of the table's schema, and how they are made.
     """
 
-    def __init__(self, read: BoundedRead, columns: Sequence[str]) -> None:
+    def __init__(self, read: BoundedRead, rows: Rows) -> None:
         self._read = read
-        self._columns = tuple(columns)
+        self._rows = rows
 
     def partitions(self) -> list[InputPartition]:
         """Splits by the ledger lists, one each; at least one partition, which knows the ends."""
@@ -84,13 +85,14 @@ class KeyShardBatchReader(DataSourceReader):
     def _record_batches(self, split: Split) -> Iterator[pa.RecordBatch]:
         """All that is read goes out through here, with the columns of the table's schema."""
         source = self._read.source
-        yield from read_splits(
+        raw = read_splits(
             source.how_to_connect(),
             [split],
-            self._columns,
+            self._rows.columns,
             keys=self._read.keys,
             fail_on_data_loss=source.fail_on_data_loss,
         )
+        yield from self._rows.of(raw)
 
 
 def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[Split]:

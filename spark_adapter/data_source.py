@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from pyspark.sql.datasource import DataSource
-from pyspark.sql.types import (
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import StructType
 
-from keyshard.errors import ConfigError
+from keyshard import KeyShardSource
+from keyshard.reading.structured import Decoding
 from spark_adapter.batch_reader import KeyShardBatchReader
 from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
-
-COLUMNS: dict[str, DataType] = {
-    "value": BinaryType(),
-    "__key": StringType(),
-    "__topic": StringType(),
-    "__partition": IntegerType(),
-    "__messageId": StringType(),
-    "__publishTime": TimestampType(),
-    "__eventTime": TimestampType(),
-    "__properties": MapType(StringType(), StringType()),
-    "__slot": IntegerType(),
-    "__schemaVersion": LongType(),
-}
-"""Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
+from spark_adapter.structure import Rows, plan_of, rows_of, schema_of, wants_bytes_alone
+from spark_adapter.wording import told_to_spark
 
 
 class KeyShardDataSource(DataSource):
     """Pulsar topics: as a stream over hash ranges, or what they hold as a batch."""
+
+    _plan: Decoding | None = None
+    """What :meth:`schema` found: Spark takes this object along to where readers are made."""
 
     @classmethod
     def name(cls) -> str:
@@ -47,31 +29,32 @@ class KeyShardDataSource(DataSource):
         return "keyshard"
 
     def schema(self) -> StructType:
-        """All columns; wrong options are refused here, when the query is built.
-
-        Spark does not tell of what: a stream has options that no batch read has, one at least.
-        """
-        if any(is_of_streams(name) for name in self.options):
-            parse_options(self.options)
-        else:
-            parse_bounded(self.options)
-        return StructType([StructField(name, kind) for name, kind in COLUMNS.items()])
+        """All columns; wrong options are refused here, when the query is built."""
+        source = _source_of(self.options)
+        with told_to_spark():
+            self._plan = plan_of(source)
+            return schema_of(self._plan)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
-        return KeyShardBatchReader(parse_bounded(self.options), _selected(schema))
+        read = parse_bounded(self.options)
+        return KeyShardBatchReader(read, self._rows(read.source, schema))
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
-        return KeyShardStreamReader(parse_options(self.options), _selected(schema))
+        source = parse_options(self.options)
+        return KeyShardStreamReader(source, self._rows(source, schema))
+
+    def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
+        """Columns of a query: also of one with a schema of its own, which asks for none."""
+        with told_to_spark():
+            if self._plan is None and not wants_bytes_alone(schema):
+                self._plan = plan_of(source)
+            return rows_of(schema, self._plan)
 
 
-def _selected(schema: StructType) -> Sequence[str]:
-    for field in schema.fields:
-        if COLUMNS.get(field.name) != field.dataType:
-            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in COLUMNS.items())
-            raise ConfigError(
-                f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
-                f"keyshard's. A schema selects some of: {known}."
-            )
-    return [field.name for field in schema.fields]
+def _source_of(options: Mapping[str, str]) -> KeyShardSource:
+    """What is read. Spark does not tell how: a stream has options that no batch read has."""
+    if any(map(is_of_streams, options)):
+        return parse_options(options)
+    return parse_bounded(options).source

@@ -108,6 +108,20 @@ OPTIONS = (
         "`client`: pulsar-client skips them all, and nobody is told.",
     ),
     Option(
+        "valueFormat",
+        "value_format",
+        "`auto`: the fields of the topic's schema are columns, a primitive is the column `value`; "
+        "without a schema, `value` is the bytes. `raw`: it always is. See "
+        "[Structured values](#structured-values).",
+    ),
+    Option(
+        "mode",
+        "malformed",
+        "What becomes of a value that the schema does not fit: `FAILFAST` ends the query and names "
+        "topic, message, field and reason; `PERMISSIVE` gives nulls, and the bytes in column "
+        "`_corrupt_record`; `DROPMALFORMED` leaves the row out.",
+    ),
+    Option(
         "windowMaxRows",
         "window_rows_max",
         "Most rows held, received and not yet committed, over all ranges. Keep it below what the "
@@ -166,7 +180,8 @@ OPTIONS = (
 
 OF_BATCHES_TOO = frozenset({
     "service.url", "admin.url", "topic", "topics", "topicsPattern", "transport",
-    "startingOffsets", "startingTime", "operationTimeoutMillis", "failOnDataLoss",
+    "startingOffsets", "startingTime", "operationTimeoutMillis", "failOnDataLoss", "valueFormat",
+    "mode",
 })  # fmt: skip
 """Names of the options above that a batch read has, beside :data:`CONNECTION_OPTIONS`."""
 _OFFSETS = (

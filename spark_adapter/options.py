@@ -164,7 +164,7 @@ def _parse(option: Option, text: str) -> Any:
     if option.field == "batch_delay_max_ms":
         return milliseconds(option.name, text)
     if option.field not in _INTEGERS:
-        return text
+        return text.upper() if option.name == "mode" else text
     try:
         return int(text)
     except ValueError:

@@ -35,6 +35,7 @@ from keyshard.own_process import collect_rarely
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
 from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
+from spark_adapter.structure import Rows
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
@@ -63,12 +64,12 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     Args:
         source: What to consume.
-        columns: Columns of the query's schema, in their order.
+        rows: Columns of the query's schema, and how they are made.
     """
 
-    def __init__(self, source: KeyShardSource, columns: Sequence[str]) -> None:
+    def __init__(self, source: KeyShardSource, rows: Rows) -> None:
         self._source = source
-        self._columns = tuple(columns)
+        self._rows = rows
         self._runtime: _Runtime | None = None
         self._available_now = False
 
@@ -76,7 +77,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # Spark pickles the reader into its Python workers, which only call read().
         return {
             "_source": self._source,
-            "_columns": self._columns,
+            "_rows": self._rows,
             "_runtime": None,
             "_available_now": self._available_now,
         }
@@ -133,7 +134,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         checkpoint = runtime.checkpoint(end)
         indices, batch_id = runtime.coordinator.batches.plan(checkpoint), checkpoint.batch_id
         return [
-            KeyShardPartition(runtime.server.ticket(batch_id, index, self._columns))
+            KeyShardPartition(runtime.server.ticket(batch_id, index, self._rows.columns))
             for index in indices
         ]
 
@@ -141,7 +142,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Rows of a partition, in a Python worker; may run several times per batch."""
         assert isinstance(partition, KeyShardPartition)
         with told_to_spark():
-            yield from read_batch(partition.ticket)
+            yield from self._rows.of(read_batch(partition.ticket))
 
     @told_to_spark()
     def commit(self, end: dict[str, Any]) -> None:

@@ -97,6 +97,13 @@ class SourceConfig:
     """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
     fail_on_data_loss: bool = field(default=True, kw_only=True)
     """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
+    value_format: str = field(default="auto", kw_only=True)
+    """``auto`` or ``raw``: whether rows have the fields of the schema of their topic as columns,
+    where it has one, or the bytes. Of Spark's rows; messages and record batches of Python have the
+    bytes."""
+    malformed: str = field(default="FAILFAST", kw_only=True)
+    """``FAILFAST``, ``PERMISSIVE`` or ``DROPMALFORMED`` on values that the schema of their topic
+    does not fit: an error, nulls beside the bytes, or no row."""
     available_now_timeout_ms: int = field(default=600_000, kw_only=True)
     """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
     available_now_quiet_ms: int = field(default=5_000, kw_only=True)
@@ -123,6 +130,8 @@ class SourceConfig:
                 "interface begins a subscription there. Set admin_url, or begin at 'earliest'."
             )
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
+        check_choice("value_format", self.value_format, "auto", "raw")
+        check_choice("malformed", self.malformed, "FAILFAST", "PERMISSIVE", "DROPMALFORMED")
         self._check_corrupt()
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)

@@ -16,6 +16,7 @@ from keyshard.errors import ConfigError, DataLossTrimmedError
 from keyshard.reading import scan as scan_module
 from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplit
 from spark_adapter.bounded_options import parse_bounded
+from spark_adapter.structure import Rows
 
 _names = itertools.count()
 T0 = 1_700_000_000_000
@@ -61,7 +62,7 @@ class Topic:
             fail_on_data_loss=read.source.fail_on_data_loss, operation_timeout_ms=5_000,
         )  # fmt: skip
         object.__setattr__(read, "source", source)
-        return KeyShardBatchReader(read, columns)
+        return KeyShardBatchReader(read, Rows(columns))
 
     def rows(self, reader: KeyShardBatchReader) -> list[tuple[int, str]]:
         """Partition and id of each row, part by part, as Spark's workers read them."""

@@ -24,7 +24,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.window import layout
 from keyshard.worker.elsewhere import Chunk, Run, rows_of
-from spark_adapter import stream_reader
+from spark_adapter import stream_reader, structure
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
@@ -123,7 +123,7 @@ class Query:
         self._record = record
         self._at = at
         self._poisoned = poisoned
-        self.reader = stream_reader.KeyShardStreamReader(source, COLUMNS)
+        self.reader = stream_reader.KeyShardStreamReader(source, structure.Rows(COLUMNS))
         self._check_runtime = check
         self._bounded = bounded
         if bounded:

@@ -17,6 +17,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import AsyncProgressError, CheckpointMismatchError, UnsupportedTriggerError
 from spark_adapter import stream_reader
 from spark_adapter.stream_reader import KeyShardStreamReader
+from spark_adapter.structure import Rows
 
 LIMIT = ReadMaxRows(20)
 
@@ -39,7 +40,7 @@ class Host:
             topic, subscription="unit", parallelism=4, starting_position=plain.starting_position
         )
         object.__setattr__(source, "cluster", cluster)
-        self.reader = KeyShardStreamReader(source, SCHEMA.names)
+        self.reader = KeyShardStreamReader(source, Rows(SCHEMA.names))
 
     def wait(self, rows: int) -> None:
         """Until so many rows were received by this process."""

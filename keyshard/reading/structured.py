@@ -1,0 +1,265 @@
+"""Rows of raw columns -> rows of decoded ones, wherever rows are read.
+
+What a query decodes with is fixed in its plan: the schema of each topic, and the columns. Only the
+schemas of other versions that messages were written with are asked for meanwhile, once in a
+process, and a version never changes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+from pyarrow import compute
+
+from keyshard.arrow.columns import SCHEMA
+from keyshard.broker.schemas import schema_of
+from keyshard.config.connection import Connection
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.schemas.codec import Codec, decode_rows
+from keyshard.schemas.codecs import codec_of
+from keyshard.schemas.projection import cast, check, columns_of
+
+FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
+"""What becomes of a value that cannot be decoded: an error, nulls beside its bytes, nothing."""
+CORRUPT = "_corrupt_record"
+"""Column of the bytes that could not be decoded; null in other rows."""
+RAW = TopicSchema("BYTES")
+"""What a topic without a schema has."""
+
+_METADATA = frozenset(SCHEMA.names) - {"value"}
+_other_versions: dict[tuple[str, str, int], TopicSchema] = {}
+"""Schemas by plan, topic and version; of one process."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The plan of a query; picklable."""
+
+    connection: Connection
+    schemas: Mapping[str, TopicSchema]
+    """Of each topic by its full name: what its values are decoded to."""
+    mode: str = FAILFAST
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def columns(self) -> pa.Schema:
+        """All columns there are, the decoded ones first.
+
+        Raises:
+            SchemaError: Topics differ in them, or one is called like one of keyshard's.
+        """
+        found: dict[str, pa.DataType] | None = None
+        first = ""
+        for topic, schema in self.schemas.items():
+            columns = columns_of(codec_of(schema, topic).type)
+            taken = sorted(columns.keys() & (_METADATA | {CORRUPT}))
+            if taken:
+                raise SchemaError(
+                    f"The schema of {topic} has a field {taken[0]!r}, which is a column of "
+                    "keyshard's own. Set valueFormat=raw to get the bytes.",
+                    topic=topic,
+                )
+            if found is None:
+                found, first = columns, topic
+            elif found != columns:
+                raise SchemaError(
+                    f"Topics {first} and {topic} have different schemas: {_listed(found)}; "
+                    f"{_listed(columns)}. Give the columns that both have with schema(...), or set "
+                    "valueFormat=raw to get the bytes.",
+                    topic=topic,
+                )
+        decoded = {"value": pa.binary()} if found is None else found
+        own = [SCHEMA.field(name) for name in SCHEMA.names if name != "value"]
+        corrupt = [pa.field(CORRUPT, pa.binary())] if self.mode == PERMISSIVE else []
+        return pa.schema([*(pa.field(*one) for one in decoded.items()), *own, *corrupt])
+
+
+def _listed(columns: Mapping[str, pa.DataType]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
+
+
+def plan_decoding(connection: Connection, topics: Iterable[str], mode: str = FAILFAST) -> Decoding:
+    """Ask for the schemas of topics, as they are now.
+
+    Raises:
+        BrokerUnavailableError: Nobody answers.
+        BrokerError: Who answers refuses.
+    """
+    return Decoding(
+        connection, {topic: schema_of(connection, topic) or RAW for topic in topics}, mode
+    )
+
+
+class Decoder:
+    """Makes decoded rows of raw ones, by a plan.
+
+    Args:
+        plan: What is decoded with.
+        wanted: Columns of the rows that are handed out, in their order.
+
+    Raises:
+        SchemaError: A column is not there, or a cast would lose something.
+    """
+
+    def __init__(self, plan: Decoding, wanted: pa.Schema) -> None:
+        self._plan = plan
+        self._wanted = wanted
+        self._codecs: dict[str, tuple[TopicSchema, Codec, pa.Schema]] = {}
+        self._payload = pa.schema([one for one in wanted if one.name not in {*_METADATA, CORRUPT}])
+        for topic in plan.schemas:
+            self._codec(topic)
+        self._decodes = any(len(payload) for _, _, payload in self._codecs.values())
+        self.dropped = 0
+        """Rows that were left out."""
+
+    @property
+    def raw_columns(self) -> tuple[str, ...]:
+        """Columns of :data:`keyshard.arrow.columns.SCHEMA` that :meth:`decoded` has to be given."""
+        names = [name for name in self._wanted.names if name in _METADATA]
+        if len(self._payload) or CORRUPT in self._wanted.names:
+            names.append("value")
+        if self._decodes:
+            kinds = {schema.type for schema, _, _ in self._codecs.values()}
+            names += ["__topic", "__schemaVersion"]
+            names += ["__messageId", "__partition"] if self._plan.mode == FAILFAST else []
+            names += ["__key"] if "KEY_VALUE" in kinds else []
+        return tuple(dict.fromkeys(names))
+
+    def decoded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Rows of the columns that are wanted, of rows of :attr:`raw_columns`.
+
+        Raises:
+            MalformedMessageError: A value cannot be decoded, in mode ``FAILFAST``.
+            SchemaError: The version that a message was written with is not there.
+        """
+        for batch in batches:
+            found, reasons = self._decode(batch) if self._decodes else ({}, {})
+            if reasons and self._plan.mode == FAILFAST:
+                raise self._malformed(batch, *min(reasons.items()))
+            arrays = [
+                found[name] if name in found else self._own(name, batch, reasons)
+                for name in self._wanted.names
+            ]
+            made = pa.RecordBatch.from_arrays(arrays, schema=self._wanted)
+            if reasons and self._plan.mode == DROPMALFORMED:
+                self.dropped += len(reasons)
+                kept = [row for row in range(len(made)) if row not in reasons]
+                made = made.take(pa.array(kept, pa.int32()))
+            yield made
+
+    def _own(self, name: str, batch: pa.RecordBatch, reasons: Mapping[int, str]) -> pa.Array:
+        """A column that is not decoded."""
+        if name != CORRUPT:
+            return batch.column(name)
+        values = batch.column("value")
+        if not reasons:
+            return pa.nulls(len(values), values.type)
+        wrong = pa.array([row in reasons for row in range(len(values))])
+        return compute.if_else(wrong, values, pa.scalar(None, values.type))
+
+    def _decode(self, batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], dict[int, str]]:
+        """Decoded columns by name, and reasons by row: each topic and version together."""
+        groups = list(_groups(batch))
+        if len(groups) == 1:
+            ((topic, version, _),) = groups
+            return self._decode_alike(batch, topic, version)
+        parts: list[dict[str, pa.Array]] = []
+        reasons: dict[int, str] = {}
+        for topic, version, rows in groups:
+            part, wrong = self._decode_alike(batch.take(rows), topic, version)
+            parts.append(part)
+            reasons |= {rows[row].as_py(): why for row, why in wrong.items()}
+        if not parts:
+            return {one.name: pa.nulls(0, one.type) for one in self._payload}, {}
+        places = compute.sort_indices(pa.concat_arrays([rows for _, _, rows in groups]))
+        return {
+            name: pa.concat_arrays([part[name] for part in parts]).take(places) for name in parts[0]
+        }, reasons
+
+    def _decode_alike(
+        self, batch: pa.RecordBatch, topic: str, version: int | None
+    ) -> tuple[dict[str, pa.Array], dict[int, str]]:
+        schema, codec, payload = self._codec(topic)
+        if not len(payload):
+            return {one.name: batch.column("value") for one in self._payload}, {}
+        keys = (
+            batch.column("__key")
+            if "__key" in batch.schema.names
+            else pa.nulls(len(batch), pa.string())
+        )
+        writer = self._writer(topic, schema, version)
+        values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
+        return cast(values, payload), reasons
+
+    def _codec(self, topic: str) -> tuple[TopicSchema, Codec, pa.Schema]:
+        """How values of a topic are decoded, and to which columns: none where bytes are wanted."""
+        found = self._codecs.get(topic)
+        if found is None:
+            schema = self._plan.schemas.get(topic)
+            if schema is None:  # a topic that was found later
+                schema = schema_of(self._plan.connection, topic) or RAW
+            codec = codec_of(schema, topic)
+            payload = pa.schema([]) if self._wants_bytes(codec) else self._payload
+            check(codec.type, payload, topic)
+            found = self._codecs[topic] = schema, codec, payload
+        return found
+
+    def _wants_bytes(self, codec: Codec) -> bool:
+        """Whether ``value`` is what the producer sent, and not a field that is called so."""
+        fields = columns_of(codec.type) if pa.types.is_struct(codec.type) else {}
+        return bool(self._payload == _BYTES and fields.get("value") != pa.binary())
+
+    def _writer(self, topic: str, schema: TopicSchema, version: int | None) -> TopicSchema | None:
+        """The schema that messages of a version were written with; ``None``: the query's."""
+        if version is None or version == schema.version or schema.type not in _VERSIONED:
+            return None
+        key = (self._plan.name, topic, version)
+        found = _other_versions.get(key)
+        if found is None:
+            found = schema_of(self._plan.connection, topic, version)
+            if found is None:
+                raise SchemaError(
+                    f"Version {version} of the schema of {topic} is not there (any more), and "
+                    "messages were written with it. Register it again, or set valueFormat=raw to "
+                    "get the bytes.",
+                    topic=topic,
+                )
+            _other_versions[key] = found
+        return found
+
+    def _malformed(self, batch: pa.RecordBatch, row: int, why: str) -> MalformedMessageError:
+        topic, message_id, partition = (
+            batch.column(name)[row].as_py() for name in ("__topic", "__messageId", "__partition")
+        )
+        schema = self._codec(topic)[0]
+        version = batch.column("__schemaVersion")[row].as_py()
+        written = "" if version is None else f", written with version {version}"
+        return MalformedMessageError(
+            f"Message {message_id} of {topic}, partition {partition}, cannot be decoded by its "
+            f"{schema.type} schema (version {schema.version}{written}): {why}. Set "
+            f"mode={PERMISSIVE} to get its bytes in {CORRUPT}, mode={DROPMALFORMED} to leave it "
+            "out, or valueFormat=raw.",
+            topic=topic,
+            message_id=message_id,
+        )
+
+
+_BYTES = pa.schema([pa.field("value", pa.binary())])
+_VERSIONED = ("AVRO", "KEY_VALUE")
+"""Types whose values are read with the schema that they were written with."""
+
+
+def _groups(batch: pa.RecordBatch) -> Iterator[tuple[str, int | None, pa.Array]]:
+    """Topic, version, and the rows that have them."""
+    topics = batch.column("__topic").dictionary_encode()
+    versions = batch.column("__schemaVersion").dictionary_encode("encode")
+    width = len(versions.dictionary)
+    codes = compute.add(compute.multiply(topics.indices, width), versions.indices)
+    for code in compute.unique(codes):
+        rows = compute.indices_nonzero(compute.equal(codes, code))
+        topic, version = divmod(code.as_py(), width)
+        yield topics.dictionary[topic].as_py(), versions.dictionary[version].as_py(), rows

@@ -1,0 +1,109 @@
+"""Decoded values as the columns that are wanted, by casts that lose nothing."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from keyshard.errors import SchemaError
+
+_INTEGER_OF_FLOAT = {pa.float32(): 16, pa.float64(): 32}
+"""Bits of integers that a float holds exactly."""
+_LOSSLESS = {
+    (pa.float32(), pa.float64()),
+    (pa.string(), pa.binary()),
+    (pa.date32(), pa.timestamp("us")),
+}
+
+
+def columns_of(kind: pa.DataType) -> dict[str, pa.DataType]:
+    """The columns of a decoded value: its fields, or ``value``."""
+    if pa.types.is_struct(kind):
+        return {field.name: field.type for field in kind}
+    return {"value": kind}
+
+
+def without_time_of_day(kind: pa.DataType) -> pa.DataType:
+    """The type with microseconds of a day as numbers, for who has no type for them."""
+    types = pa.types
+    if types.is_time(kind):
+        return pa.int64()
+    if types.is_struct(kind):
+        return pa.struct([(field.name, without_time_of_day(field.type)) for field in kind])
+    if types.is_list(kind):
+        return pa.list_(without_time_of_day(kind.value_type))
+    if types.is_map(kind):
+        return pa.map_(kind.key_type, without_time_of_day(kind.item_type))
+    return kind
+
+
+def check(kind: pa.DataType, wanted: pa.Schema, topic: str) -> None:
+    """Check that values can be the columns that are wanted.
+
+    Raises:
+        SchemaError: One of them is not there, or would lose something.
+    """
+    there = columns_of(kind)
+    for field in wanted:
+        if field.name not in there:
+            raise SchemaError(
+                f"Column {field.name!r} is no field of the schema of {topic}, which has: "
+                f"{', '.join(there) or 'none'}. Leave it out, or set valueFormat=raw.",
+                topic=topic,
+            )
+        problem = _problem(there[field.name], field.type, field.name)
+        if problem:
+            raise SchemaError(
+                f"{problem} in the schema of {topic}, and a cast would lose something. Give "
+                "another type in schema(...), or set valueFormat=raw.",
+                topic=topic,
+            )
+
+
+def cast(values: pa.Array, wanted: pa.Schema) -> dict[str, pa.Array]:
+    """Decoded values as columns; they were checked."""
+    names = list(columns_of(values.type))
+    columns = values.flatten() if pa.types.is_struct(values.type) else [values]
+    found = dict(zip(names, columns, strict=True))
+    return {
+        field.name: found[field.name]
+        if found[field.name].type == field.type
+        else found[field.name].cast(field.type)
+        for field in wanted
+    }
+
+
+def _problem(source: pa.DataType, target: pa.DataType, path: str) -> str:
+    """Why one type cannot be the other without loss; empty where it can."""
+    types = pa.types
+    if source == target or types.is_null(source) or _widens(source, target):
+        return ""
+    if types.is_struct(source) and types.is_struct(target):
+        there = {field.name: field.type for field in source}
+        problems = (
+            _problem(there[field.name], field.type, f"{path}.{field.name}")
+            if field.name in there
+            else f"Field '{path}.{field.name}' is not"
+            for field in target
+        )
+        return next(filter(None, problems), "")
+    if types.is_list(source) and types.is_list(target):
+        return _problem(source.value_type, target.value_type, f"{path}[]")
+    if types.is_map(source) and types.is_map(target):
+        return _problem(source.key_type, target.key_type, f"{path} (key)") or _problem(
+            source.item_type, target.item_type, f"{path}[]"
+        )
+    return f"Column {path!r} is wanted as {target} and is {source}"
+
+
+def _widens(source: pa.DataType, target: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_integer(source) and types.is_integer(target):
+        return bool(target.bit_width >= source.bit_width)
+    if types.is_integer(source):
+        return bool(source.bit_width <= _INTEGER_OF_FLOAT.get(target, 0))
+    if types.is_decimal(source) and types.is_decimal(target):
+        whole = target.precision - target.scale >= source.precision - source.scale
+        return bool(whole and target.scale >= source.scale)
+    if types.is_time64(source):
+        return bool(types.is_time64(target) or types.is_int64(target))
+    return (source, target) in _LOSSLESS

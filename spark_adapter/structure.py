@@ -1,0 +1,141 @@
+"""Which columns the rows of a query have, and how they become them, in tasks.
+
+The plan is made when the query is: :class:`Rows` goes with the reader to the tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from keyshard.broker.connect import connect_admin
+from keyshard.broker.retry import retry_until
+from keyshard.core.topic_pattern import TopicPattern
+from keyshard.errors import ConfigError
+from keyshard.reading.structured import CORRUPT, RAW, Decoder, Decoding, plan_decoding
+from keyshard.schemas.projection import without_time_of_day
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from keyshard import KeyShardSource
+
+COLUMNS: dict[str, DataType] = {
+    "value": BinaryType(),
+    "__key": StringType(),
+    "__topic": StringType(),
+    "__partition": IntegerType(),
+    "__messageId": StringType(),
+    "__publishTime": TimestampType(),
+    "__eventTime": TimestampType(),
+    "__properties": MapType(StringType(), StringType()),
+    "__slot": IntegerType(),
+    "__schemaVersion": LongType(),
+}
+"""Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The columns of a query; picklable."""
+
+    columns: Sequence[str]
+    """Columns that the runtime has to give."""
+    wanted: pa.Schema | None = None
+    """What they become; ``None``: they are the query's."""
+    plan: Decoding | None = None
+
+    def of(self, raw: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Rows of the query, of rows of :attr:`columns`: in a task."""
+        if self.plan is None:
+            yield from raw
+        else:
+            yield from Decoder(self.plan, self.wanted).decoded(raw)
+
+
+def plan_of(source: KeyShardSource) -> Decoding | None:
+    """What the values of a source are decoded with; ``None``: they stay bytes.
+
+    Raises:
+        KeyShardError: The schemas cannot be asked for.
+    """
+    if source.value_format == "raw":
+        return None
+    connection = source.how_to_connect()
+    plan = plan_decoding(connection, _topics(source), source.malformed)
+    if all(schema.type in (RAW.type, "NONE") for schema in plan.schemas.values()):
+        return None
+    return plan
+
+
+def schema_of(plan: Decoding | None) -> StructType:
+    """All columns that a query can have."""
+    if plan is None:
+        return StructType([StructField(name, kind) for name, kind in COLUMNS.items()])
+    return StructType([StructField(one.name, _spark_type(one)) for one in plan.columns])
+
+
+def _spark_type(column: pa.Field) -> DataType:
+    if column.name != "value" and column.name in COLUMNS:
+        return COLUMNS[column.name]
+    from pyspark.sql.pandas.types import from_arrow_type  # noqa: PLC0415 - it loads pandas
+
+    kind: DataType = from_arrow_type(without_time_of_day(column.type))
+    return kind
+
+
+def _topics(source: KeyShardSource) -> Sequence[str]:
+    if source.topics_pattern is None:
+        return source.topics
+    connection, pattern = source.how_to_connect(), TopicPattern.parse(source.topics_pattern)
+
+    def listed() -> set[str]:
+        with closing(connect_admin(connection)) as admin:
+            return admin.topics(pattern.tenant, pattern.namespace)
+
+    found = retry_until(listed, connection.operation_timeout_ms / 1000)
+    return sorted(filter(pattern.matches, found))
+
+
+def wants_bytes_alone(schema: StructType) -> bool:
+    """Whether a schema has nothing but columns of a topic without a schema."""
+    return all(COLUMNS.get(field.name) == field.dataType for field in schema.fields)
+
+
+def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
+    """How rows get the columns of a schema.
+
+    Raises:
+        ConfigError: A column is not there, or of another type.
+        SchemaError: It would lose something of what it is cast of.
+    """
+    kinds = {**COLUMNS, CORRUPT: BinaryType()}
+    for field in schema.fields:
+        own = plan is None or (field.name in kinds and field.name != "value")
+        if own and kinds.get(field.name) != field.dataType:
+            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in COLUMNS.items())
+            raise ConfigError(
+                f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
+                f"keyshard's. A schema selects some of: {known}."
+            )
+    names = [field.name for field in schema.fields]
+    if plan is None:
+        return Rows(names)
+    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
+
+    wanted = to_arrow_schema(schema, timezone="UTC")
+    return Rows(Decoder(plan, wanted).raw_columns, wanted, plan)

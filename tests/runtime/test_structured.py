@@ -1,0 +1,314 @@
+"""Decoded rows of raw ones: versions, modes, projections, topics that differ."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+import pytest
+
+from keyshard import Connection
+from keyshard.arrow.columns import SCHEMA
+from keyshard.broker.memory import MemoryCluster
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.reading.structured import CORRUPT, Decoder, Decoding, plan_decoding
+
+FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
+FIRST = {"type": "record", "name": "R", "fields": FIELDS}
+ADDED = {"name": "added", "type": ["null", "long"], "default": None}
+SECOND = FIRST | {"fields": [FIELDS[0] | {"type": "long"}, FIELDS[1], ADDED]}
+
+
+class Shop:
+    """A cluster of this process with topics that have schemas."""
+
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        self.cluster = MemoryCluster.named(self.name)
+        self.connection = Connection(f"memory://{self.name}")
+
+    def topic(self, name: str, *schemas: Any, kind: str = "AVRO") -> str:
+        topic = self.cluster.create_topic(name)
+        for schema in schemas:
+            self.add(topic, schema, kind)
+        return topic
+
+    def add(self, topic: str, schema: Any, kind: str = "AVRO") -> None:
+        versions = self.cluster.schemas.setdefault(topic, [])
+        definition = b"" if schema is None else json.dumps(schema).encode()
+        versions.append(TopicSchema(kind, definition, len(versions)))
+
+    def plan(self, *topics: str, mode: str = "FAILFAST") -> Decoding:
+        return plan_decoding(self.connection, topics, mode)
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+def avro(schema: Any, row: dict[str, Any]) -> bytes:
+    data = io.BytesIO()
+    fastavro.schemaless_writer(data, fastavro.parse_schema(schema), row)
+    return data.getvalue()
+
+
+def raw(topic: str, *rows: tuple[bytes | None, int | None], start: int = 0) -> pa.RecordBatch:
+    """Rows as a window or a split gives them."""
+    found = [
+        {
+            "value": value, "__key": "k", "__topic": topic, "__partition": -1,
+            "__messageId": f"7:{number}:0", "__schemaVersion": version,
+        }
+        for number, (value, version) in enumerate(rows, start)
+    ]  # fmt: skip
+    return pa.RecordBatch.from_pylist(found, schema=SCHEMA)
+
+
+def rows_of(
+    plan: Decoding, batches: Sequence[pa.RecordBatch], wanted: pa.Schema | None = None
+) -> list[dict[str, Any]]:
+    decoder = Decoder(pickle.loads(pickle.dumps(plan)), wanted or plan.columns)
+    given = [batch.select(list(decoder.raw_columns)) for batch in batches]
+    found = list(decoder.decoded(given))
+    for batch in found:
+        batch.validate(full=True)
+        assert batch.schema == (wanted or plan.columns)
+    return [row for batch in found for row in batch.to_pylist()]
+
+
+def only(*names: str, **kinds: pa.DataType) -> pa.Schema:
+    fields = [SCHEMA.field(name) for name in names]
+    return pa.schema([*(pa.field(*one) for one in kinds.items()), *fields])
+
+
+def test_fields_are_columns_beside_those_of_keyshard(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    plan = shop.plan(topic)
+    assert plan.columns.names == ["id", "name", *SCHEMA.names[1:]]
+    (row,) = rows_of(plan, [raw(topic, (avro(FIRST, {"id": 5, "name": "x"}), 0))])
+    assert (row["id"], row["name"], row["__messageId"], row["__schemaVersion"]) == (
+        5, "x", "7:0:0", 0,
+    )  # fmt: skip
+
+
+def test_each_message_is_read_with_the_schema_it_was_written_with(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    plan = shop.plan(topic)
+    later = {
+        "type": "record",
+        "name": "R",
+        "fields": [*SECOND["fields"][1:], ADDED | {"name": "z"}],
+    }
+    later["fields"][-1] = ADDED | {"name": "z", "type": ["null", "string"]}
+    later["fields"].insert(0, {"name": "id", "type": "long"})
+    shop.add(topic, later)  # registered while the query runs
+    batch = raw(
+        topic,
+        (avro(FIRST, {"id": 1, "name": "a"}), 0),
+        (avro(SECOND, {"id": 2**40, "name": "b", "added": 7}), 1),
+        (avro(later, {"id": 3, "name": "c", "added": 8, "z": "zz"}), 2),
+        (avro(FIRST, {"id": 4, "name": "d"}), 0),
+        (avro(SECOND, {"id": 5, "name": "e", "added": None}), None),
+        (None, 1),
+    )
+    wanted = only("__messageId", id=pa.int64(), name=pa.string(), added=pa.int64())
+    assert rows_of(plan, [batch], wanted) == [
+        {"id": 1, "name": "a", "added": None, "__messageId": "7:0:0"},
+        {"id": 2**40, "name": "b", "added": 7, "__messageId": "7:1:0"},
+        {"id": 3, "name": "c", "added": 8, "__messageId": "7:2:0"},
+        {"id": 4, "name": "d", "added": None, "__messageId": "7:3:0"},
+        {"id": 5, "name": "e", "added": None, "__messageId": "7:4:0"},
+        {"id": None, "name": None, "added": None, "__messageId": "7:5:0"},
+    ]
+
+
+def test_a_version_that_is_gone_is_named(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    batch = raw(topic, (avro(FIRST, {"id": 1, "name": "a"}), 9))
+    with pytest.raises(SchemaError, match=rf"Version 9 of the schema of {topic} is not there"):
+        rows_of(shop.plan(topic), [batch])
+
+
+def test_a_version_is_asked_for_once_in_a_process(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    plan = shop.plan(topic)
+    batch = raw(topic, (avro(FIRST, {"id": 1, "name": "a"}), 0))
+    first = rows_of(plan, [batch])
+    del shop.cluster.schemas[topic]
+    assert rows_of(plan, [batch]) == first
+
+
+BAD = b"\x01"
+
+
+def test_failing_fast_names_topic_message_and_reason(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    good = avro(FIRST, {"id": 1, "name": "a"})
+    batches = [raw(topic, (good, 0)), raw(topic, (good, 0), (BAD, 0), (good, 1), start=10)]
+    with pytest.raises(MalformedMessageError) as raised:
+        rows_of(shop.plan(topic), batches)
+    text = str(raised.value)
+    for part in ("7:11:0", topic, "AVRO", "version 1, written with version 0", "mode=PERMISSIVE"):
+        assert part in text
+    assert raised.value.facts == {"topic": topic, "message_id": "7:11:0"}
+
+
+def test_a_field_of_another_type_is_named(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, kind="JSON")
+    with pytest.raises(MalformedMessageError, match=r"got `str` - at `\$\.id`"):
+        rows_of(shop.plan(topic), [raw(topic, (b'{"id": "x"}', 0))])
+
+
+def test_permissive_rows_are_null_beside_their_bytes(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    good = avro(FIRST, {"id": 1, "name": "a"})
+    plan = shop.plan(topic, mode="PERMISSIVE")
+    assert plan.columns.names[-1] == CORRUPT
+    wanted = only("__messageId", id=pa.int32(), **{CORRUPT: pa.binary()})
+    assert rows_of(plan, [raw(topic, (good, 0), (BAD, 0), (None, 0))], wanted) == [
+        {"id": 1, CORRUPT: None, "__messageId": "7:0:0"},
+        {"id": None, CORRUPT: BAD, "__messageId": "7:1:0"},
+        {"id": None, CORRUPT: None, "__messageId": "7:2:0"},
+    ]
+
+
+def test_malformed_rows_can_be_left_out_and_are_counted(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    good = avro(FIRST, {"id": 1, "name": "a"})
+    plan = shop.plan(topic, mode="DROPMALFORMED")
+    decoder = Decoder(plan, only("__messageId", id=pa.int32()))
+    batches = [raw(topic, (BAD, 0), (good, 0), (BAD, 0)), raw(topic, (BAD, 0), start=3)]
+    found = list(decoder.decoded([one.select(list(decoder.raw_columns)) for one in batches]))
+    assert [one.num_rows for one in found] == [1, 0]
+    assert found[0].to_pylist() == [{"id": 1, "__messageId": "7:1:0"}]
+    assert decoder.dropped == 3
+
+
+def test_a_topic_without_a_schema_has_the_bytes(shop: Shop) -> None:
+    topic = shop.topic("plain")
+    plan = shop.plan(topic)
+    assert plan.columns == SCHEMA
+    decoder = Decoder(plan, only("__key", value=pa.binary()))
+    assert set(decoder.raw_columns) == {"value", "__key"}
+    batch = raw(topic, (b"\xff", None), (None, None))
+    assert rows_of(plan, [batch], only(value=pa.binary())) == [{"value": b"\xff"}, {"value": None}]
+
+
+def test_bytes_are_there_for_who_asks_for_them(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    decoder = Decoder(shop.plan(topic), only("__key", value=pa.binary()))
+    assert set(decoder.raw_columns) == {"value", "__key"}
+    batch = raw(topic, (BAD, 0)).select(list(decoder.raw_columns))
+    assert next(decoder.decoded([batch])).to_pylist() == [{"value": BAD, "__key": "k"}]
+
+
+def test_nothing_is_decoded_for_columns_of_keyshard_alone(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    decoder = Decoder(shop.plan(topic), only("__key"))
+    assert decoder.raw_columns == ("__key",)
+    batch = raw(topic, (BAD, 0)).select(["__key"])
+    assert next(decoder.decoded([batch])).to_pylist() == [{"__key": "k"}]
+
+
+def test_a_primitive_is_the_column_value(shop: Shop) -> None:
+    topic = shop.topic("numbers", None, kind="INT32")
+    plan = shop.plan(topic)
+    assert plan.columns.field("value").type == pa.int32()
+    batch = raw(topic, (b"\0\0\0\5", 0))
+    assert rows_of(plan, [batch], only(value=pa.int64())) == [{"value": 5}]
+    assert rows_of(plan, [batch], only(value=pa.float64())) == [{"value": 5.0}]
+    assert rows_of(plan, [batch], only(value=pa.binary())) == [{"value": b"\0\0\0\5"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        ("id", pa.int16(), "'id' is wanted as int16 and is int64"),
+        ("id", pa.float64(), "'id' is wanted as double and is int64"),
+        ("id", pa.string(), "'id' is wanted as string"),
+        ("name", pa.int32(), "'name' is wanted as int32 and is string"),
+        ("nobody", pa.int32(), "'nobody' is no field .* has: id, name, added"),
+    ],
+)
+def test_a_projection_that_would_lose_something_is_refused(
+    shop: Shop, name: str, kind: pa.DataType, why: str
+) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    with pytest.raises(SchemaError, match=why):
+        Decoder(shop.plan(topic), only(**{name: kind}))
+
+
+def test_fields_of_fields_can_be_chosen(shop: Shop) -> None:
+    inner = {"type": "record", "name": "In", "fields": [*FIELDS, ADDED]}
+    listed = {"type": "array", "items": "In"}
+    schema = {
+        "type": "record",
+        "name": "R",
+        "fields": [{"name": "one", "type": inner}, {"name": "many", "type": listed}],
+    }
+    topic = shop.topic("nested", schema)
+    part = {"id": 1, "name": "x", "added": 5}
+    batch = raw(topic, (avro(schema, {"one": part, "many": [part]}), 0))
+    kind = pa.struct([("added", pa.int64()), ("id", pa.int64())])
+    wanted = only(many=pa.list_(pa.field("element", kind)), one=kind)
+    less = {"added": 5, "id": 1}
+    assert rows_of(shop.plan(topic), [batch], wanted) == [{"many": [less], "one": less}]
+    worse = only(one=pa.struct([("id", pa.int8())]))
+    with pytest.raises(SchemaError, match=r"'one\.id' is wanted as int8"):
+        Decoder(shop.plan(topic), worse)
+
+
+def test_topics_that_differ_are_one_error_and_can_be_projected(shop: Shop) -> None:
+    first, second = shop.topic("a", FIRST), shop.topic("b", SECOND)
+    plain = shop.topic("c")
+    plan = shop.plan(first, second)
+    with pytest.raises(SchemaError, match=rf"{first} and {second} .*valueFormat=raw"):
+        _ = plan.columns
+    with pytest.raises(SchemaError, match=rf"{first} and {plain}"):
+        _ = shop.plan(first, plain).columns
+    batch = pa.concat_batches([
+        raw(first, (avro(FIRST, {"id": 1, "name": "a"}), 0)),
+        raw(second, (avro(SECOND, {"id": 2, "name": "b", "added": 1}), 0), start=1),
+        raw(first, (avro(FIRST, {"id": 3, "name": "c"}), 0), start=2),
+    ])  # fmt: skip
+    wanted = only("__messageId", id=pa.int64(), name=pa.string())
+    assert rows_of(plan, [batch], wanted) == [
+        {"id": 1, "name": "a", "__messageId": "7:0:0"},
+        {"id": 2, "name": "b", "__messageId": "7:1:0"},
+        {"id": 3, "name": "c", "__messageId": "7:2:0"},
+    ]
+
+
+def test_a_topic_that_is_found_later_is_decoded_by_its_own_schema(shop: Shop) -> None:
+    first = shop.topic("a", FIRST)
+    plan = shop.plan(first)
+    second = shop.topic("b", SECOND)
+    batch = raw(second, (avro(SECOND, {"id": 2, "name": "b", "added": 1}), 0))
+    assert rows_of(plan, [batch], only(name=pa.string())) == [{"name": "b"}]
+    with pytest.raises(SchemaError, match=f"'id' is wanted as int32.*{second}"):
+        rows_of(plan, [batch], only(id=pa.int32()))
+
+
+def test_a_field_that_is_called_like_a_column_of_keyshard_is_refused(shop: Shop) -> None:
+    schema = FIRST | {"fields": [{"name": "__key", "type": "int"}]}
+    with pytest.raises(SchemaError, match=r"'__key'.*valueFormat=raw"):
+        _ = shop.plan(shop.topic("orders", schema)).columns
+
+
+def test_one_bad_row_among_many_costs_no_more_than_all_others(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    values = [(avro(FIRST, {"id": i, "name": "n"}), 0) for i in range(2_000)]
+    values[1_234] = (BAD, 0)
+    plan = shop.plan(topic, mode="PERMISSIVE")
+    wanted = only(id=pa.int32(), **{CORRUPT: pa.binary()})
+    rows = rows_of(plan, [raw(topic, *values)], wanted)
+    assert [i for i, row in enumerate(rows) if row[CORRUPT] is not None] == [1_234]
+    assert [row["id"] for row in rows] == [None if i == 1_234 else i for i in range(2_000)]
