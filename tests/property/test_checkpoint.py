@@ -58,6 +58,12 @@ checkpoints = any_checkpoint()
 
 
 @BOUNDED
+@given(partition_checkpoints())
+def test_the_size_of_a_part_is_known_without_its_text(state: PartitionCheckpoint) -> None:
+    assert state.json_bytes == len(state.to_json()) == state.json_bytes
+
+
+@BOUNDED
 @given(checkpoints)
 def test_text_and_dictionary_round_trip(checkpoint: Checkpoint) -> None:
     assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint

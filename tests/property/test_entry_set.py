@@ -14,10 +14,13 @@ BOUNDED = settings(max_examples=100, deadline=None)
 
 ids = st.builds(EntryId, st.integers(0, 1), st.integers(0, 9))
 plain_sets = st.frozensets(ids, max_size=20)
+wide_ids = st.builds(EntryId, st.sampled_from([7, 12]), st.integers(85, 130))
+wide_sets = st.frozensets(wide_ids, max_size=60) | plain_sets
+"""Also of many runs, with numbers of more than one length."""
 
 
 @BOUNDED
-@given(plain_sets, plain_sets)
+@given(wide_sets, wide_sets)
 def test_the_algebra_is_that_of_plain_sets(
     left: frozenset[EntryId], right: frozenset[EntryId]
 ) -> None:
@@ -31,7 +34,30 @@ def test_the_algebra_is_that_of_plain_sets(
 
 
 @BOUNDED
-@given(plain_sets, plain_sets)
+@given(st.lists(wide_sets, max_size=6), st.lists(st.booleans(), min_size=7), wide_ids)
+def test_the_length_of_a_text_is_known_without_it(
+    parts: list[frozenset[EntryId]], asked: list[bool], position: EntryId
+) -> None:
+    found = EntrySet()
+    for part, ask in zip(parts, asked, strict=False):
+        found |= EntrySet.of(part)
+        if ask:
+            assert found.text_bytes == len(str(EntrySet.of(set(found))))
+    above = found.above(position)
+    for one in (found, above, found - above, found & above):
+        assert one.text_bytes == len(str(one))
+
+
+@BOUNDED
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 3)), max_size=9))
+def test_runs_may_touch_and_overlap(found: list[tuple[int, int, int]]) -> None:
+    runs = [(ledger, first, first + more) for ledger, first, more in found]
+    plain = {EntryId(ledger, n) for ledger, a, b in runs for n in range(a, b + 1)}
+    assert EntrySet.of_runs(runs) == EntrySet.of(plain)
+
+
+@BOUNDED
+@given(wide_sets, wide_sets)
 def test_results_are_canonical(left: frozenset[EntryId], right: frozenset[EntryId]) -> None:
     a, b = EntrySet.of(left), EntrySet.of(right)
     for result, expected in ((a | b, left | right), (a & b, left & right), (a - b, left - right)):

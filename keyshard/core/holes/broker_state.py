@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote_plus
 
 from keyshard.core.position.entry import EntryId
-from keyshard.core.position.entry_set import EntrySet, Run, Runs
+from keyshard.core.position.entry_set import EntrySet, Runs
 from keyshard.core.position.ledger import ledgers_of
 
 _RANGE = re.compile(r"\((-?\d+):(-?\d+)\.\.(-?\d+):(-?\d+)\]")
@@ -76,7 +76,7 @@ def _cursor_name(subscription: str) -> str:
 
 def _parse_ranges(text: str, ledgers: Mapping[int, int]) -> EntrySet:
     """Read ``[(12:3..12:5],(12:8..13:0]]``; a range begins after its first id."""
-    runs: dict[int, list[Run]] = {}
+    runs: list[tuple[int, int, int]] = []
     for match in _RANGE.finditer(text):
         from_ledger, from_entry, to_ledger, to_entry = map(int, match.groups())
         for ledger in {from_ledger, to_ledger, *ledgers}:
@@ -84,6 +84,5 @@ def _parse_ranges(text: str, ledgers: Mapping[int, int]) -> EntrySet:
                 first = from_entry + 1 if ledger == from_ledger else 0
                 last = to_entry if ledger == to_ledger else ledgers.get(ledger, 0) - 1
                 if first <= last:
-                    runs.setdefault(ledger, []).append((first, last))
-    result = EntrySet()
-    return result | EntrySet({ledger: tuple(sorted(found)) for ledger, found in runs.items()})
+                    runs.append((ledger, first, last))
+    return EntrySet.of_runs(runs)

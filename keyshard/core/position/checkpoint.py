@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -62,10 +62,7 @@ class PartitionCheckpoint:
         if self.floor is not None:
             result["floor"] = f"{self.floor.ledger}:{self.floor.entry}"
         if self.partial:
-            result["partial"] = {
-                f"{ledger}:{entry}": index_runs(indices)
-                for (ledger, entry), indices in sorted(self.partial.items())
-            }
+            result["partial"] = self._partial()
         return dict(sorted(result.items()))
 
     def to_json(self) -> str:
@@ -73,6 +70,22 @@ class PartitionCheckpoint:
         if not self._text:
             self._text.append(_canonical(self.to_dict()))
         return self._text[0]
+
+    @property
+    def json_bytes(self) -> int:
+        """Length of :meth:`to_json`, which costs far more."""
+        if self._text:
+            return len(self._text[0])
+        rest = replace(self, delivered=EntrySet(), batch=EntrySet(), partial={}).to_json()
+        batch = len(',"batch":""') + self.batch.text_bytes if self.batch else 0
+        partial = len(_canonical(self._partial())) + len(',"partial":') if self.partial else 0
+        return len(rest) + self.delivered.text_bytes + batch + partial
+
+    def _partial(self) -> dict[str, str]:
+        return {
+            f"{ledger}:{entry}": index_runs(indices)
+            for (ledger, entry), indices in sorted(self.partial.items())
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionCheckpoint:

@@ -8,7 +8,7 @@ runs as long as possible, so equal sets have equal texts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import CheckpointError
@@ -38,63 +38,126 @@ def _runs_of(entries: Iterable[int]) -> Runs:
     return tuple(runs)
 
 
-def _union(left: Runs, right: Runs) -> Runs:
+def _union(left: Runs, right: Runs) -> tuple[Runs, int]:
+    """Both, and by how much the text of ``left`` grows.
+
+    Costs what ``right`` has of runs, but for a copy.
+    """
     runs: list[Run] = []
-    for first, last in sorted((*left, *right)):
-        if runs and first <= runs[-1][1] + 1:
-            if last > runs[-1][1]:
-                runs[-1] = (runs[-1][0], last)
-        else:
-            runs.append((first, last))
-    return tuple(runs)
+    at = growth = 0
+    for run in right:
+        first, last = run
+        start = bisect_right(left, (first, _AFTER_ALL), at)
+        if start > at and left[start - 1][1] >= first - 1:
+            start -= 1
+        stop = bisect_right(left, (last + 1, _AFTER_ALL), start)
+        runs += left[at:start]
+        at = stop
+        if stop > start:
+            first, last = min(first, left[start][0]), max(last, left[stop - 1][1])
+            growth -= _length(left[start:stop])
+        if runs and runs[-1][1] >= first - 1:
+            before = runs.pop()
+            growth -= _length((before,))
+            first, last = before[0], max(last, before[1])
+        runs.append((first, last))
+        growth += _length(runs[-1:])
+    runs += left[at:]
+    return tuple(runs), growth
+
+
+def _overlaps(few: Runs, many: Runs) -> Iterator[tuple[Run, Runs]]:
+    """Each run of ``few``, and those of ``many`` that have an entry of it."""
+    at = 0
+    for run in few:
+        first, last = run
+        start = bisect_right(many, (first, _AFTER_ALL), at)
+        if start > at and many[start - 1][1] >= first:
+            start -= 1
+        stop = bisect_right(many, (last, _AFTER_ALL), start)
+        yield run, many[start:stop]
+        at = max(start, stop - 1)
 
 
 def _intersection(left: Runs, right: Runs) -> Runs:
-    runs: list[Run] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        first, last = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if first <= last:
-            runs.append((first, last))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return tuple(runs)
+    few, many = (left, right) if len(left) < len(right) else (right, left)
+    return tuple(
+        (max(first, other_first), min(last, other_last))
+        for (first, last), others in _overlaps(few, many)
+        for other_first, other_last in others
+    )
 
 
 def _difference(left: Runs, right: Runs) -> Runs:
+    return _difference_from_few(left, right) if len(left) < len(right) else _cut(left, right)
+
+
+def _difference_from_few(few: Runs, many: Runs) -> Runs:
     runs: list[Run] = []
-    j = 0
-    for start, last in left:
+    for (start, last), others in _overlaps(few, many):
         first = start
-        while j < len(right) and right[j][1] < first:
-            j += 1
-        k = j
-        while k < len(right) and right[k][0] <= last:
-            if right[k][0] > first:
-                runs.append((first, right[k][0] - 1))
-            first = right[k][1] + 1
-            k += 1
+        for other_first, other_last in others:
+            if other_first > first:
+                runs.append((first, other_first - 1))
+            first = other_last + 1
         if first <= last:
             runs.append((first, last))
     return tuple(runs)
+
+
+def _cut(many: Runs, few: Runs) -> Runs:
+    """``many`` without ``few``; costs what ``few`` has of runs, but for a copy."""
+    runs: list[Run] = []
+    at = 0
+    rest: Run | None = None
+    for first, last in few:
+        if rest is not None:
+            if rest[0] < first:
+                runs.append((rest[0], min(rest[1], first - 1)))
+            rest = (max(rest[0], last + 1), rest[1]) if rest[1] > last else None
+            if rest is not None:
+                continue
+        start = bisect_right(many, (first, _AFTER_ALL), at)
+        if start > at and many[start - 1][1] >= first:
+            start -= 1
+        stop = bisect_right(many, (last, _AFTER_ALL), start)
+        runs += many[at:start]
+        at = stop
+        if stop > start:
+            if many[start][0] < first:
+                runs.append((many[start][0], first - 1))
+            if many[stop - 1][1] > last:
+                rest = last + 1, many[stop - 1][1]
+    if rest is not None:
+        runs.append(rest)
+    runs += many[at:]
+    return tuple(runs)
+
+
+def _length(runs: Sequence[Run]) -> int:
+    """Length of the text of some runs, with something behind each."""
+    return sum([
+        len(str(first)) + 1 + (len(str(last)) + 1 if last != first else 0) for first, last in runs
+    ])  # fmt: skip
 
 
 class EntrySet:
     """Immutable set of :class:`EntryId` with exact set algebra.
 
-    Cost of every operation is linear in the number of runs, not of entries, except membership,
-    which is logarithmic in the runs of one ledger.
+    An operation costs what the set with fewer runs has of them, times the logarithm of those of the
+    other, but for a copy of what stays; so does the length of the text of a union. Only the text
+    itself is linear in all runs. Entries cost nothing.
     """
 
-    __slots__ = ("_ledgers", "_text")
+    __slots__ = ("_ledgers", "_lengths", "_text")
 
     def __init__(self, ledgers: Mapping[int, Runs] | None = None) -> None:
         self._text: str | None = None
         self._ledgers: dict[int, Runs] = {
             ledger: runs for ledger, runs in sorted((ledgers or {}).items()) if runs
         }
+        self._lengths: dict[int, int] = {}
+        """Of the texts of the runs of ledgers, as far as known."""
 
     @classmethod
     def of(cls, entries: Iterable[EntryId]) -> EntrySet:
@@ -103,6 +166,19 @@ class EntrySet:
         for ledger, entry in entries:
             by_ledger.setdefault(ledger, []).append(entry)
         return cls({ledger: _runs_of(numbers) for ledger, numbers in by_ledger.items()})
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[int, int, int]]) -> EntrySet:
+        """The set of some runs as (ledger, first entry, last entry), in any order; they may touch
+        and overlap."""
+        ledgers: dict[int, list[Run]] = {}
+        for ledger, first, last in sorted(runs):
+            own = ledgers.setdefault(ledger, [])
+            if own and first <= own[-1][1] + 1:
+                own[-1] = own[-1][0], max(last, own[-1][1])
+            else:
+                own.append((first, last))
+        return cls({ledger: tuple(own) for ledger, own in ledgers.items()})
 
     @classmethod
     def parse(cls, text: str) -> EntrySet:
@@ -135,6 +211,16 @@ class EntrySet:
         return sum(map(len, self._ledgers.values()))
 
     @property
+    def text_bytes(self) -> int:
+        """Length of the text form."""
+        lengths = self._lengths
+        for ledger, runs in self._ledgers.items():
+            if ledger not in lengths:
+                lengths[ledger] = _length(runs)
+        names = sum(len(str(ledger)) + 1 for ledger in self._ledgers)
+        return max(0, names + sum(lengths.values()) - 1)
+
+    @property
     def first(self) -> EntryId | None:
         """Lowest entry, ``None`` when empty."""
         for ledger, runs in self._ledgers.items():
@@ -162,13 +248,21 @@ class EntrySet:
         first = self.first
         if first is None or first > entry_id:
             return self
-        kept = {other: runs for other, runs in self._ledgers.items() if other > ledger}
-        own = tuple(
-            (max(first, entry + 1), last)
-            for first, last in self._ledgers.get(ledger, ())
-            if last > entry
-        )
-        return EntrySet({ledger: own, **kept})
+        result = EntrySet()
+        result._ledgers = {other: runs for other, runs in self._ledgers.items() if other > ledger}
+        result._lengths = {
+            other: length for other, length in self._lengths.items() if other > ledger
+        }
+        own = self._ledgers.get(ledger, ())
+        at = bisect_right(own, (entry, _AFTER_ALL))
+        cut = own[at - 1 : at] if at and own[at - 1][1] > entry else ()
+        if cut or own[at:]:
+            kept = tuple((entry + 1, last) for _, last in cut) + own[at:]
+            result._ledgers = {ledger: kept, **result._ledgers}
+            if ledger in self._lengths:
+                gone = _length(own[:at]) - _length(kept[: len(cut)])
+                result._lengths[ledger] = self._lengths[ledger] - gone
+        return result
 
     def __contains__(self, entry_id: EntryId) -> bool:
         ledger, entry = entry_id
@@ -192,7 +286,18 @@ class EntrySet:
     def __or__(self, other: EntrySet) -> EntrySet:
         if not self or not other:
             return self or other
-        return self._merged(other, _union, self._ledgers.keys() | other._ledgers.keys())
+        ledgers, lengths = dict(self._ledgers), dict(self._lengths)
+        for ledger, runs in other._ledgers.items():
+            many, few, known = ledgers.get(ledger, ()), runs, self._lengths
+            if len(many) < len(few):
+                many, few, known = few, many, other._lengths
+            ledgers[ledger], growth = _union(many, few)
+            lengths.pop(ledger, None)
+            if ledger in known:
+                lengths[ledger] = known[ledger] + growth
+        result = EntrySet(ledgers)
+        result._lengths = lengths
+        return result
 
     def __and__(self, other: EntrySet) -> EntrySet:
         return self._merged(other, _intersection, self._ledgers.keys() & other._ledgers.keys())
@@ -231,7 +336,7 @@ class EntrySet:
 
 def format_runs(runs: Runs) -> str:
     """Text form of runs: ``0-3,7``."""
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join([str(first) if first == last else f"{first}-{last}" for first, last in runs])
 
 
 def parse_runs(text: str) -> Runs:

@@ -41,12 +41,12 @@ def fitting(delivered: EntrySet, received: Sequence[EntryBlock], bytes_max: int)
         return len(ids)
     newest = delivered.last
     count = len(ids)
-    before = len(str(delivered))
+    before = delivered.text_bytes
     late_room = room if before <= room else before + room // 8
     while count:
         batch = EntrySet.of(ids[:count])
         late = newest is not None and ids[count - 1] <= newest
-        needed = len(str(delivered | batch)) + len(str(batch))
+        needed = (delivered | batch).text_bytes + batch.text_bytes
         if needed <= (late_room if late else room * 3 // 4):
             return count
         count = count // 2

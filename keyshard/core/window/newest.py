@@ -62,7 +62,7 @@ class NewestCheckpoint:
         state = self._states.get(topic_partition)
         if state is None:
             return left
-        return PARTITION_BYTES + len(str(state.delivered)) + len(str(state.batch)) + left
+        return PARTITION_BYTES + state.delivered.text_bytes + state.batch.text_bytes + left
 
     def validate(self) -> None:
         """Assert that its size is counted right."""
@@ -71,4 +71,4 @@ class NewestCheckpoint:
 
 
 def _text_bytes(topic_partition: TopicPartition, state: PartitionCheckpoint) -> int:
-    return len(topic_partition.name) + len(state.to_json()) + 4
+    return len(topic_partition.name) + state.json_bytes + 4
