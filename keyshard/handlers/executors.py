@@ -36,6 +36,9 @@ class Desk(Protocol):
     def finish(self, work: Work, setback: Setback | None) -> None:
         """An attempt ended; ``setback``: why it failed."""
 
+    def wake(self) -> None:
+        """Let workers start what is runnable; called with ``changed`` held."""
+
     def fail(self, error: KeyShardError) -> None:
         """End the source."""
 
@@ -67,6 +70,10 @@ class Workers(Protocol):
 class ThreadWorkers:
     """Daemon threads, never fewer than before.
 
+    One of them is called at a time, and calls the next before its handler begins: handlers that
+    wait all run soon, and those that take no time run in few threads. To wake a hundred of them for
+    a hundred messages would cost more than to handle those.
+
     Args:
         desk: Where work comes from.
         count: Number of threads to begin with.
@@ -78,6 +85,8 @@ class ThreadWorkers:
         self._desk = desk
         self._handles = handles
         self._idle = 0
+        self._called = False
+        """Whether a thread was woken that has not gone on yet."""
         self._left_behind = False
         """Whether nobody waits any more for handlers that still run."""
         self._threads: list[threading.Thread] = []
@@ -95,10 +104,12 @@ class ThreadWorkers:
 
     @property
     def resting(self) -> bool:
-        return self._idle > 0
+        return self._idle > 0 and not self._called
 
     def wake(self, messages: int) -> None:
-        self._desk.changed.notify(min(messages, self._idle))
+        if messages:
+            self._called = True
+            self._desk.changed.notify()
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -129,6 +140,9 @@ class ThreadWorkers:
                     self._idle += 1
                     desk.changed.wait()
                     self._idle -= 1
+                    self._called = False
+                if self.resting:
+                    desk.wake()
             setback = None
             try:
                 handle(work.message)
