@@ -25,6 +25,7 @@ pyspark_version.check(pyspark_version.installed())  # else the next line fails i
 from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
 from spark_adapter.executors import ExecutorWorkers, start_workers  # noqa: E402
 from spark_adapter.options import to_options  # noqa: E402
+from spark_adapter.positions import positions  # noqa: E402
 from spark_adapter.preflight import check_workers  # noqa: E402
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
     from keyshard import KeyShardSource
 
-__all__ = ["ExecutorWorkers", "KeyShardDataSource", "read_stream", "register", "start_workers"]
+__all__ = [
+    "ExecutorWorkers", "KeyShardDataSource", "positions", "read_stream", "register",
+    "start_workers",
+]  # fmt: skip
 
 
 def register(spark: SparkSession) -> None:

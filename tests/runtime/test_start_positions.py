@@ -6,22 +6,27 @@ import itertools
 import json
 import random
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from helpers import wait_until
-from keyshard import KeyShardSource
+from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.coordinator.bounded import plan_read
+from keyshard.coordinator.reached import positions_of
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.split import cut
 from keyshard.errors import (
     AdminError,
     ConfigError,
     DataLossTrimmedError,
     KeyShardError,
+    NotRunningError,
     PositionAheadError,
     TopicRecreatedError,
 )
@@ -40,10 +45,11 @@ def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 class Topic:
     """Partitions with single messages, producer batches and markers, in short ledgers."""
 
-    def __init__(self, chance: random.Random, partitions: int = 2) -> None:
+    def __init__(self, chance: random.Random, partitions: int = 2, *, markers: float = 0.2) -> None:
         name = f"start-{next(_names)}"
         self.url = f"memory://{name}"
         self.chance = chance
+        self.markers = markers
         self.cluster = MemoryCluster.named(name)
         self.cluster._store._entries_per_ledger = chance.randint(1, 6)
         self.topic = self.cluster.create_topic("orders", partitions)
@@ -55,7 +61,7 @@ class Topic:
 
     def publish(self, where: TopicPartition, entries: int) -> None:
         for _ in range(entries):
-            if self.chance.random() < 0.2:
+            if self.chance.random() < self.markers:
                 self.places[where].append(self.cluster.publish_marker(where))
                 continue
             names = [f"{len(self.sent) + i}" for i in range(self.chance.choice([1, 1, 4]))]
@@ -193,6 +199,44 @@ def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_
     place = topic.places[where][0]
     with pytest.raises(AdminError, match=r"was to begin at .* Nothing was consumed"):
         topic.stream(0, starting_position=json.dumps({where.name: f"{place.ledger}:0"}))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_read_up_to_where_a_stream_is_has_what_it_had(seed: int) -> None:
+    topic = Topic(random.Random(seed), markers=0.0)
+    source = topic.source(starting_position="earliest", batch_rows_max=7)
+    found: Counter[str] = Counter()
+    with source.open() as stream:
+        while found.total() < len(topic.sent):
+            batch = stream.next_batch(timeout_s=10)
+            assert batch is not None
+            found.update(value.decode() for one in batch for value in one["value"].to_pylist())
+            stream.commit(batch)
+            ends: dict[str, Any] = {}
+            with suppress(NotRunningError):  # a slow range owes an entry
+                ends = dict(positions_of(source, Checkpoint.from_json(batch.checkpoint)))
+            if ends:
+                assert Counter(topic.read(end=ends)) == found
+    assert ends, "at the end there is no gap"
+
+
+def test_a_gap_in_what_a_stream_had_is_named() -> None:
+    topic = Topic(random.Random(7), partitions=1)
+    (where,) = topic.partitions
+    stored = topic.places[where]
+    delivered = EntrySet.of(one for one in stored if one != stored[2])
+    state = PartitionCheckpoint(delivered=delivered)
+    with pytest.raises(NotRunningError, match=f"1 entries .*, first {stored[2].ledger}:"):
+        positions_of(topic.source(), Checkpoint("", "s", 3, {where: state}))
+
+
+def test_where_a_stream_is_that_had_nothing_is_where_it_began() -> None:
+    topic = Topic(random.Random(6))
+    places = {where.name: topic.places[where][1] for where in topic.partitions}
+    start = {name: f"{one.ledger}:{one.entry}" for name, one in places.items()}
+    source = topic.source(starting_position=json.dumps(start))
+    topic.stream(0, commit=False, starting_position=json.dumps(start))
+    assert topic.read(end=positions_of(source, Checkpoint("", "s", 3))) == topic.read(end=start)
 
 
 @pytest.mark.parametrize(

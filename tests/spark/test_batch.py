@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +21,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from contract.pulsar_harness import PulsarHarness
+from examples.backfill_then_stream import back_fill, run
+from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
+from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
 
@@ -154,3 +159,35 @@ def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
         assert sorted(row["number"] for row in one.union(two).collect()) == [2, 2], "1 and 2"
     finally:
         spark.conf.unset(PUSHDOWN)
+
+
+def test_a_back_fill_and_the_stream_behind_it_have_every_message_once(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
+) -> None:
+    topic = harness.create_topic(2)
+    options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url,
+               "topic": topic}  # fmt: skip
+
+    def publish(start: int) -> None:
+        messages = [
+            Message(b"%d" % number, key=f"k{number % 7}") for number in range(start, start + 50)
+        ]
+        harness.publish(topic, messages, Batching.BY_KEY)
+
+    publish(0)
+    behind = back_fill(spark, options, tmp_path)
+    publish(50)
+    reached = run(spark, options, "live", tmp_path, str(tmp_path / "checkpoint"))
+    assert back_fill(spark, options, tmp_path) == behind, "the batch is not read again"
+    history = [int(row["value"]) for row in spark.read.parquet(str(tmp_path / "history")).collect()]
+    live = [int(row["value"]) for row in spark.read.parquet(str(tmp_path / "live")).collect()]
+    assert sorted(history) == list(range(50))
+    assert sorted(live) == list(range(50, 100))
+    assert json.loads(reached) == {
+        one.topic_partition.name: str(one.end)
+        for one in plan_read(
+            KeyShardSource(
+                topic, service_url=dev_broker.service_url, admin_url=dev_broker.admin_url
+            )
+        )
+    }

@@ -1,0 +1,123 @@
+"""Where a batch read ends and where a query is, as text for ``startingOffsets``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from keyshard import Checkpoint
+from keyshard.coordinator.reached import positions_of
+from keyshard.core.position.bounds import parse_position
+from keyshard.errors import CheckpointError, ConfigError, NotRunningError
+from keyshard.redaction import shown
+from spark_adapter.batch_reader import KeyShardSplit
+from spark_adapter.options import parse_options
+from spark_adapter.wording import told_to_spark
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.query import StreamingQuery
+
+FORMAT = "keyshard"
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+
+
+def positions(of: DataFrame | StreamingQuery) -> str:
+    """The positions at which a batch read ends, or that a query has reached, by topic partition.
+
+    ::
+
+        history = spark.read.format("keyshard").options(**options).load()
+        behind = spark_adapter.positions(history)  # from now on it is fixed
+        ...
+        spark.readStream.format("keyshard").options(**options, startingOffsets=behind, ...)
+
+    Args:
+        of: A ``DataFrame`` over one batch read, whatever is computed from it; what it reads is
+            planned by this call, if it is not yet. Or a streaming query over one keyshard source,
+            running or not: everything before the positions is in its committed batches.
+
+    Returns:
+        JSON for the options ``startingOffsets`` and ``endingOffsets``.
+
+    Raises:
+        ConfigError: It is neither of them; the read ends at a time, or is not fixed.
+        NotRunningError: The query has no batch yet, or there are gaps in what it has.
+        BrokerError: The broker cannot be reached, or refuses.
+    """
+    given: Any = of
+    with told_to_spark():
+        if hasattr(given, "_jsq"):
+            return _text(_of_query(given))
+        if getattr(given, "_jdf", None) is None or given.isStreaming:
+            raise ConfigError(
+                f"positions() was given {shown(of)}; give it the DataFrame of a batch read, or a "
+                "streaming query, of a session that is not Spark Connect."
+            )
+        return _text(_of_batch(given))
+
+
+def _text(found: dict[str, str]) -> str:
+    return json.dumps(found, sort_keys=True)
+
+
+def _tables(plan: Any) -> Iterator[Any]:
+    """Relations of this format in a plan of the JVM."""
+    leaves = plan.collectLeaves()
+    for number in range(leaves.size()):
+        leaf = leaves.apply(number)
+        kind = leaf.getClass().getSimpleName()
+        relation = leaf.relation() if kind == "StreamingDataSourceV2ScanRelation" else leaf
+        if kind in _KINDS and relation.table().name() == FORMAT:
+            yield relation
+
+
+_KINDS = ("DataSourceV2Relation", "StreamingDataSourceV2ScanRelation")
+
+
+def _of_batch(rows: DataFrame) -> dict[str, str]:
+    ends: dict[str, str] = {}
+    for relation in _tables(rows._jdf.queryExecution().analyzed()):
+        pushes = rows.sparkSession.conf.get(PUSHDOWN, "false") == "true"
+        if pushes and "endingoffsets" not in map(str.lower, dict(relation.options())):
+            raise ConfigError(
+                f"{PUSHDOWN} is on: Spark plans each query with a filter anew, and so 'latest' "
+                "again. Set it to false, or give endingOffsets."
+            )
+        # Spark keeps this plan with the loaded table, for all that is computed from it.
+        scan = relation.table().newScanBuilder(relation.options()).build()
+        first, *_ = scan.toBatch().planInputPartitions()
+        part = pickle.loads(bytes(first.pickedPartition()))
+        assert isinstance(part, KeyShardSplit)
+        for name, end in part.ends.items():
+            if ends.setdefault(name, end) != end:
+                raise ConfigError(
+                    f"The DataFrame has two reads of {name}, which end at {ends[name]} and at "
+                    f"{end}. Ask for the positions of one of them."
+                )
+    if not ends:
+        raise ConfigError("The DataFrame has no batch read of format('keyshard').")
+    for name, end in ends.items():
+        parse_position(f"The end of {name}", end)
+    return ends
+
+
+def _of_query(query: Any) -> dict[str, str]:
+    relations = list(_tables(query._jsq.streamingQuery().logicalPlan()))
+    if len(relations) != 1:
+        raise ConfigError(
+            f"The query has {len(relations)} sources of format('keyshard') that were started; "
+            "positions are those of one."
+        )
+    source = parse_options(dict(relations[0].options().asCaseSensitiveMap()))
+    progress = query.lastProgress
+    for one in progress["sources"] if progress else ():
+        try:
+            checkpoint = Checkpoint.from_json(one["endOffset"])
+        except CheckpointError:
+            continue
+        if checkpoint.subscription == source.subscription and checkpoint.partitions:
+            return {name: str(at) for name, at in positions_of(source, checkpoint).items()}
+    raise NotRunningError("The query has no batch yet. Ask again when it has.")
