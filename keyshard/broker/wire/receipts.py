@@ -154,8 +154,10 @@ class Receipts:
             if at is None or consumer_id <= self._lost_id:
                 return False
             some = self._unsent[:ACKNOWLEDGED_AT_ONCE]
-            named = [api.MessageId(ledger=ledger, entry=entry) for ledger, entry in some]
-            content = api.Ack(consumer_id=consumer_id, ack_type=_INDIVIDUAL, message_id=named)
+            content = api.Ack(consumer_id=consumer_id, ack_type=_INDIVIDUAL)
+            for ledger, entry in some:
+                # An object for each id, put into a list first, takes eight times as long.
+                content.message_id.add(ledger=ledger, entry=entry)
             try:
                 number = at.begin("ack", content, self._answered)
             except BrokerUnavailableError:
