@@ -88,6 +88,9 @@ class WireConsumer(Subscribed):
         if unsent := self._receipts.close():
             self._hand_on(self, unsent)
         super().close(timeout_s)
+        if for_another and (unheard := self._receipts.unheard()):
+            # A broker that forgot this consumer in silence has taken none of it.
+            self._hand_on(self, unheard)
 
     def stands_in_for(self, other: WireConsumer) -> bool:
         """Whether it can acknowledge what another one did not get acknowledged."""

@@ -142,6 +142,17 @@ class Receipts:
             left, self._unsent = self._unsent, []
             return left
 
+    def unheard(self) -> list[EntryId]:
+        """What was sent and not confirmed; nobody waits for that any more."""
+        with self._changed:
+            left: list[EntryId] = []
+            for number, (at, entries) in self._asked.items():
+                at.forget(number)
+                left += entries
+            self._asked.clear()
+            self._asked_entries = 0
+            return left
+
     def _try_again(self) -> bool:
         with self._changed:
             self._send(*self._standing())
