@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bench import (
     bounded,
+    cold,
     growth,
     idle,
     ingest,
@@ -38,6 +39,7 @@ _WITHOUT_OPTIONS = {
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
     "schemas": schemas.run,
     "stalled": stalled.run,
+    "cold": cold.run,
 }  # fmt: skip
 
 

@@ -95,12 +95,23 @@ def processor_s(service_url: str) -> dict[str, float]:
     return found
 
 
-def trigger(service_url: str, topic: str, rows: int) -> float:
-    """Median time of a micro-batch while somebody publishes few messages, milliseconds."""
+def trigger(service_url: str, topic: str, rows: int, rate_per_s: int) -> dict[str, float]:
+    """Median time of a micro-batch while somebody publishes few messages, milliseconds.
+
+    And that of Spark's own rate source, afterwards in the same session: what a batch takes anyway.
+    """
     query = start(service_url, topic, "earliest")
     print("ready", flush=True)
-    progress = wait_rows(query, rows, 120)
+    ours = wait_rows(query, rows, 120)
     query.stop()
+    rate = session().readStream.format("rate").option("rowsPerSecond", str(rate_per_s)).load()
+    query = rate.writeStream.format("noop").start()
+    theirs = wait_rows(query, rows, 120)
+    query.stop()
+    return {"keyshard_ms": _typical_ms(ours), "rate_ms": _typical_ms(theirs)}
+
+
+def _typical_ms(progress: list[dict[str, Any]]) -> float:
     times = [one["durationMs"]["triggerExecution"] for one in progress if one["numInputRows"]]
     return statistics.median(times[2:])
 
