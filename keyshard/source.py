@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from keyshard.handlers.calling import Handle
     from keyshard.handlers.observing import Observer
     from keyshard.observe.status_types import Status
+    from keyshard.reading.structured import Decoder
 
 
 def _handling(options: HandlerOptions) -> HandlerConfig:
@@ -281,6 +282,34 @@ class KeyShardSource(SourceConfig):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
+
+    def decoder(self, columns: Sequence[str] | None = None) -> Decoder:
+        """What makes decoded rows of the raw ones that :meth:`open` and :meth:`batches` hand out.
+
+        ::
+
+            decoder = source.decoder()
+            for batch in source.batches():
+                for rows in decoder.decoded([batch.records]):
+                    store(rows)
+                batch.ack()
+
+        The schemas of the topics are asked for now. Fields are columns, and values that do not fit
+        are treated as ``malformed`` says; handlers have ``message.data``.
+
+        Args:
+            columns: Those that are wanted, in their order; default all.
+
+        Raises:
+            SchemaError: The topics have different columns, or one has what no column can hold.
+            ConfigError: A package that is needed is missing, or there is no such column.
+            KeyShardError: The schemas cannot be asked for.
+        """
+        from keyshard.broker.schemas import topics_of  # noqa: PLC0415
+        from keyshard.reading.structured import Decoder, plan_decoding  # noqa: PLC0415
+
+        plan = plan_decoding(self.how_to_connect(), topics_of(self), self.malformed)
+        return Decoder(plan, plan.columns if columns is None else plan.only(columns))
 
     def open(self, checkpoint: str | None = None) -> SourceStream:
         """Start consuming in this process.

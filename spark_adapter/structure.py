@@ -6,7 +6,6 @@ The plan is made when the query is: :class:`Rows` goes with the reader to the ta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from keyshard.broker.connect import connect_admin
-from keyshard.broker.retry import retry_until
-from keyshard.core.topic_pattern import TopicPattern
+from keyshard.broker.schemas import topics_of
 from keyshard.errors import ConfigError
 from keyshard.reading.structured import CORRUPT, RAW, Decoder, Decoding, plan_decoding
 from keyshard.schemas.projection import without_time_of_day
@@ -76,7 +73,7 @@ def plan_of(source: KeyShardSource) -> Decoding | None:
     if source.value_format == "raw":
         return None
     connection = source.how_to_connect()
-    plan = plan_decoding(connection, _topics(source), source.malformed)
+    plan = plan_decoding(connection, topics_of(source), source.malformed)
     if all(schema.type in (RAW.type, "NONE") for schema in plan.schemas.values()):
         return None
     return plan
@@ -96,19 +93,6 @@ def _spark_type(column: pa.Field) -> DataType:
 
     kind: DataType = from_arrow_type(without_time_of_day(column.type))
     return kind
-
-
-def _topics(source: KeyShardSource) -> Sequence[str]:
-    if source.topics_pattern is None:
-        return source.topics
-    connection, pattern = source.how_to_connect(), TopicPattern.parse(source.topics_pattern)
-
-    def listed() -> set[str]:
-        with closing(connect_admin(connection)) as admin:
-            return admin.topics(pattern.tenant, pattern.namespace)
-
-    found = retry_until(listed, connection.operation_timeout_ms / 1000)
-    return sorted(filter(pattern.matches, found))
 
 
 def wants_bytes_alone(schema: StructType) -> bool:

@@ -35,11 +35,11 @@ def messages_of_each(
         topic, partition = where.topic, where.partition
         ledger, entry = block.id
         published = datetime.fromtimestamp(block.publish_ms / 1000, timezone.utc)
-        redelivered = block.redelivered
+        redelivered, version = block.redelivered, block.schema_version
         yield [
             Message(
                 value, key, ordering_key, MessageId(ledger, entry, index), topic, partition,
-                published, event_time, properties, slot, redelivered,
+                published, event_time, properties, slot, redelivered, version,
             )
             for index, slot, (value, key, ordering_key, event_time, properties) in zip(
                 block.indices, block.slots, rows, strict=False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.retry import retry_until
 from keyshard.config.connection import Connection
+from keyshard.config.source import SourceConfig
+from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
 
 
@@ -33,3 +36,22 @@ def schema_of(connection: Connection, topic: str, version: int | None = None) ->
         return ask_schema(connection, topic, version, timeout_s)
 
     return retry_until(ask, timeout_s)
+
+
+def topics_of(config: SourceConfig) -> Sequence[str]:
+    """Topics of a source: those that are named, or that match now.
+
+    Raises:
+        BrokerUnavailableError: The admin interface, which a pattern needs, does not answer.
+        BrokerError: It refuses.
+    """
+    if config.topics_pattern is None:
+        return config.topics
+    connection, pattern = config.how_to_connect(), TopicPattern.parse(config.topics_pattern)
+
+    def listed() -> set[str]:
+        with closing(connect_admin(connection)) as admin:
+            return admin.topics(pattern.tenant, pattern.namespace)
+
+    found = retry_until(listed, connection.operation_timeout_ms / 1000)
+    return sorted(filter(pattern.matches, found))

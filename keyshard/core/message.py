@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.errors import ConfigError
 
 
 class MessageId(NamedTuple):
@@ -19,6 +21,10 @@ class MessageId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.ledger}:{self.entry}:{self.batch_index}"
+
+
+READ_DATA: ContextVar[Callable[[Message], Any] | None] = ContextVar("READ_DATA", default=None)
+"""What decodes messages, where handlers are called."""
 
 
 class Message(NamedTuple):
@@ -47,6 +53,29 @@ class Message(NamedTuple):
     redelivered: bool
     """Whether the broker counts a delivery before this one. It counts negative acknowledgements
     and time-outs of others, not what comes again because a consumer went away."""
+    schema_version: int | None = None
+    """Version of the topic's schema that it was written with; ``None`` where its producer says
+    none."""
+
+    @property
+    def data(self) -> Any:
+        """The value, decoded by the schema of its topic: a dict or a scalar; ``None`` for none.
+
+        In a handler of ``source.run``. The schema is asked for when the first message of a topic is
+        decoded, and decoding happens at each access. Without a schema it is the bytes.
+
+        Raises:
+            MalformedMessageError: The schema does not fit.
+            SchemaError: It cannot be used.
+            ConfigError: This is no handler of ``source.run``.
+        """
+        read = READ_DATA.get()
+        if read is None:
+            raise ConfigError(
+                "message.data is there in handlers of source.run only, in the thread or task that "
+                "was called; use message.value, or take message.data before."
+            )
+        return read(self)
 
     @classmethod
     def for_test(

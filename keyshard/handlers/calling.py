@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from keyshard.core.lanes.failure import text_of
-from keyshard.core.message import Message
+from keyshard.core.message import READ_DATA, Message
 from keyshard.errors import ConfigError, UnfitHandlerError
 from keyshard.handlers.event_loop import EventLoop
 
@@ -53,14 +53,17 @@ class Calling:
 
     Args:
         handle: The function.
+        read_data: What decodes the messages that it is given.
     """
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, read_data: Handle | None = None) -> None:
         self._handle = handle
+        self._read_data = read_data
         self._loop: EventLoop | None = None
 
     def __call__(self, given: Any) -> Any:
         """What the function gives for a message, or for whatever else it takes."""
+        READ_DATA.set(self._read_data)
         result = self._handle(given)
         while result is not None and (more := _to_await(self._handle, result)) is not None:
             result = self._in_loop(more)
@@ -79,10 +82,13 @@ class Calling:
         return loop.wait_for(awaitable)
 
 
-def calling_async(handle: Handle) -> Callable[[Message], Awaitable[None]]:
+def calling_async(
+    handle: Handle, read_data: Handle | None = None
+) -> Callable[[Message], Awaitable[None]]:
     """The same of a coroutine function, for who has an event loop."""
 
     async def call(message: Message) -> None:
+        READ_DATA.set(read_data)
         result = await handle(message)
         while result is not None and (more := _to_await(handle, result)) is not None:
             result = await more

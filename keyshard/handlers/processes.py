@@ -70,7 +70,7 @@ class ProcessHandle:
     """Calls the handler in a process of its own, and starts another when that one dies.
 
     Args:
-        pickled: The handler, pickled.
+        pickled: The handler, and what decodes messages for it.
         started: Told of it at once.
     """
 
@@ -162,16 +162,22 @@ class ProcessWorkers(ThreadWorkers):
         count: Number of processes.
         handle: A picklable function.
         observed: Wraps what the feeding threads call.
+        read_data: What decodes messages, picklable.
 
     Raises:
         UnfitHandlerError: The handler cannot be pickled, or not be loaded by a process.
     """
 
     def __init__(
-        self, desk: Desk, count: int, handle: Handle, observed: Callable[[Handle], Handle]
+        self,
+        desk: Desk,
+        count: int,
+        handle: Handle,
+        observed: Callable[[Handle], Handle],
+        read_data: Handle | None = None,
     ) -> None:
         try:
-            pickled = pickle.dumps(handle)
+            pickled = pickle.dumps((handle, read_data))
         except Exception as exc:
             raise ConfigError(
                 f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}. "
@@ -240,7 +246,7 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_end_with_parent, name="keyshard-parent-watch", daemon=True).start()
     try:
-        handle = Calling(pickle.loads(pickled))
+        handle = Calling(*pickle.loads(pickled))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
         connection.send_bytes(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
         return

@@ -49,6 +49,7 @@ from keyshard.handlers.stop_signals import stopping_signals, stopping_with_progr
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
 from keyshard.observe.status_types import Status
+from keyshard.reading.message_data import MessageData
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
@@ -96,7 +97,8 @@ class HandlerRun:
         self._handle = handle
         self._observers = Observers(observers, self._observer_raised)
         self._mode = _mode(handling.executor, handle)
-        self._calling = Calling(handle)
+        self._read_data = MessageData(config.how_to_connect())
+        self._calling = Calling(handle, self._read_data)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
@@ -269,10 +271,14 @@ class HandlerRun:
     def _make_workers(self) -> Workers:
         handling, observers = self._handling, self._observers
         if self._mode == "async":
-            return AsyncWorkers(self._desk, observers.observed_async(calling_async(self._handle)))
+            return AsyncWorkers(
+                self._desk, observers.observed_async(calling_async(self._handle, self._read_data))
+            )
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(self._desk, count, self._handle, observers.observed)
+            return ProcessWorkers(
+                self._desk, count, self._handle, observers.observed, self._read_data
+            )
         handle = observers.observed(self._calling)
         return ThreadWorkers(self._desk, handling.workers or self._places, lambda: handle)
 

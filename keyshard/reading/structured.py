@@ -8,7 +8,7 @@ process, and a version never changes.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -18,7 +18,8 @@ from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.schemas import schema_of
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
+from keyshard.redaction import shown
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import codec_of
 from keyshard.schemas.projection import cast, check, columns_of
@@ -76,6 +77,20 @@ class Decoding:
         own = [SCHEMA.field(name) for name in SCHEMA.names if name != "value"]
         corrupt = [pa.field(CORRUPT, pa.binary())] if self.mode == PERMISSIVE else []
         return pa.schema([*(pa.field(*one) for one in decoded.items()), *own, *corrupt])
+
+    def only(self, names: Sequence[str]) -> pa.Schema:
+        """Some of the columns, in the order they are named.
+
+        Raises:
+            ConfigError: One of them is not there.
+        """
+        columns = self.columns
+        for name in names:
+            if name not in columns.names:
+                raise ConfigError(
+                    f"Column {shown(name)} is not there. There are: {', '.join(columns.names)}."
+                )
+        return pa.schema([columns.field(name) for name in names])
 
 
 def _listed(columns: Mapping[str, pa.DataType]) -> str:
@@ -183,7 +198,7 @@ class Decoder:
     def _decode_alike(
         self, batch: pa.RecordBatch, topic: str, version: int | None
     ) -> tuple[dict[str, pa.Array], dict[int, str]]:
-        schema, codec, payload = self._codec(topic)
+        _, codec, payload = self._codec(topic)
         if not len(payload):
             return {one.name: batch.column("value") for one in self._payload}, {}
         keys = (
@@ -191,7 +206,7 @@ class Decoder:
             if "__key" in batch.schema.names
             else pa.nulls(len(batch), pa.string())
         )
-        writer = self._writer(topic, schema, version)
+        writer = writer_of(self._plan, topic, version)
         values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
         return cast(values, payload), reasons
 
@@ -213,24 +228,6 @@ class Decoder:
         fields = columns_of(codec.type) if pa.types.is_struct(codec.type) else {}
         return bool(self._payload == _BYTES and fields.get("value") != pa.binary())
 
-    def _writer(self, topic: str, schema: TopicSchema, version: int | None) -> TopicSchema | None:
-        """The schema that messages of a version were written with; ``None``: the query's."""
-        if version is None or version == schema.version or schema.type not in _VERSIONED:
-            return None
-        key = (self._plan.name, topic, version)
-        found = _other_versions.get(key)
-        if found is None:
-            found = schema_of(self._plan.connection, topic, version)
-            if found is None:
-                raise SchemaError(
-                    f"Version {version} of the schema of {topic} is not there (any more), and "
-                    "messages were written with it. Register it again, or set valueFormat=raw to "
-                    "get the bytes.",
-                    topic=topic,
-                )
-            _other_versions[key] = found
-        return found
-
     def _malformed(self, batch: pa.RecordBatch, row: int, why: str) -> MalformedMessageError:
         topic, message_id, partition = (
             batch.column(name)[row].as_py() for name in ("__topic", "__messageId", "__partition")
@@ -246,6 +243,32 @@ class Decoder:
             topic=topic,
             message_id=message_id,
         )
+
+
+def writer_of(plan: Decoding, topic: str, version: int | None) -> TopicSchema | None:
+    """The schema that messages of a version were written with; ``None``: that of the plan.
+
+    Raises:
+        SchemaError: It is not there any more.
+    """
+    schema = plan.schemas.get(topic)
+    if version is None or (
+        schema is not None and (version == schema.version or schema.type not in _VERSIONED)
+    ):
+        return None
+    key = (plan.name, topic, version)
+    found = _other_versions.get(key)
+    if found is None:
+        found = schema_of(plan.connection, topic, version)
+        if found is None:
+            raise SchemaError(
+                f"Version {version} of the schema of {topic} is not there (any more), and "
+                "messages were written with it. Register it again, or set valueFormat=raw to get "
+                "the bytes.",
+                topic=topic,
+            )
+        _other_versions[key] = found
+    return found
 
 
 _BYTES = pa.schema([pa.field("value", pa.binary())])

@@ -13,11 +13,13 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from keyshard import Connection
+import keyshard
+from keyshard import Connection, KeyShardSource
 from keyshard.arrow.columns import SCHEMA
-from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.reading.structured import CORRUPT, Decoder, Decoding, plan_decoding
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
@@ -312,3 +314,98 @@ def test_one_bad_row_among_many_costs_no_more_than_all_others(shop: Shop) -> Non
     rows = rows_of(plan, [raw(topic, *values)], wanted)
     assert [i for i, row in enumerate(rows) if row[CORRUPT] is not None] == [1_234]
     assert [row["id"] for row in rows] == [None if i == 1_234 else i for i in range(2_000)]
+
+
+def source_of(shop: Shop, topic: str, **how: Any) -> KeyShardSource:
+    return KeyShardSource(
+        topic, service_url=f"memory://{shop.name}", starting_position="earliest", parallelism=2,
+        **how,
+    )  # fmt: skip
+
+
+def publish(shop: Shop, topic: str) -> None:
+    """A message of each version, one that is no value, and one that does not fit."""
+    for number, (value, version) in enumerate(
+        [
+            (avro(FIRST, {"id": 1, "name": "a"}), 0),
+            (avro(SECOND, {"id": 2, "name": "b", "added": 7}), 1),
+            (None, 1),
+            (BAD, 1),
+        ]
+    ):
+        shop.cluster.publish(topic, Message(value, f"k{number}", schema_version=version))
+
+
+WANTED = [
+    {"id": 1, "name": "a", "added": None},
+    {"id": 2, "name": "b", "added": 7},
+    None,
+    "[KEYSHARD_MALFORMED_MESSAGE]",
+]
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    publish(shop, topic)
+    source = source_of(shop, topic)
+    seen: dict[str, Any] = {}
+
+    def note(message: keyshard.Message) -> None:
+        try:
+            found = message.data
+        except MalformedMessageError as exc:
+            found = str(exc).partition(" ")[0]
+        seen[str(message.key)] = found
+        if len(seen) == len(WANTED):
+            source.stop()
+
+    async def note_async(message: keyshard.Message) -> None:
+        note(message)
+
+    source.run(note_async if kind == "coroutine" else note)
+    assert [seen[key] for key in sorted(seen)] == WANTED
+
+
+def test_outside_of_a_handler_there_is_no_data() -> None:
+    with pytest.raises(ConfigError, match=r"in handlers of source.run only"):
+        _ = keyshard.Message.for_test(b"x").data
+
+
+def test_a_decoder_makes_columns_of_what_a_stream_hands_out(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    publish(shop, topic)
+    source = source_of(shop, topic, malformed="DROPMALFORMED")
+    decoder = source.decoder(["__key", "name", "added"])
+    rows: list[dict[str, Any]] = []
+    with source.open() as stream:
+        while len(rows) < 3:
+            batch = stream.next_batch(timeout_s=20)
+            assert batch is not None
+            for one in decoder.decoded(batch):
+                rows += one.to_pylist()
+    assert sorted(rows, key=lambda row: row["__key"]) == [
+        {"__key": "k0", "name": "a", "added": None},
+        {"__key": "k1", "name": "b", "added": 7},
+        {"__key": "k2", "name": None, "added": None},
+    ]
+    assert decoder.dropped <= 1
+    with pytest.raises(ConfigError, match=r"'nobody' is not there.*added"):
+        source.decoder(["nobody"])
+
+
+def test_a_decoder_makes_columns_of_batches(shop: Shop) -> None:
+    topic = shop.topic("numbers", None, kind="INT32")
+    shop.cluster.publish(topic, Message(b"\0\0\0\5", "k"))
+    source = source_of(shop, topic)
+    batch = next(iter(source.batches(max_wait_s=0.01)))
+    (rows,) = source.decoder().decoded([batch.records])
+    assert rows.column("value").to_pylist() == [5]
+
+
+def test_a_letter_keeps_the_version_of_its_original() -> None:
+    one = keyshard.Message.for_test(b"x", key="k")._replace(schema_version=3)
+    letter = Letter(one, "s", LetterKind.PARKED, 1, "why")
+    back = parse(one._replace(properties=letter.properties(), schema_version=None))
+    assert isinstance(back, Letter)
+    assert back.message.schema_version == 3

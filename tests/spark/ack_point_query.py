@@ -20,6 +20,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
+from spark_adapter.structure import Rows
 
 
 def uncommitted(directory: Path, topic_partition: TopicPartition, entries: EntrySet) -> EntrySet:
@@ -55,7 +56,7 @@ class WatchedSource(spark_adapter.KeyShardDataSource):
     """The data source with the watched reader."""
 
     def streamReader(self, schema: Any) -> WatchedReader:  # noqa: N802 - Spark's name
-        return WatchedReader(parse_options(self.options), schema.fieldNames())
+        return WatchedReader(parse_options(self.options), Rows(schema.fieldNames()))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from keyshard.broker.hosted import worker
 from keyshard.testing.devbroker import java_home
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
+from spark_adapter.structure import Rows
 
 
 def note(**counted: Any) -> None:
@@ -68,7 +69,7 @@ class CountingSource(spark_adapter.KeyShardDataSource):
     """The data source with that reader."""
 
     def streamReader(self, schema: Any) -> CountingReader:  # noqa: N802 - Spark's name
-        return CountingReader(parse_options(self.options), schema.fieldNames())
+        return CountingReader(parse_options(self.options), Rows(schema.fieldNames()))
 
 
 def session() -> SparkSession:

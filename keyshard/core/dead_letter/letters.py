@@ -105,6 +105,8 @@ class Letter:
             "attempts": str(self.attempts),
             "error": self.error[:ERROR_CHARS_MAX],
         }
+        if message.schema_version is not None:
+            own["schemaVersion"] = str(message.schema_version)
         return {PREFIX + name: value for name, value in own.items()}
 
     def packed(self) -> tuple[bytes, int]:
@@ -289,6 +291,7 @@ def _original(found: Message, own: Mapping[str, str]) -> Message:
         },
         None if key is None else key_slot(key),
         redelivered=True,
+        schema_version=int(own["schemaVersion"]) if "schemaVersion" in own else None,
     )
 
 

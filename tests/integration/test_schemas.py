@@ -1,0 +1,83 @@
+"""Structured values on a real broker: for a handler in a process, and as columns of batches."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pulsar
+import pytest
+from pulsar.schema import AvroSchema, Long, Record, String
+
+from keyshard import KeyShardSource
+from keyshard.testing.devbroker import DevBroker
+from written_data import write
+
+pytestmark = pytest.mark.broker
+
+
+class First(Record):
+    _avro_namespace = "shop"
+    id = Long()
+
+
+class Second(Record):
+    _avro_namespace = "shop"
+    id = Long()
+    name = String(required_default=True)
+
+
+Second.__name__ = "First"
+"""The next version of the same record."""
+
+
+@pytest.fixture
+def source(dev_broker: DevBroker) -> KeyShardSource:
+    topic = f"schemas-{uuid.uuid4().hex}"
+    values: list[tuple[Any, Record]] = [(First, First(id=1)), (Second, Second(id=2, name="né"))]
+    logger = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    with closing(pulsar.Client(dev_broker.service_url, logger=logger)) as client:
+        for kind, value in values:
+            producer = client.create_producer(topic, schema=AvroSchema(kind))
+            producer.send(value, partition_key=f"k{value.id}")
+    return KeyShardSource(
+        topic, service_url=dev_broker.service_url, starting_position="earliest", parallelism=2
+    )
+
+
+WANTED = [{"id": 1, "name": None}, {"id": 2, "name": "né"}]
+
+
+def test_a_decoder_and_a_handler_in_a_process_give_the_same(
+    source: KeyShardSource, tmp_path: Path
+) -> None:
+    rows: list[Any] = []
+    with source.open() as stream:
+        while len(rows) < len(WANTED):
+            batch = stream.next_batch(timeout_s=20)
+            assert batch is not None
+            for one in source.decoder(["id", "name"]).decoded(batch):
+                rows += one.to_pylist()
+    assert sorted(rows, key=lambda row: row["id"]) == WANTED
+    handle = partial(write, str(tmp_path))
+    run = threading.Thread(
+        target=source.run, args=(handle,), kwargs={"executor": "processes", "workers": 1}
+    )
+    run.start()
+    try:
+        files = [tmp_path / f"k{row['id']}.json" for row in WANTED]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, "the handler did not see all messages"
+            assert run.is_alive(), "the run ended"
+            time.sleep(0.02)
+    finally:
+        source.stop()
+        run.join(60)
+    assert [json.loads(file.read_text()) for file in files] == WANTED
