@@ -22,7 +22,7 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 25 minutes on 2 cores; PROCESSES=0: in one process, 35)
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 16 minutes on 2 cores; PROCESSES=0: in one process, 30)
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 
 unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)

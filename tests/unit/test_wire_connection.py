@@ -325,16 +325,17 @@ def test_who_sends_more_than_was_asked_for_is_given_up(
     until(lambda: consumer.losses)
 
 
+@pytest.mark.parametrize("hidden", ["hidden:6650", "[fd00::7]:6650"])
 def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    told: ToldBroker, brokers: Callable[..., WireBroker], hidden: str
 ) -> None:
     def proxied(session: Session, _: int, fields: Fields) -> None:
-        answer: Fields = {1: b"pulsar://hidden:6650", 3: 1, 4: fields[2], 8: 1}
+        answer: Fields = {1: f"pulsar://{hidden}".encode(), 3: 1, 4: fields[2], 8: 1}
         session.send(LOOKUP_RESPONSE, answer)
 
     told.answers[LOOKUP] = proxied
     subscribed(brokers(told))
-    assert [fields.get(6) for fields in told.asked_for(CONNECT)] == [None, b"hidden:6650"]
+    assert [fields.get(6) for fields in told.asked_for(CONNECT)] == [None, hidden.encode()]
 
 
 def test_a_ping_is_answered_and_a_silent_broker_is_given_up(

@@ -141,7 +141,7 @@ class Cluster:
             )
         if found.through_proxy:
             proxy = asked.address
-            return Address(proxy.host, proxy.port, f"{target.host}:{target.port}")
+            return Address(proxy.host, proxy.port, target.authority)
         return target
 
     def _listener_hint(self) -> str:

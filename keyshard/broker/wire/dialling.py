@@ -21,9 +21,14 @@ class Address(NamedTuple):
     behind_proxy: str = ""
     """``host:port`` of the broker that a proxy is to connect to; empty without one."""
 
+    @property
+    def authority(self) -> str:
+        """``host:port``, as in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        where = f"{self.host}:{self.port}"
-        return f"{self.behind_proxy} through {where}" if self.behind_proxy else where
+        proxy = f"{self.behind_proxy} through " if self.behind_proxy else ""
+        return proxy + self.authority
 
 
 def dialled(address: Address, connection: Connection, timeout_s: float) -> socket.socket:
