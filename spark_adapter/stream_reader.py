@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -32,7 +33,7 @@ from pyspark.sql.streaming.datasource import (
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.own_process import collect_rarely
-from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
+from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
 from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
 from spark_adapter.structure import Rows
@@ -120,7 +121,10 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """What ``StreamingQueryProgress`` shows as the source's latest offset."""
-        return dict(self._runtime.coordinator.status()) if self._runtime else None
+        if self._runtime is None:
+            return None
+        left_out = self._runtime.server.left_out
+        return {**self._runtime.coordinator.status(), "malformedDropped": left_out}
 
     @told_to_spark()
     def partitions(
@@ -142,7 +146,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Rows of a partition, in a Python worker; may run several times per batch."""
         assert isinstance(partition, KeyShardPartition)
         with told_to_spark():
-            yield from self._rows.of(read_batch(partition.ticket))
+            ticket = partition.ticket
+            yield from self._rows.of(read_batch(ticket), partial(tell_left_out, ticket))
 
     @told_to_spark()
     def commit(self, end: dict[str, Any]) -> None:

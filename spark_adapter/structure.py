@@ -5,7 +5,8 @@ The plan is made when the query is: :class:`Rows` goes with the reader to the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from keyshard import KeyShardSource
+
+_log = logging.getLogger(__name__)
 
 COLUMNS: dict[str, DataType] = {
     "value": BinaryType(),
@@ -56,12 +59,26 @@ class Rows:
     """What they become; ``None``: they are the query's."""
     plan: Decoding | None = None
 
-    def of(self, raw: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Rows of the query, of rows of :attr:`columns`: in a task."""
+    def of(
+        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of the query, of rows of :attr:`columns`: in a task.
+
+        Args:
+            raw: What was read.
+            tell: Called with how many rows were left out, if any was.
+        """
         if self.plan is None:
             yield from raw
-        else:
-            yield from Decoder(self.plan, self.wanted).decoded(raw)
+            return
+        decoder = Decoder(self.plan, self.wanted)
+        yield from decoder.decoded(raw)
+        if decoder.dropped:
+            (tell or _log_left_out)(decoder.dropped)
+
+
+def _log_left_out(rows: int) -> None:
+    _log.warning("%d rows were left out: the schema of their topic does not fit", rows)
 
 
 def plan_of(source: KeyShardSource) -> Decoding | None:

@@ -10,6 +10,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.errors import MalformedMessageError
 from keyshard.reading.structured import Decoding, plan_decoding, writer_of
+from keyshard.redaction import first_line
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import codec_of
 
@@ -47,11 +48,17 @@ class MessageData:
             codec, values, keys, writer_of(plan, topic, message.schema_version)
         )
         if reasons:
-            raise MalformedMessageError(
-                f"Message {message.message_id} of {topic}, partition {message.partition}, cannot "
-                f"be decoded by its {plan.schemas[topic].type} schema: {reasons[0]}. Its bytes are "
-                "message.value.",
-                topic=topic,
-                message_id=str(message.message_id),
-            )
-        return found.to_pylist(maps_as_pydicts="lossy")[0]
+            raise self._malformed(message, reasons[0])
+        try:
+            return found.to_pylist(maps_as_pydicts="lossy")[0]
+        except (OverflowError, ValueError) as exc:
+            raise self._malformed(message, first_line(exc)) from exc
+
+    def _malformed(self, message: Message, why: str) -> MalformedMessageError:
+        kind = self._topics[message.topic][0].schemas[message.topic].type
+        return MalformedMessageError(
+            f"Message {message.message_id} of {message.topic}, partition {message.partition}, "
+            f"cannot be decoded by its {kind} schema: {why}. Its bytes are message.value.",
+            topic=message.topic,
+            message_id=str(message.message_id),
+        )

@@ -8,6 +8,7 @@ as often as the host likes, until the batch is released.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import threading
@@ -28,9 +29,12 @@ from keyshard.worker.elsewhere import Chunk, Elsewhere, Place, Run, rows_of
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for the endpoint to begin to answer; the data may then take what it takes."""
+TOLD_MAX = 10_000
+"""Layout partitions of which it is remembered how many rows were left out."""
 FETCH_TIMEOUT_S = 10.0
 """Longest wait for a portion of content from a worker, seconds."""
 
+_log = logging.getLogger(__name__)
 _CODE = re.compile(r"\[(KEYSHARD_[A-Z_]+)\] ([^\n]*?)(?:\. gRPC client debug context|\. Detail:|$)")
 
 
@@ -89,16 +93,26 @@ class BatchServer:
         """The ticket of some columns of one layout partition."""
         return BatchTicket(self._endpoint, self._token, batch_id, index, tuple(columns))
 
+    @property
+    def left_out(self) -> int:
+        """Rows that tasks said they left out, each once however often it was read."""
+        return self._server.left_out
+
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, batches: Batches, token: str, location: str) -> None:
         super().__init__(location)
         self._batches = batches
         self._token = token
+        self._told: dict[tuple[str, int], int] = {}
+        """Rows left out of layout partitions of the newest batches."""
+        self._telling = threading.Lock()
+        self.left_out = 0
 
-    def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
+    def _checked(self, body: bytes) -> Any:
+        """What is asked with the token of this run."""
         try:
-            request = json.loads(ticket.ticket)
+            request = json.loads(body)
             token = str(request["token"])
         except (ValueError, KeyError, TypeError, RecursionError):
             request, token = {}, ""
@@ -106,6 +120,21 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightUnauthenticatedError(
                 "[KEYSHARD_BATCH_UNKNOWN] The ticket is of another run; the batch is planned again."
             )
+        return request
+
+    def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
+        """A task tells how many rows it left out; another attempt of it says the same."""
+        told = self._checked(action.body.to_pybytes())
+        of, rows = (str(told["batch"]), int(told["index"])), int(told["rows"])
+        with self._telling:
+            self.left_out += rows - self._told.pop(of, 0)
+            self._told[of] = rows
+            if len(self._told) > TOLD_MAX:
+                self._told.pop(next(iter(self._told)))
+        return []
+
+    def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
+        request = self._checked(ticket.ticket)
         wanted, columns = (request["batch"], request["index"]), request["columns"]
         try:
             elsewhere = self._batches.direct(*wanted, columns) if request["direct"] else None
@@ -133,6 +162,25 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
     with ExitStack() as clients:
         fetch = partial(_fetch, _Workers(clients))
         yield from rows_of(partial(_ask, ticket), fetch, ticket.columns)
+
+
+def tell_left_out(ticket: BatchTicket, rows: int) -> None:
+    """Tell the source how many rows of a layout partition were left out.
+
+    Nobody reads less because of it, so it is only logged that it could not be told.
+    """
+    told = {
+        "token": ticket.token,
+        "batch": ticket.batch_id,
+        "index": ticket.index,
+        "rows": rows,
+    }
+    try:
+        with flight.connect(ticket.endpoint) as client:
+            options = flight.FlightCallOptions(timeout=CONNECT_TIMEOUT_S)
+            list(client.do_action(("left_out", json.dumps(told).encode()), options))
+    except pa.ArrowException as exc:
+        _log.warning("%d rows of batch %s are not counted: %s", rows, ticket.batch_id, exc)
 
 
 def _ask(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:

@@ -20,6 +20,7 @@ from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
+from keyshard.reading.message_data import MessageData
 from keyshard.reading.structured import CORRUPT, Decoder, Decoding, plan_decoding
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
@@ -409,3 +410,12 @@ def test_a_letter_keeps_the_version_of_its_original() -> None:
     back = parse(one._replace(properties=letter.properties(), schema_version=None))
     assert isinstance(back, Letter)
     assert back.message.schema_version == 3
+
+
+def test_a_time_that_python_does_not_have_is_malformed_for_a_handler(shop: Shop) -> None:
+    topic = shop.topic("times", None, kind="TIMESTAMP")
+    read = MessageData(shop.connection)
+    far = keyshard.Message.for_test((300_000_000_000_000).to_bytes(8, "big"))._replace(topic=topic)
+    with pytest.raises(MalformedMessageError, match="TIMESTAMP"):
+        read(far)
+    assert read(far._replace(value=None)) is None

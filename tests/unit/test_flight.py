@@ -19,7 +19,7 @@ from keyshard.errors import (
     WorkerUnreachableError,
 )
 from keyshard.worker import flight
-from keyshard.worker.flight import BatchServer, BatchTicket, read_batch
+from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
 
 ALL = tuple(SCHEMA.names)
 
@@ -65,6 +65,24 @@ def batches(served: tuple[Batches, BatchServer]) -> Batches:
 @pytest.fixture
 def ticket(served: tuple[Batches, BatchServer]) -> BatchTicket:
     return served[1].ticket("b", 3, ALL)
+
+
+def test_rows_that_tasks_left_out_are_counted_once(
+    served: tuple[Batches, BatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = served[1]
+    before = server.left_out
+    for index, rows in [(0, 5), (1, 2), (0, 5), (0, 5)]:
+        tell_left_out(server.ticket("c", index, ALL), rows)
+    assert server.left_out - before == 7
+    monkeypatch.setattr(flight, "TOLD_MAX", 2)
+    for number in range(3):
+        tell_left_out(server.ticket(f"d{number}", 0, ALL), 1)
+    assert server.left_out - before == 10
+    assert len(server._server._told) <= 3
+    stranger = dataclasses.replace(server.ticket("c", 0, ALL), token="guessed")
+    tell_left_out(stranger, 100)
+    assert server.left_out - before == 10
 
 
 def test_a_batch_crosses_unchanged_as_often_as_asked(batches: Batches, ticket: BatchTicket) -> None:

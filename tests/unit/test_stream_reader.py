@@ -211,7 +211,9 @@ def test_a_bounded_query_ends_and_stays_ended(bench: Bench) -> None:
     assert len(got) == 50
     assert bench.backlog == len(bench.sent) - 50
     assert host.reader.latestOffset(start, LIMIT) == start
-    assert host.reader.reportLatestOffset() is not None
+    told = host.reader.reportLatestOffset()
+    assert told is not None
+    assert told["malformedDropped"] == 0
 
 
 def test_once_is_refused(bench: Bench) -> None:
