@@ -95,7 +95,7 @@ def _count(name: str, text: str) -> int:
 def _keys(name: str, text: str) -> frozenset[str]:
     try:
         given = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         given = None
     if not isinstance(given, list) or not given or not all(map(_is_key, given)):
         raise ConfigError(

@@ -141,7 +141,18 @@ def test_the_docs_contain_the_table_as_it_is_now() -> None:
     assert all(option.meaning.endswith(".") for option in BATCH_OPTIONS)
 
 
-@pytest.mark.parametrize("value", ["", "x" * 10_000, "\x00", "[" * 100_000, "{" * 10_000])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        '{"a": ' + "1" * 5_000 + "}",
+        "1" * 5_000,
+        "x" * 10_000,
+        "\x00",
+        "[" * 100_000,
+        "{" * 10_000,
+    ],
+)
 @pytest.mark.parametrize("name", [option.name for option in BATCH_OPTIONS])
 def test_hostile_values_are_refused(name: str, value: str) -> None:
     assert len(refused(**{name: value})) < 1_000

@@ -227,6 +227,39 @@ def test_defaults_are_not_written_into_options() -> None:
     assert set(to_options(parse_options(MINIMAL))) <= {"topic", "topics", "subscription"}
 
 
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("startingTime", "2026-11-21T08:00:00+00:00"),
+        ("startingOffsets", '{"orders-partition-0": "7:120", "orders-partition-1": "latest"}'),
+    ],
+)
+def test_a_start_at_a_time_and_at_positions_goes_both_ways(name: str, start: str) -> None:
+    options = {**MINIMAL, "admin.url": "http://broker:8080", name: start}
+    source = parse_options(options)
+    assert source.starting_position == start
+    assert to_options(source)[name] == start
+    assert parse_options(to_options(source)) == source
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"startingTime": "soon"}, "startingTime is 'soon', which is no time"),
+        ({"startingOffsets": "2026-11-21T08:00Z"}, "startingOffsets is '2026-11-21T08:00Z'; write"),
+        (
+            {"startingOffsets": '{"orders": "7:1:2"}'},
+            "startingOffsets of 'orders' is 7:1:2, inside",
+        ),
+        ({"startingTime": "0", "startingOffsets": "latest"}, "Give only one of 'startingTime' and"),
+    ],
+)
+def test_a_wrong_start_is_refused_in_the_words_of_its_option(
+    options: dict[str, str], sentence: str
+) -> None:
+    assert sentence in refused({**MINIMAL, "admin.url": "http://broker:8080", **options})
+
+
 def test_a_topic_with_a_comma_in_its_name_stays_one_topic() -> None:
     source = KeyShardSource("a,b", subscription="s")
     assert parse_options(to_options(source)) == source

@@ -178,7 +178,9 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
 
     try:
         parsed = json.loads(given, object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as exc:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(
             f"{name} is {shown(given)}, which is no JSON: {exc}. Write 'earliest', 'latest', or "
             '{"orders-partition-0": "7:120"}.'
