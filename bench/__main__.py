@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import (
+    batch,
     bounded,
     cold,
     growth,
@@ -35,7 +36,7 @@ from bench import (
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
-    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
+    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run, "batch": batch.run,
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
     "schemas": schemas.run,
     "stalled": stalled.run,
