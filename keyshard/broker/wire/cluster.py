@@ -81,7 +81,7 @@ class Cluster:
             _SCHEMA_TYPES.get(number, f"number {number}"),
             told.data,
             int.from_bytes(found.version, "big"),
-            {one.key.decode(): one.value.decode() for one in told.properties},
+            {_text(one.key): _text(one.value) for one in told.properties},
         )
 
     def owner(self, topic: str, timeout_s: float) -> WireConnection:
@@ -208,6 +208,10 @@ class Cluster:
             one.close()
         for one in known:
             one.join(_left(end_s))
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 def _left(end_s: float) -> float:

@@ -22,10 +22,12 @@ from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar.credentials import Credentials, Shown
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
+from keyshard.broker.wire import schema as asking
 from keyshard.broker.wire.broker import CLOSE_S, LEAVE_S, WireBroker
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer, WireReader
 from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.frames import NAMES, api, frame_of
+from keyshard.broker.wire.schema import ask_schema
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
@@ -183,6 +185,16 @@ class Session:
             run.process, "deliver", lambda: self.deliver(asked.consumer_id, asked.permits)
         )
 
+    def _get_schema(self, asked: Any, strange: bool) -> tuple[str, Any]:
+        draw = self._random
+        told = api.GetSchemaResponse(request_id=asked.request_id, version=bytes(8))
+        if strange:
+            told.version = draw.randbytes(draw.choice((0, 1, 8, 9, 1_000)))
+            told.schema.name, told.schema.data = draw.randbytes(3), draw.randbytes(20)
+            told.schema.type = draw.choice((0, 2, 2**32 - 1))
+            told.schema.properties.add(key=draw.randbytes(3), value=draw.randbytes(3))
+        return "get_schema_response", told
+
     def _ping(self, *_: Any) -> tuple[str, Any]:
         return "pong", api.Nothing()
 
@@ -332,6 +344,9 @@ class Run:
         self.sessions: list[Session] = []
         self._handles: list[WireConsumer | WireReader] = []
         self._frames = Frames(str(seed), self.scheduler)
+        self._connection = Connection(
+            "pulsar://broker:6650,broker:6651", operation_timeout_ms=int(TIMEOUT_S * 1e3)
+        )
 
     def travel(self) -> None:
         self.scheduler.sleep(self.random.random() * 0.01)
@@ -353,7 +368,8 @@ class Run:
         with installed(self.scheduler, Random(f"{self.seed}:waits")), self._frames.installed():
             # Put back by who put the simulated ones there.
             connecting.dialled = self.dial
-            credentials, brokering.Credentials = brokering.Credentials, self._credentials
+            credentials = brokering.Credentials
+            brokering.Credentials = asking.Credentials = self._credentials
             try:
                 self.scheduler.run(self.client, self._main)
             except (HarmError, StuckError) as exc:
@@ -361,17 +377,13 @@ class Run:
             except Exception as exc:  # noqa: BLE001 - whatever it is, a broker achieved it
                 return f"{exc!r} in {self.scheduler.failed_in}"
             finally:
-                brokering.Credentials = credentials
+                brokering.Credentials = asking.Credentials = credentials
         return ""
 
     def _main(self) -> None:
         self.scheduler.spawn(self.process, "trouble", self._trouble)
         self.scheduler.spawn(self.process, "watch", self._watch)
-        broker = WireBroker(
-            Connection(
-                "pulsar://broker:6650,broker:6651", operation_timeout_ms=int(TIMEOUT_S * 1e3)
-            )
-        )
+        broker = WireBroker(self._connection)
         self._call("partitions", lambda: broker.partitions(TOPIC), 2 * TIMEOUT_S)
         for number, hash_range in enumerate(split_ring(self.random.choice((1, 3)))):
             where = TopicPartition(TOPIC, number)
@@ -388,6 +400,11 @@ class Run:
             self._handles.append(broker.reader(TopicPartition(TOPIC, 9), EntryId(0, 0)))
 
         self._call("reader", read, 2 * TIMEOUT_S)
+        where = self._connection
+        version = self.random.choice((None, 0, 3))
+        self._call(
+            "schema", lambda: ask_schema(where, TOPIC, version, TIMEOUT_S), TIMEOUT_S + LEAVE_S
+        )
         end_s = self.scheduler.now_s + RUN_S
         while self._handles and self.scheduler.now_s < end_s:
             self._step(self.random.choice(self._handles))
