@@ -211,7 +211,7 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/core/window/admission.py",
-                "    waiting = left_out - {index for _, index in taken}\n",
+                "    waiting = left_out - {block.received_by for block in taken}\n",
                 "    waiting: set[int] = set()\n",
             ),
         ),
