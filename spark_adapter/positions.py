@@ -81,7 +81,7 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
     ends: dict[str, str] = {}
     for relation in _tables(rows._jdf.queryExecution().analyzed()):
         pushes = rows.sparkSession.conf.get(PUSHDOWN, "false") == "true"
-        if pushes and "endingoffsets" not in map(str.lower, dict(relation.options())):
+        if pushes and "latest" in (relation.options().get("endingOffsets") or "latest"):
             raise ConfigError(
                 f"{PUSHDOWN} is on: Spark plans each query with a filter anew, and so 'latest' "
                 "again. Set it to false, or give endingOffsets."

@@ -20,12 +20,14 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+import spark_adapter
 from contract.pulsar_harness import PulsarHarness
 from examples.backfill_then_stream import back_fill, run
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
@@ -76,10 +78,20 @@ def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
     spark.conf.set(PUSHDOWN, "true")
     try:
         fresh = load(spark, dev_broker, topic)
+        with pytest.raises(ConfigError, match="Spark plans each query with a filter anew"):
+            spark_adapter.positions(fresh)
         assert fresh.filter("__key = 'k3'").count() == 13
         assert fresh.count() == 91, "what was planned for a filter is right without it"
     finally:
         spark.conf.unset(PUSHDOWN)
+    by_time = load(spark, dev_broker, topic, endingTime="2026-11-21T08:00:00Z")
+    for rows_of, sentence in (
+        (by_time, "The end of .* is '2026-11-21T08:00:00"),
+        (spark.range(1), "has no batch read of format"),
+        (spark.readStream.format("rate").load(), "give it the DataFrame of a batch read"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            spark_adapter.positions(rows_of)
     path = where.name.replace("://", "/")
     stats = httpx.get(f"{dev_broker.admin_url}/admin/v2/{path}/internalStats").json()
     assert stats["cursors"] == {}
