@@ -62,6 +62,7 @@ def test_nothing_and_what_is_empty_are_two(harness: Harness, batching: Batching)
     reader, again = broker.reader(where, EntryId(0, 0)), list[EntryBlock]()
     while sum(block.rows for block in again) < len(SENT):
         again += reader.read(1_000)
+    reader.close()
     check(harness, where, again)
 
 
