@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.redaction import first_line
+from keyshard.schemas.avro_resolution import resolution
 from keyshard.schemas.avro_types import AvroType, parse
 from keyshard.schemas.codec import UndecodableError, library
 
@@ -71,8 +72,9 @@ class _Reader:
         self._written = written
         self._wanted = wanted
         self._same = written.schema == wanted.schema
+        self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
         self._by_compiled_code = (
-            self._same
+            self._resolve is not None
             and pa.types.is_struct(written.stored)
             and not written.kinds & _COMPILED_LACKS
         )
@@ -84,14 +86,14 @@ class _Reader:
         Raises:
             UndecodableError: One of them is no value of the schema.
         """
-        if self._by_compiled_code and values:
+        if self._by_compiled_code and self._resolve is not None and values:
             try:
                 found = self._deserialize(values, self._text).to_struct_array()
                 # It takes any bytes for text.
                 found.validate(full=True)
             except ValueError as exc:
                 raise UndecodableError(first_line(exc)) from exc
-            return found
+            return self._resolve(found)
         try:
             return pa.array([self._row(value) for value in values], self._wanted.stored)
         except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:

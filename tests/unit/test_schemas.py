@@ -18,7 +18,9 @@ import pytest
 
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, SchemaError
+from keyshard.schemas import avro_types
 from keyshard.schemas import codec as codecs
+from keyshard.schemas.avro_resolution import resolution
 from keyshard.schemas.codec import decode_rows
 from keyshard.schemas.codecs import codec_of
 
@@ -240,6 +242,74 @@ def test_what_was_written_with_another_version_is_resolved() -> None:
     later = written(SECOND, {"id": 7, "title": "x", "added": "a", "perhaps": AT})
     (row,) = decoded(avro(record(field("perhaps", ["null", "long"]))), *later, writer=avro(SECOND))
     assert row == {"perhaps": 1_700_000_000_123}
+
+
+def evolved(draw: random.Random) -> tuple[Any, Any, dict[str, Any]]:
+    """Two versions of a record, and a value of the first."""
+    promoted = {
+        "int": ["int", "long", "float", "double"],
+        "long": ["long", "double"],
+        "float": ["float", "double"],
+        "string": ["string"],
+        "boolean": ["boolean"],
+    }
+    values = {
+        "int": draw.randrange(-99, 99),
+        "long": draw.randrange(-(2**50), 2**50),
+        "float": 0.5,
+        "string": "né",
+        "boolean": True,
+    }
+    theirs, ours, row = [], [], {}
+    for number in range(draw.randrange(1, 6)):
+        kind, name = draw.choice(list(values)), f"f{number}"
+        nullable = draw.random() < 0.4
+        if draw.random() < 0.2:
+            inner = record(field("a", kind), field("b", ["null", "int"]), name=f"In{number}")
+            listed = draw.choice([inner, {"type": "array", "items": inner}])
+            row[name] = {"a": values[kind], "b": None}
+            row[name] = row[name] if listed is inner else [row[name]] * 2
+            theirs.append(field(name, listed))
+            ours.append(field(name, ["null", listed] if nullable else listed))
+            continue
+        theirs.append(field(name, ["null", kind] if nullable else kind))
+        row[name] = draw.choice([None, values[kind]]) if nullable else values[kind]
+        wanted = draw.choice(promoted[kind])
+        if draw.random() < 0.8:
+            keeps_null = nullable or draw.random() < 0.3
+            given: Any = draw.choice([["null", wanted], [wanted, "null"]]) if keeps_null else wanted
+            renamed = draw.random() < 0.2
+            more = {"aliases": [name]} if renamed else {}
+            ours.append(field(f"new_{name}" if renamed else name, given, **more))
+    for number in range(draw.randrange(3)):
+        kind, value = draw.choice(
+            [
+                ("int", 3),
+                ("string", "d"),
+                (["null", "long"], None),
+                (["long", "null"], 5),
+                ({"type": "array", "items": "int"}, [1]),
+                ("double", 1.5),
+                ("boolean", False),
+                ({"type": "enum", "name": f"E{number}", "symbols": ["A"]}, "A"),
+            ]
+        )
+        ours.append(field(f"added{number}", kind, default=value))
+    draw.shuffle(ours)
+    return record(*theirs), record(*ours or [field("x", "int", default=1)]), row
+
+
+def test_columns_resolve_as_fastavro_resolves_values() -> None:
+    plain = 0
+    for seed in range(300):
+        theirs, ours, row = evolved(random.Random(seed))
+        (data,) = written(theirs, row)
+        both = [fastavro.parse_schema(one) for one in (theirs, ours)]
+        wanted = fastavro.schemaless_reader(io.BytesIO(data), *both)
+        assert decoded(avro(ours), data, data, writer=avro(theirs)) == [wanted] * 2, seed
+        kinds = [avro_types.parse(json.dumps(one).encode(), TOPIC) for one in (theirs, ours)]
+        plain += resolution(*kinds) is not None
+    assert 100 < plain < 300, "both ways are taken"
 
 
 def test_what_does_not_resolve_is_said_of_the_row() -> None:
