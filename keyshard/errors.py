@@ -197,6 +197,8 @@ class CorruptEntryError(KeyShardError):
     """An entry cannot be read: its checksum, compression or structure is wrong."""
 
     code = "KEYSHARD_CORRUPT_ENTRY"
+    stored: bytes = b""
+    """What is stored of it, where that is at hand; it does not travel with a pickled error."""
 
 
 class SchemaError(KeyShardError):

@@ -15,9 +15,18 @@ def of_entry(kind: type[Refused], text: str, where: TopicPartition, entry_id: En
     return kind(text, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry)
 
 
-def corrupt_entry(where: TopicPartition, entry_id: EntryId, why: str) -> CorruptEntryError:
-    """An entry cannot be read."""
-    return of_entry(
+def corrupt_entry(
+    where: TopicPartition, entry_id: EntryId, why: str, stored: bytes = b""
+) -> CorruptEntryError:
+    """An entry cannot be read.
+
+    Args:
+        where: Where it lies.
+        entry_id: It.
+        why: What is wrong with it.
+        stored: The bytes of it.
+    """
+    error = of_entry(
         CorruptEntryError,
         f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
         "was acknowledged. Look for the producer that wrote it; on_corrupt=skip acknowledges such "
@@ -25,6 +34,8 @@ def corrupt_entry(where: TopicPartition, entry_id: EntryId, why: str) -> Corrupt
         where,
         entry_id,
     )
+    error.stored = stored
+    return error
 
 
 def entry_of(refused: KeyShardError) -> EntryId:

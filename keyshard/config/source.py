@@ -59,9 +59,10 @@ class SourceConfig:
     """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
     by default instead of by key, so the order of their keys is not kept."""
     on_corrupt: str = field(default="fail", kw_only=True)
-    """``fail`` or ``skip`` on entries that cannot be read: the source ends before one, or
-    acknowledges it, counts it and leaves it out. ``skip`` needs ``transport`` ``wire``:
-    pulsar-client skips them all, and nobody is told."""
+    """``fail``, ``skip`` or ``park`` on entries that cannot be read: the source ends before one,
+    acknowledges it, counts it and leaves it out, or writes what is stored of it to the dead-letter
+    topic first, as a rejected letter (``source.run`` only). All but ``fail`` need ``transport``
+    ``wire``: pulsar-client skips them all, and nobody is told."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
@@ -223,11 +224,16 @@ class SourceConfig:
         """Whether entries that cannot be read are left out."""
         return self.on_corrupt == "skip"
 
+    @property
+    def parks_corrupt(self) -> bool:
+        """Whether entries that cannot be read become dead letters."""
+        return self.on_corrupt == "park"
+
     def _check_corrupt(self) -> None:
-        check_choice("on_corrupt", self.on_corrupt, "fail", "skip")
-        if self.skips_corrupt and self.transport == CLIENT and not self.in_memory:
+        check_choice("on_corrupt", self.on_corrupt, "fail", "skip", "park")
+        if self.on_corrupt != "fail" and self.transport == CLIENT and not self.in_memory:
             raise ConfigError(
-                f"on_corrupt is 'skip', and transport is {shown(self.transport)}: pulsar-client "
+                f"on_corrupt is {self.on_corrupt!r}, and transport is 'client': pulsar-client "
                 "acknowledges entries that it cannot read by itself, and tells nobody. Use "
                 f"transport={WIRE!r}, or leave on_corrupt out."
             )

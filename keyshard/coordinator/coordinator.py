@@ -26,7 +26,8 @@ from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
-from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.errors import BrokerError, ConfigError, TopicNotFoundError
+from keyshard.worker.intake import Unreadable
 from keyshard.worker.receiver import RangeConsumer
 from keyshard.worker.shared_window import SharedWindow
 from keyshard.worker.worker import Worker
@@ -63,6 +64,8 @@ class Coordinator:
         self.ahead_rows_max: int | None = None
         """Rows received and not yet taken at which receiving pauses; ``None``: never. To be set
         before the start."""
+        self.unreadable: Unreadable | None = None
+        """Is told of entries that cannot be read, where those are handed out; before the start."""
         self.started = False
 
     def start(
@@ -84,12 +87,18 @@ class Coordinator:
             assignment: Who owns which ranges; default: one range for each of ``parallelism``.
 
         Raises:
+            ConfigError: An option does not go with this use of the source.
             CheckpointMismatchError: It belongs to another subscription or cluster.
             SubscriptionInUseError: Somebody else held a range until the deadline.
             BrokerError: The broker cannot be reached, or a topic does not exist.
         """
         assert not self.started, "a coordinator is started once"
         config = self._config
+        if config.parks_corrupt and self.unreadable is None:
+            raise ConfigError(
+                "on_corrupt is 'park', and only source.run keeps dead letters. Write 'fail' or "
+                "'skip'."
+            )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
             if self._admin:
@@ -128,7 +137,9 @@ class Coordinator:
             config.discovery_interval_ms / 1000,
         )  # fmt: skip
         self._settler = Settler(self._broker, self._admin, config, Evidence(self.worker, config))
-        self.worker.begin(opened, bounded.admit if bounded else None, self.ahead_rows_max)
+        self.worker.begin(
+            opened, bounded.admit if bounded else None, self.ahead_rows_max, self.unreadable
+        )
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
         self.started = True

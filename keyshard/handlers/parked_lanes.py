@@ -23,6 +23,7 @@ from keyshard.core.lanes.failure import Failure, FailureKind
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.tally import Tally
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letter.store import DeadLetterStore, InOrder
 from keyshard.errors import KeyShardError
@@ -62,6 +63,7 @@ class ParkedLanes:
         handling: The policies.
         subscription: Of the source.
         outcomes: Where they are logged.
+        unreadable: Messages that are what is stored of an entry that cannot be read, and why.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class ParkedLanes:
         handling: HandlerConfig,
         subscription: str,
         outcomes: OutcomeLog,
+        *,
+        unreadable: dict[tuple[TopicPartition, MessageId], str],
     ) -> None:
         self.letters = letters
         self.keys = letters.keys
@@ -83,6 +87,7 @@ class ParkedLanes:
         self._behind: dict[str, str] = {}
         self._first: dict[str, Resting] = {}
         self._preparing: set[str] = set()
+        self._unreadable = unreadable
         self._replays: dict[str, InOrder] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
         self._under_way: set[Future[None]] = set()
@@ -94,7 +99,12 @@ class ParkedLanes:
         """Whether a message that was handed out is not for the handler; then it is seen to."""
         if work.resting is not None:
             return False
-        key = work.queue.key
+        message, key = work.message, work.queue.key
+        where = TopicPartition(message.topic, message.partition)
+        if self._unreadable and (why := self._unreadable.pop((where, message.message_id), None)):
+            self._outcomes.rejected(work, None, why)
+            self._write(work, LetterKind.REJECTED, 0, why)
+            return True
         if key is None:
             if self._rejects_keyless:
                 self._outcomes.rejected(work, None, NO_KEY)
@@ -102,8 +112,6 @@ class ParkedLanes:
             return self._rejects_keyless
         if not self.keys.matter:
             return False
-        message = work.message
-        where = TopicPartition(message.topic, message.partition)
         course = self.keys.begins(key, where, message.message_id)
         if course is Course.HANDLE:
             return False

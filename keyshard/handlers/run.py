@@ -23,6 +23,8 @@ from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.lanes.failure import text_of
 from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.message import MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
 from keyshard.dead_letter.opening import open_dead_letters
@@ -110,6 +112,8 @@ class HandlerRun:
         self._outcomes = OutcomeLog()
         self._desk = LaneDesk(self.lanes, handling, self._outcomes)
         self.changed = self._desk.changed
+        self._unreadable: dict[tuple[TopicPartition, MessageId], str] = {}
+        coordinator.unreadable = self._is_unreadable
         self._feeder = Feeder(coordinator, self.lanes, self.changed, self._desk.wake)
         self._monitor: Monitor | None = None
         self._commit_at_s = 0.0
@@ -209,6 +213,9 @@ class HandlerRun:
 
     # -- told by its parts -------------------------------------------------------------------------
 
+    def _is_unreadable(self, where: TopicPartition, entry_id: EntryId, why: str) -> None:
+        self._unreadable[where, MessageId(*entry_id, 0)] = why
+
     def _observer_raised(self) -> None:
         with self.changed:
             self._desk.tally.observer_errors += 1
@@ -243,8 +250,9 @@ class HandlerRun:
         )
         self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
         self._parked = self._desk.parking = ParkedLanes(
-            self._desk, letters, self._handling, self._config.subscription, self._outcomes
-        )
+            self._desk, letters, self._handling, self._config.subscription, self._outcomes,
+            unreadable=self._unreadable,
+        )  # fmt: skip
         self.rescaler = self._coordinator.rescaler(
             LaneMoves(self.lanes, self.changed, self._moved), self._handling.drain_timeout_s
         )

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from keyshard.arrow.content import entry_block
 from keyshard.broker.port import Broker
 from keyshard.broker.refused_entries import entry_of
 from keyshard.config.source import SourceConfig
 from keyshard.core.holes.settling import Proofs
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.reception import Rest
 from keyshard.core.window.partition_window import Receipt
@@ -36,6 +37,9 @@ class Admitted(NamedTuple):
     """Whether its range consumer takes nothing for a while."""
 
 
+Unreadable = Callable[[TopicPartition, EntryId, str], None]
+"""Is told where an entry lies that cannot be read, and what is wrong with it, before it is handed
+out as a message without key whose value is what is stored."""
 Admit = Callable[[RangeConsumer, Sequence[EntryBlock]], Admitted]
 """Chooses those of some entries that belong to the run."""
 
@@ -52,12 +56,13 @@ class Intake:
         config: The source.
         admit: Chooses what is taken; ``None``: everything.
         ahead_rows_max: Rows received and not yet taken at which receiving pauses; ``None``: never.
+        unreadable: Is told of entries that cannot be read; ``None``: they are not handed out.
     """
 
     def __init__(
         self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
         acknowledger: Acknowledger, broker: Broker, config: SourceConfig,
-        admit: Admit | None, ahead_rows_max: int | None,
+        admit: Admit | None, ahead_rows_max: int | None, unreadable: Unreadable | None = None,
     ) -> None:  # fmt: skip
         self._shared = shared
         self._range_consumers = range_consumers
@@ -67,6 +72,7 @@ class Intake:
         self._config = config
         self._admit = admit
         self.ahead_rows_max = ahead_rows_max
+        self._unreadable = unreadable
         self._oddities = Oddities(fail_on_misrouted=config.on_misrouted == "fail")
         self.load_meter: LoadMeter | None = None
         """Measures the load, where somebody may rescale."""
@@ -110,10 +116,17 @@ class Intake:
             self._acknowledger.submit(owned_range.topic_partition, committed)
 
     def corrupt(self, range_consumer: RangeConsumer, error: CorruptEntryError) -> Rest | None:
-        if not self._config.skips_corrupt:
-            raise error
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
         where = owned_range.topic_partition
+        if self._config.parks_corrupt and self._unreadable is not None:
+            with self._shared.lock:
+                known = self._shared.window.known[where]
+                could_be_read = known.holds(entry_id) or known.state.settled(entry_id)
+            if not could_be_read:
+                self._unreadable(where, entry_id, error.message)
+            return self.deliver(range_consumer, [_of_stored(entry_id, error.stored)])
+        if not self._config.skips_corrupt:
+            raise error
         if not self._continuity.may_receive(where, [entry_id]):
             return Rest(time.monotonic() + COMPARE_AGAIN_S)
         with self._shared.lock:
@@ -164,3 +177,19 @@ class Intake:
 
     def fail(self, error: KeyShardError) -> None:
         self._shared.fail(error)
+
+
+def _of_stored(entry_id: EntryId, stored: bytes) -> EntryBlock:
+    """An entry that cannot be read, as one message of what is stored."""
+    return entry_block(
+        entry_id,
+        batch_size=1,
+        batched=False,
+        indices=range(1),
+        values=[stored],
+        partition_keys=[None],
+        ordering_keys=[None],
+        publish_ms=0,
+        event_ms=[0],
+        properties=[{}],
+    )

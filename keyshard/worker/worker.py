@@ -17,7 +17,7 @@ from keyshard.core.ring.slot_load import SlotLoad
 from keyshard.core.window.budget import Budget
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.continuity import Continuity
-from keyshard.worker.intake import Admit, Intake
+from keyshard.worker.intake import Admit, Intake, Unreadable
 from keyshard.worker.load_meter import LoadMeter
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import OwnedRange, RangeConsumer
@@ -76,6 +76,7 @@ class Worker:
         opened: Sequence[RangeConsumer],
         admit: Admit | None,
         ahead_rows_max: int | None,
+        unreadable: Unreadable | None,
     ) -> None:
         """Begin to receive and to acknowledge.
 
@@ -83,6 +84,7 @@ class Worker:
             opened: What :meth:`open` gave.
             admit: Chooses what is taken; ``None``: everything.
             ahead_rows_max: Rows received and not yet taken at which receiving pauses.
+            unreadable: Is told of entries that cannot be read, where those are handed out.
         """
         shared, consumers, config = self.shared, self.range_consumers, self._config
         continuity = Continuity(self._broker, consumers, shared)
@@ -93,6 +95,7 @@ class Worker:
         self.intake = consumers.sink = Intake(
             shared, consumers, continuity=continuity, acknowledger=self.acknowledger,
             broker=self._broker, config=config, admit=admit, ahead_rows_max=ahead_rows_max,
+            unreadable=unreadable,
         )  # fmt: skip
         self._reconnector = Reconnector(self._broker, consumers, config, self.changing, continuity)
         consumers.serve(opened)

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from helpers import commit, config, keys_of, received, rows_of, running, wait_until
+from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory.log import StoredEntry
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.dead_letter.letters import LetterKind
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.core.position.entry import EntryId
-from keyshard.errors import ConfigError, CorruptEntryError
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.dead_letter.writer import DeadLetterWriter
+from keyshard.errors import BrokerError, ConfigError, CorruptEntryError
+from parking_place import Place
 
 KEYS = keys_of(4)
 
@@ -170,6 +175,64 @@ def test_pulsar_client_is_not_asked_to_count_what_it_hides() -> None:
     with pytest.raises(ConfigError, match="transport"):
         SourceConfig("t", on_corrupt="skip", transport="client")
     with pytest.raises(ConfigError, match="on_corrupt"):
-        SourceConfig("t", on_corrupt="park", transport="wire")
+        SourceConfig("t", on_corrupt="wait", transport="wire")
     for transport in ("auto", "wire"):
         assert SourceConfig("t", on_corrupt="skip", transport=transport).skips_corrupt
+
+
+def stored(place: Place) -> list[tuple[TopicPartition, StoredEntry]]:
+    """The entries of a place, and where they lie."""
+    logs = [(where, place.cluster.log(where)) for where in place.cluster.partitions(place.topic)]
+    return [
+        (where, entry)
+        for where, log in logs
+        for ordinal in range(log.first, len(log))
+        if (entry := log.get(ordinal)) is not None
+    ]
+
+
+def test_what_cannot_be_read_becomes_a_dead_letter_and_is_acknowledged_after_that() -> None:
+    place = Place("corrupt-park")
+    place.publish(*"abc" * 5)
+    found = stored(place)
+    wrong = [found[0], found[4], found[-1]]
+    for where, entry in wrong:
+        place.cluster.corrupt(where, entry.id)
+    with place.run(on_corrupt="park") as run:
+        wait_until(lambda: place.backlog() == 0)
+        status = run.source.status()
+        assert status["counters"]["deadLettered"] == 3
+    letters = place.letters()
+    assert {letter.kind for letter in letters} == {LetterKind.REJECTED}
+    assert all("its checksum is wrong" in letter.error for letter in letters)
+    wanted = sorted(b"".join(one.value or b"" for one in entry.messages) for _, entry in wrong)
+    assert sorted(letter.message.value or b"" for letter in letters) == wanted
+    assert sum(map(len, place.handled.values())) == 15 - 3
+
+
+def test_a_letter_that_cannot_be_written_leaves_what_cannot_be_read_unacknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BrokerError("The disk is full.")
+
+    monkeypatch.setattr(DeadLetterWriter, "letter", refuse)
+    place = Place("corrupt-park-refused")
+    place.publish(*"abc")
+    (where, first), *_ = stored(place)
+    place.cluster.corrupt(where, first.id)
+    with place.run(on_corrupt="park") as run:
+        wait_until(lambda: run.error is not None)
+    assert "The disk is full" in str(run.error)
+    assert place.backlog() >= 1
+    assert not place.letters()
+
+
+@pytest.mark.parametrize("use", ["open", "batches"])
+def test_dead_letters_are_for_handlers_only(use: str) -> None:
+    place = Place(f"corrupt-park-{use}")
+    source = KeyShardSource(
+        place.topic, service_url=place.url, subscription="s", on_corrupt="park", parallelism=2
+    )
+    with pytest.raises(ConfigError, match=r"only source\.run keeps dead letters"):
+        source.open() if use == "open" else next(iter(source.batches()))

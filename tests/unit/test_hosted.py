@@ -25,6 +25,7 @@ from keyshard.broker.hosted.process import LOOPBACK, Lease, Setup, WorkerServer,
 from keyshard.broker.hosted.wire import Delivery, heard, keys_of, packed, told, unpacked
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.refused_entries import corrupt_entry
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
@@ -32,6 +33,7 @@ from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     ChunkedMessageError,
+    CorruptEntryError,
     KeyShardError,
     RangeConflictError,
     WorkerEnvironmentError,
@@ -104,6 +106,13 @@ def test_an_error_crosses_as_what_it_is(error: KeyShardError) -> None:
     assert type(after) is type(error)
     assert (after.message, after.retriable) == (error.message, error.retriable)
     assert after.facts == {name: str(fact) for name, fact in error.facts.items()} or after.facts
+
+
+def test_what_is_stored_of_an_entry_that_cannot_be_read_crosses_with_the_error() -> None:
+    error = corrupt_entry(TopicPartition("t"), EntryId(1, 2), "it is wrong", b"\x00\xff")
+    after = heard(json.loads(json.dumps(told(error))))
+    assert isinstance(after, CorruptEntryError)
+    assert after.stored == b"\x00\xff"
 
 
 class Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -155,10 +156,14 @@ def _block(entry: Sequence[Any], content: pa.RecordBatch, kept: Kept | None) -> 
 def told(error: KeyShardError) -> list[Any]:
     """An error as plain JSON values; facts that are none are texts."""
     facts = json.loads(json.dumps(error.facts, default=str))
-    return [error.code, error.message, facts]
+    stored = error.stored if isinstance(error, CorruptEntryError) else b""
+    return [error.code, error.message, facts, b64encode(stored).decode()]
 
 
 def heard(error: Sequence[Any]) -> KeyShardError:
     """What :func:`told` was given."""
-    code, message, facts = error
-    return BY_CODE.get(code, BrokerError)(message, **facts)
+    code, message, facts, stored = error
+    result = BY_CODE.get(code, BrokerError)(message, **facts)
+    if isinstance(result, CorruptEntryError):
+        result.stored = b64decode(stored)
+    return result

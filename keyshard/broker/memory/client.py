@@ -110,8 +110,10 @@ class MemoryConsumer:
                 if corrupt in self._subscription.log.corrupt:
                     if blocks:
                         break
-                    self._pass(self._queue.popleft())
-                    raise corrupt_entry(self._topic_partition, corrupt, CORRUPT)
+                    delivery = self._queue.popleft()
+                    self._pass(delivery)
+                    stored = b"".join(one.value or b"" for one in delivery.entry.messages)
+                    raise corrupt_entry(self._topic_partition, corrupt, CORRUPT, stored)
                 blocks.append(self._take(room))
                 room -= blocks[-1].rows
             self._return_permits(self._queue_size - room)

@@ -101,10 +101,12 @@ def decode(
         try:
             row = _take(raw, where, into)
         except UnreadableError as exc:
-            refused, messages = corrupt_entry(where, raw.id, str(exc)), messages + messages_in(raw)
+            refused = corrupt_entry(where, raw.id, str(exc), raw.data[raw.position :])
+            messages += messages_in(raw)
         except (DecodeError, struct.error, IndexError) as exc:
             why = f"it ends too early ({exc})"
-            refused, messages = corrupt_entry(where, raw.id, why), messages + messages_in(raw)
+            refused = corrupt_entry(where, raw.id, why, raw.data[raw.position :])
+            messages += messages_in(raw)
         except ChunkedMessageError as exc:
             refused = exc
         except EncryptedMessageError as exc:

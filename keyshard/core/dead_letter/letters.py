@@ -52,7 +52,8 @@ class LetterKind(str, Enum):
     PARKED = "parked"
     """Its key is parked: it failed too often, or one before it did. It waits to be replayed."""
     REJECTED = "rejected"
-    """The handler said that it never succeeds, or it has no key and should have one."""
+    """The handler said that it never succeeds, it has no key and should have one, or it is what is
+    stored of an entry that cannot be read."""
     DEAD_LETTER = "dead_letter"
     """It failed too often, and its key went on without it."""
 
