@@ -101,7 +101,7 @@ class ParkedLanes:
             return False
         message, key = work.message, work.queue.key
         where = TopicPartition(message.topic, message.partition)
-        if self._unreadable and (why := self._unreadable.pop((where, message.message_id), None)):
+        if self._unreadable and (why := self._unreadable.get((where, message.message_id))):
             self._outcomes.rejected(work, None, why)
             self._write(work, LetterKind.REJECTED, 0, why)
             return True
@@ -208,6 +208,7 @@ class ParkedLanes:
         self.letters.send(letter)
         with self._run.changed:
             self._run.tally.letter(letter.kind)
+            self._unreadable.pop((letter.topic_partition, letter.message.message_id), None)
         if work.resting is not None:
             self._advance(work)
             return
