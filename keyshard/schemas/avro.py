@@ -18,7 +18,7 @@ from keyshard.schemas.avro_resolution import resolution
 from keyshard.schemas.avro_types import AvroType, parse
 from keyshard.schemas.codec import UndecodableError, library
 
-_COMPILED_LACKS = {"bytes", "fixed", "decimal", "nothing", "union of one"}
+_COMPILED_LACKS = {"bytes", "fixed", "decimal", "null", "nothing", "union of one"}
 """Types that pyruhvro does not know; it panics over them."""
 
 

@@ -35,6 +35,8 @@ _LOGICAL = {
 }
 """In the unit that is stored, and as a column."""
 DECIMAL_DIGITS_MAX = 38
+_NO_BYTES = frozenset({"null", "nothing", "record"})
+"""Types whose values may be stored as nothing."""
 
 
 class AvroType(NamedTuple):
@@ -113,7 +115,7 @@ class _Parser:
         kept = others[0] if others else found[0]
         plain = len(found) == 2 and len(others) == 1
         kinds = frozenset().union(
-            {"union" if plain else "union of one"}, *(one.kinds for one in found)
+            {"union" if plain else "union of one"}, *(one.kinds for one in others or found)
         )
         return kept._replace(schema=[one.schema for one in found], kinds=kinds)
 
@@ -174,6 +176,9 @@ class _Parser:
     def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
         within = "items" if kind == "array" else "values"
         inner = self.type_of(schema[within], namespace, path)
+        if inner.kinds <= _NO_BYTES:
+            # A few bytes would be a list of any length.
+            raise self._refuse(path, f"has {within} without content")
 
         def made(of: pa.DataType) -> pa.DataType:
             return pa.list_(of) if kind == "array" else pa.map_(pa.string(), of)

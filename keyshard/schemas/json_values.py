@@ -15,7 +15,7 @@ import pyarrow as pa
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
-from keyshard.schemas.avro_types import parse
+from keyshard.schemas.avro_types import DECIMAL_DIGITS_MAX, parse
 from keyshard.schemas.codec import UndecodableError, library
 
 _PLAIN: Mapping[Any, type] = {
@@ -72,7 +72,7 @@ class JsonCodec:
         try:
             rows = list(map(self._read, values.to_pylist()))
             columns = [
-                pa.array(list(map(column, rows)), field.type)
+                _array(list(map(column, rows)), field.type)
                 for column, field in zip(self._columns, self._fields, strict=True)
             ]
             # Without a field there is nothing to tell how many rows there are.
@@ -87,6 +87,22 @@ class JsonCodec:
 
 
 _WRONG = (pa.ArrowException, ValueError, TypeError, ArithmeticError, RecursionError)
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if "decimal" in str(kind):
+        _check_decimals(values)
+    return pa.array(values, kind)
+
+
+def _check_decimals(value: Any) -> None:
+    """Refuse decimals far out of range: Arrow would write down all digits of ``1e-999999999``."""
+    if isinstance(value, Decimal):
+        if not value.is_finite() or abs(value.adjusted()) > DECIMAL_DIGITS_MAX:
+            raise ValueError(f"a decimal is out of range: {str(value)[:40]}")
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_decimals(one)
 
 
 def _kind(stored: pa.DataType) -> Any:

@@ -160,6 +160,7 @@ COLUMNS: list[tuple[Any, Any, Any]] = [
     ("double", 0.1, 0.1),
     ("float", 1.5, 1.5),
     ("string", "né\n", "né\n"),
+    ("null", None, None),
     (["null", "string"], None, None),
     (["string", "null"], "x", "x"),
     (["string"], "x", "x"),
@@ -215,6 +216,8 @@ def test_named_types_are_found_again_in_their_namespace() -> None:
         (record(field("a", ["null", "Order"])), "'a'.*contains its own type 'Order'"),
         (record(field("o", record(field("a", ["int", "string"]), name="In"))), "'o.a'"),
         ({"type": "record"}, "no Avro schema"),
+        (record(field("a", {"type": "array", "items": "null"})), "'a' .*items without content"),
+        (record(field("a", {"type": "map", "values": record(name="E")})), "values without content"),
         ("nonsense", "no Avro schema"),
         ([[]], "no Avro schema"),
     ],
@@ -422,6 +425,17 @@ def test_what_is_no_object_of_the_schema_is_named_and_shifts_nobody(
     rows, reasons = rows_of(jsons(schema), [*good[:3], bad, *good[3:]])
     assert list(reasons) == [3], rows
     assert [row["a"] for row in rows if row] == list(range(7))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("number", [b"1e-999999999", b"1e999999999", b'"NaN"', b"123456789.99"])
+def test_a_decimal_far_out_of_range_is_refused_at_once(number: bytes, nested: bool) -> None:
+    kind = logical("bytes", "decimal", precision=9, scale=2)
+    schema = jsons(record(field("d", {"type": "array", "items": kind} if nested else kind)))
+    bad = b'{"d":[%s]}' % number if nested else b'{"d":%s}' % number
+    rows, reasons = rows_of(schema, [bad])
+    assert rows == [None]
+    assert list(reasons) == [0]
 
 
 def test_two_bad_objects_that_make_up_for_one_another_are_both_found() -> None:
