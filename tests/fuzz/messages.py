@@ -59,10 +59,10 @@ def messages(random: Random, name: str) -> None:
         order: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for found, partition, key, properties in got:
             message = known[found]
-            promise(key == (message.key or None), f"key {message.key!r:.80} came as {key!r:.80}")
+            promise(key == message.key, f"key {message.key!r:.80} came as {key!r:.80}")
             kept = {name: one for name, one in properties.items() if name != "__eventTime"}
             promise(kept == message.properties, f"properties of {found[:20]!r} changed")
-            if message.routing_key:
+            if message.routing_key is not None:
                 order[partition, message.routing_key].append(int(found.split(b":")[0]))
         for where, numbers in order.items():
             promise(numbers == sorted(numbers), f"{way.__name__}: {where} came as {numbers}")
