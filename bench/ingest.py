@@ -100,7 +100,7 @@ def run(messages: int) -> dict[str, float]:
     """All figures; small entries (about 2 messages) and large ones (1,000)."""
     small = Workload(messages, keys=1_000, size_bytes=100)
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(optimised=True) as broker:
         load(broker, "warm", replace(small, messages=WARM_ROWS))
         figures |= shape(broker, small, "")
         figures |= shape(broker, replace(small, entry_messages=1_000), "_large")
