@@ -5,7 +5,7 @@ delivered, or acknowledged, in the place of new entries that nobody would ever g
 that it reconnected; but a wiped cluster is away for a while, for all consumers of a topic partition
 at once. After such an absence, and after a start, the topic partition is doubted: nothing is taken
 from it, and nothing that was known before is acknowledged, until a Reader has shown an entry that
-is what it was, or that all known ids have passed.
+is what it was, or that all known ids have passed, or late entries only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from keyshard.broker.port import Broker
-from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.fingerprint import Known
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.fingerprint import Known, may_be_late
+from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
 from keyshard.reading.scan import Scan
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.shared_window import SharedWindow
@@ -39,7 +39,10 @@ class Shown(Enum):
     PASSED = auto()
     """Only higher ids than any that are known: none can be handed out a second time."""
     OTHERS = auto()
-    """Nothing that is known, but something else."""
+    """Nothing that is known, but something else that may be as old."""
+    NEWER = auto()
+    """Nothing that is known, but something else that is newer, under lower ids. Taken, it would be
+    what shows next time that nothing changed; what comes next tells."""
     NOTHING = auto()
     """Nothing at all."""
 
@@ -121,9 +124,10 @@ class Continuity:
             return Shown.SAME  # another thread was faster
         start, last = known.span
         start = start if first is None else min(start, first)
-        shown = Shown.NOTHING
+        newest: EntryBlock | None = None
+        corrupt: dict[EntryId, CorruptEntryError] = {}
         deadline = time.monotonic() + COMPARE_S
-        with Scan(self._broker, topic_partition, start, last, corrupt={}) as scan:
+        with Scan(self._broker, topic_partition, start, last, corrupt=corrupt) as scan:
             while not scan.done:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(
@@ -136,5 +140,11 @@ class Continuity:
                     for block in blocks:
                         if partition is None or partition.compare(topic_partition, block):
                             return Shown.SAME if block.id in known else Shown.PASSED
-                shown = Shown.OTHERS if blocks else shown
-        return shown
+                        if newest is None or block.publish_ms > newest.publish_ms:
+                            newest = block
+        if newest is None:
+            return Shown.NOTHING
+        if any(entry_id in known for entry_id in corrupt):
+            return Shown.OTHERS  # something is stored under an id that is known
+        late = may_be_late(topic_partition, known, newest)
+        return Shown.OTHERS if late else Shown.NEWER

@@ -15,11 +15,13 @@ from keyshard.broker.port import StartPosition
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.fingerprint import CLOCK_SKEW_MS
 from keyshard.core.reception import State
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import KeyShardError, TopicRecreatedError
 from keyshard.worker import continuity, reconnector
+from keyshard.worker.continuity import Continuity
 from keyshard.worker.receiver import OwnedRange
 from keyshard.worker.subscribe import open_range_consumers
 from rescale_world import RescaleWorld
@@ -201,6 +203,77 @@ def test_entries_below_all_that_is_known_keep_nothing_waiting(world: World) -> N
     world.publish(BEFORE_MS, LOW)
     received(world.coordinator, 9)
     assert world.error is None
+
+
+def known_ahead(world: World, entries: int) -> Continuity:
+    """Only the entry that is so many after the last one that is stored is known, from now on.
+
+    Nothing comes to the window by itself any more: who compares is given back.
+    """
+    commit(world.coordinator)
+    wait_until(lambda: not world.backlog)
+    consumers, shared = world.coordinator.worker.range_consumers, world.coordinator.worker.shared
+    served = consumers.by_partition[world.where]
+    wait_until(lambda: all(one.reception.state is State.IDLE for one in served))
+    consumers.suspend(consumers.owned)
+    partition = shared.window.known[world.where]
+    last = partition.state.delivered.last
+    assert last is not None
+    only = EntrySet.of([EntryId(last.ledger, last.entry + entries)])
+    partition.state = replace(partition.state, delivered=only, batch=only)
+    partition.doubt()
+    return Continuity(world.broker, consumers, shared)
+
+
+def test_newer_entries_under_lower_ids_are_not_taken_before_what_follows_tells(
+    world: World,
+) -> None:
+    """Found by the simulation: an entry of a wiped cluster that was taken showed at the next start
+    that nothing had changed, and one under the id of an old one was lost in silence."""
+    compares = known_ahead(world, 3)
+    world.publish(BEFORE_MS + CLOCK_SKEW_MS, LOW)
+    newest = world.cluster.log(world.where).last_id
+    assert newest is not None
+    assert not compares.may_receive(world.where, [newest])
+    world.publish(BEFORE_MS + CLOCK_SKEW_MS, HIGH)
+    assert not compares.may_receive(world.where, [newest])
+    world.publish(BEFORE_MS + CLOCK_SKEW_MS, LOW)
+    with pytest.raises(TopicRecreatedError, match="is delivered according to the checkpoint"):
+        compares.may_receive(world.where, [newest])
+    assert world.backlog == 3
+
+
+def test_a_late_entry_of_a_fast_clock_is_taken_where_what_follows_it_is_known(
+    world: World,
+) -> None:
+    compares = known_ahead(world, 2)
+    world.publish(AFTER_MS, LOW)
+    late = world.cluster.log(world.where).last_id
+    assert late is not None
+    world.publish(BEFORE_MS, HIGH)
+    assert compares.may_receive(world.where, [late])
+
+
+def test_a_known_entry_that_nobody_can_read_holds_up_nothing_below_it(world: World) -> None:
+    compares = known_ahead(world, 2)
+    world.publish(AFTER_MS, LOW, HIGH)
+    last = world.cluster.log(world.where).last_id
+    assert last is not None
+    world.cluster.corrupt(world.where, last)
+    assert compares.may_receive(world.where, [EntryId(last.ledger, last.entry - 1)])
+
+
+def test_much_newer_entries_in_the_place_of_known_ones_are_named_before_one_has_their_id(
+    world: World,
+) -> None:
+    """Else the source would wait, for as long as the new cluster has fewer entries."""
+    compares = known_ahead(world, 100)
+    world.publish(AFTER_MS, LOW)
+    newest = world.cluster.log(world.where).last_id
+    assert newest is not None
+    with pytest.raises(TopicRecreatedError, match="which was known and is not stored"):
+        compares.may_receive(world.where, [newest])
+    assert world.backlog == 1
 
 
 def test_a_process_that_stands_still_again_and_again_only_compares(

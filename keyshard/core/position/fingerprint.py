@@ -118,6 +118,34 @@ def check_unknown(
         )
 
 
+def may_be_late(topic_partition: TopicPartition, known: Known, block: EntryBlock) -> bool:
+    """Whether an entry below a known one can be a late one, where nothing known is stored.
+
+    It is then older than that one, but for producers' clocks; and while its ledger is stored, what
+    is known of it is, too.
+
+    Args:
+        topic_partition: Where it lies.
+        known: What was known, of which a Reader has shown nothing.
+        block: The newest entry that the Reader has shown.
+
+    Returns:
+        Whether it is as old as what is known; ``False`` while only clocks may explain it.
+
+    Raises:
+        TopicRecreatedError: No clock explains it.
+    """
+    later_ms, (ledger, entry) = block.publish_ms - known.published_ms, known.span[1]
+    if later_ms > CLOCK_SKEW_MS:
+        raise _recreated(
+            topic_partition,
+            f"Entry {block.id.ledger}:{block.id.entry} of {topic_partition} lies below "
+            f"{ledger}:{entry}, which was known and is not stored, but was published {later_ms} ms "
+            "after everything delivered",
+        )
+    return later_ms <= 0
+
+
 def check_ledgers(
     topic_partition: TopicPartition, state: PartitionCheckpoint, broker: BrokerState
 ) -> None:
