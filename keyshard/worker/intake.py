@@ -39,7 +39,7 @@ class Admitted(NamedTuple):
 
 Unreadable = Callable[[TopicPartition, EntryId, str], None]
 """Is told where an entry lies that cannot be read, and what is wrong with it, before it is handed
-out as a message without key whose value is what is stored."""
+out as a message without key whose value is what is stored, and whose time is that of receipt."""
 Admit = Callable[[RangeConsumer, Sequence[EntryBlock]], Admitted]
 """Chooses those of some entries that belong to the run."""
 
@@ -86,12 +86,19 @@ class Intake:
         )
 
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
+        return self._deliver(range_consumer, entries)
+
+    def _deliver(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock], wrong: str = ""
+    ) -> Rest | None:
         entries, rest = self._admitted(range_consumer, entries)
         if entries:
-            self._take(range_consumer, entries)
+            self._take(range_consumer, entries, wrong)
         return rest
 
-    def _take(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> None:
+    def _take(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock], wrong: str
+    ) -> None:
         owned_range = range_consumer.owned_range
         misrouted = keyless = unreadable = 0
         for block in entries:
@@ -106,7 +113,7 @@ class Intake:
         with self._shared.lock:
             if not self._range_consumers.owns(owned_range):
                 return  # it is delivered again, to who owns it now
-            committed = self._receive(owned_range, entries)
+            committed = self._receive(owned_range, entries, wrong)
             counters = self._shared.window.counters
             counters.misrouted += misrouted
             counters.keyless += keyless
@@ -119,12 +126,8 @@ class Intake:
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
         where = owned_range.topic_partition
         if self._config.parks_corrupt and self._unreadable is not None:
-            with self._shared.lock:
-                known = self._shared.window.known[where]
-                could_be_read = known.holds(entry_id) or known.state.settled(entry_id)
-            if not could_be_read:
-                self._unreadable(where, entry_id, error.message)
-            return self.deliver(range_consumer, [_of_stored(entry_id, error.stored)])
+            stored = _of_stored(entry_id, error.stored)
+            return self._deliver(range_consumer, [stored], error.message)
         if not self._config.skips_corrupt:
             raise error
         if not self._continuity.may_receive(where, [entry_id]):
@@ -153,7 +156,9 @@ class Intake:
             return Admitted(entries, None)
         return self._admit(range_consumer, entries)
 
-    def _receive(self, owned_range: OwnedRange, entries: Sequence[EntryBlock]) -> list[EntryId]:
+    def _receive(
+        self, owned_range: OwnedRange, entries: Sequence[EntryBlock], wrong: str
+    ) -> list[EntryId]:
         """Put entries into the window; those that are committed already."""
         window, where = self._shared.window, owned_range.topic_partition
         accepted: list[EntryBlock] = []
@@ -164,6 +169,10 @@ class Intake:
                 committed.append(block.id)
             elif receipt is Receipt.ACCEPTED:
                 accepted.append(block)
+                if wrong and self._unreadable is not None:
+                    # Another delivery of it may be readable, and is handled if it comes first.
+                    self._unreadable(where, block.id, wrong)
+                    window.known[where].date(block, time.time_ns() // 1_000_000)
         if self.load_meter is not None:
             self.load_meter.add(accepted)
         was_full = window.pauses.any_full

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letter.writer import DeadLetterWriter
 from keyshard.errors import BrokerError, ConfigError, CorruptEntryError
+from keyshard.worker.continuity import Continuity
 from parking_place import Place
 
 KEYS = keys_of(4)
@@ -236,3 +239,62 @@ def test_dead_letters_are_for_handlers_only(use: str) -> None:
     )
     with pytest.raises(ConfigError, match=r"only source\.run keeps dead letters"):
         source.open() if use == "open" else next(iter(source.batches()))
+
+
+def heal(place: Place, where: TopicPartition, entry: StoredEntry) -> None:
+    """From now on an entry can be read, and it is delivered once more."""
+    with place.cluster.lock:
+        place.cluster.log(where).corrupt.discard(entry.id)
+        place.cluster.deliver_again(where, "keyshard", entry.id)
+
+
+def test_what_can_be_read_when_it_comes_again_is_no_topic_created_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of it was damaged, or it was on its way."""
+    go_on, write = threading.Event(), DeadLetterWriter.letter
+
+    def wait(*args: Any) -> Any:
+        assert go_on.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(DeadLetterWriter, "letter", wait)
+    place = Place("corrupt-park-healed")
+    place.publish(*"abc" * 5)
+    (where, first), *_ = stored(place)
+    place.cluster.corrupt(where, first.id)
+    with place.run(on_corrupt="park") as run:
+        try:
+            wait_until(lambda: place.backlog() == 1)
+            ages = [one["oldestUnacknowledgedMillis"] for one in run.source.status()["ranges"]]
+            heal(place, where, first)
+            wait_until(lambda: run.error or run.source.status()["window"]["duplicatesDropped"])
+        finally:
+            go_on.set()
+        wait_until(lambda: run.error or place.backlog() == 0)
+    assert run.error is None
+    assert max(age for age in ages if age is not None) < 60_000
+    assert [letter.message.message_id[:2] for letter in place.letters()] == [first.id]
+
+
+def test_what_was_not_taken_and_can_be_read_when_it_comes_again_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place("corrupt-park-not-taken")
+    place.publish(*"abc" * 5)
+    (where, first), *_ = stored(place)
+    place.cluster.corrupt(where, first.id)
+    may_receive = Continuity.may_receive
+
+    def refuse_corrupt(self: Continuity, at: TopicPartition, entries: Iterable[EntryId]) -> bool:
+        entries = list(entries)
+        if at == where and first.id in entries and first.id in place.cluster.log(where).corrupt:
+            heal(place, where, first)
+            return False
+        return may_receive(self, at, entries)
+
+    monkeypatch.setattr(Continuity, "may_receive", refuse_corrupt)
+    with place.run(on_corrupt="park"):
+        wait_until(lambda: place.backlog() == 0)
+    assert not place.letters()
+    assert sum(map(len, place.handled.values())) == 15

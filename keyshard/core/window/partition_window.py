@@ -227,6 +227,10 @@ class PartitionWindow:
         self.bytes += memory
         return rows, memory
 
+    def date(self, block: EntryBlock, published_ms: int) -> None:
+        """A held entry that tells no publish time was published at this one, or before."""
+        self.held[block.id] = block.publish_ms = published_ms
+
     def let_go(self, blocks: Sequence[EntryBlock]) -> None:
         """Count entries as held no longer."""
         held, rows = self.held, 0
