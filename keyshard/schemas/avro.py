@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import io
 import json
-from functools import cached_property
+from decimal import Context, Decimal
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_resolution import resolution
-from keyshard.schemas.avro_types import AvroType, parse
+from keyshard.schemas.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
 from keyshard.schemas.codec import UndecodableError, library
 
 _COMPILED_LACKS = {"bytes", "fixed", "decimal", "null", "nothing", "union of one"}
@@ -37,6 +38,8 @@ class AvroCodec:
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._deserialize = library("pyruhvro", f"The Avro schema of {topic}").deserialize_array
         self._fastavro = library("fastavro", f"The Avro schema of {topic}")
+        for kind in ("bytes", "fixed"):
+            self._fastavro.read.LOGICAL_READERS[f"{kind}-{DECIMAL}"] = _decimal
         self._wanted = parse(schema.definition, topic)
         self._topic = topic
         self.type = self._wanted.column
@@ -60,11 +63,23 @@ class AvroCodec:
             raise UndecodableError(first_line(exc)) from exc
 
     def _reader(self, written: AvroType) -> _Reader:
-        return _Reader(self._deserialize, self._fastavro, written, self._wanted)
+        try:
+            return _Reader(self._deserialize, self._fastavro, written, self._wanted)
+        except Exception as exc:
+            # Whatever both packages say: one that refuses a schema refuses each value of it.
+            raise SchemaError(
+                f"The Avro schema of {self._topic} cannot be used ({first_line(exc)}). Set "
+                "valueFormat=raw to get the bytes.",
+                topic=self._topic,
+            ) from exc
 
 
 class _Reader:
-    """Reads what was written with one schema as values of another, or of the same."""
+    """Reads what was written with one schema as values of another, or of the same.
+
+    Raises:
+        Exception: No package can; of a class of its own.
+    """
 
     def __init__(self, compiled: Any, fastavro: Any, written: AvroType, wanted: AvroType) -> None:
         self._deserialize = compiled
@@ -73,12 +88,19 @@ class _Reader:
         self._wanted = wanted
         self._same = written.schema == wanted.schema
         self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
+        self._text = json.dumps(written.schema)
         self._by_compiled_code = (
             self._resolve is not None
+            and isinstance(written.schema, dict)
             and pa.types.is_struct(written.stored)
             and not written.kinds & _COMPILED_LACKS
+            and self._compiles()
         )
-        self._text = json.dumps(written.schema)
+        if not self._by_compiled_code:
+            parsed = fastavro.parse_schema
+            self._parsed = (
+                parsed(written.schema), None if self._same else parsed(wanted.schema)
+            )  # fmt: skip
 
     def read(self, values: list[bytes]) -> pa.Array:
         """Values in the types that are stored.
@@ -99,16 +121,28 @@ class _Reader:
         except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:
             raise UndecodableError(f"{type(exc).__name__}: {first_line(exc)}") from exc
 
+    def _compiles(self) -> bool:
+        try:
+            self._deserialize([], self._text)
+        except ValueError:
+            return False
+        return True
+
     def _row(self, value: bytes) -> Any:
         written, wanted = self._parsed
         return self._fastavro.schemaless_reader(io.BytesIO(value), written, wanted)
 
-    @cached_property
-    def _parsed(self) -> tuple[Any, Any]:
-        parsed = self._fastavro.parse_schema
-        return parsed(self._written.schema), None if self._same else parsed(self._wanted.schema)
+
+def _decimal(data: bytes, schema: Any, _wanted: Any) -> Decimal:
+    """Of as many bytes as there may be: a number of millions of digits is not worth hours."""
+    unscaled = int.from_bytes(data, "big", signed=True)
+    if unscaled.bit_length() > _DECIMAL_BITS_MAX:
+        raise ValueError("a decimal is out of range")
+    return Decimal(unscaled).scaleb(-schema.get("scale", 0), _EXACT)
 
 
+_DECIMAL_BITS_MAX = 128
+_EXACT = Context(prec=DECIMAL_DIGITS_MAX + 1)
 _WRONG = (
     pa.ArrowException, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError,
     AttributeError, RecursionError,

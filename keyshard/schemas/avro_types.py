@@ -7,6 +7,7 @@ Arrow. So every reader needs to know few types only, and all give the same.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -35,6 +36,13 @@ _LOGICAL = {
 }
 """In the unit that is stored, and as a column."""
 DECIMAL_DIGITS_MAX = 38
+DECIMAL = "keyshard-decimal"
+"""Logical type of decimals for readers, which have one of keyshard's own for it."""
+FIELDS_MAX = 20_000
+"""Most fields of a value, all levels together: types that name one another can make of a short
+schema more than any memory holds."""
+_TIME = "time"
+"""Stands among the kinds of a type that has a time of day."""
 _NO_BYTES = frozenset({"null", "nothing", "record"})
 """Types whose values may be stored as nothing."""
 
@@ -43,7 +51,7 @@ class AvroType(NamedTuple):
     """A type of an Avro schema."""
 
     schema: Any
-    """It without logical types other than decimal."""
+    """It without logical types other than :data:`DECIMAL`."""
     stored: pa.DataType
     """What a reader gives."""
     unit: pa.DataType
@@ -59,7 +67,11 @@ class AvroType(NamedTuple):
         Raises:
             pa.ArrowInvalid: One is out of range.
         """
-        return stored.cast(self.unit).cast(self.column)
+        made = stored.cast(self.unit).cast(self.column)
+        if _TIME in self.kinds:
+            # Arrow casts any number to a time of day.
+            made.validate(full=True)
+        return made
 
 
 def parse(definition: bytes, topic: str) -> AvroType:
@@ -82,6 +94,9 @@ class _Parser:
         self._topic = topic
         self._named: dict[str, AvroType | None] = {}
         """``None`` while it is read."""
+        self._fields = 0
+        """Of all types so far, as often as they are used."""
+        self._fields_of: dict[str, int] = {}
 
     def type_of(self, schema: Any, namespace: str, path: str) -> AvroType:
         if isinstance(schema, list):
@@ -125,6 +140,7 @@ class _Parser:
         found = self._named[full]
         if found is None:
             raise self._refuse(path, f"contains its own type {name!r}")
+        self._count(self._fields_of[full], path)
         return found._replace(schema=full)
 
     def _define(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
@@ -132,6 +148,7 @@ class _Parser:
         namespace = name.rpartition(".")[0] or schema.get("namespace", namespace) or ""
         full = _full(name, namespace)
         self._named[full] = None
+        before = self._fields
         head = {"name": full.rpartition(".")[2], "namespace": namespace}
         if "aliases" in schema:
             head["aliases"] = schema["aliases"]
@@ -142,22 +159,34 @@ class _Parser:
             found = _same(kept, pa.string(), "enum")
         elif kind == "fixed":
             kept = {"type": "fixed", **head, "size": schema["size"]}
+            if kept["size"] < 0:
+                raise ValueError(f"a size of {kept['size']}")
             found = _logical("fixed", kept | _decimal_of(schema), "fixed") or _same(
-                kept, pa.binary(), "fixed"
+                kept, pa.binary(), "fixed" if kept["size"] else "nothing"
             )
         else:
             found = self._record(schema, head, namespace, path)
         self._named[full] = found
+        self._fields_of[full] = self._fields - before
         return found
+
+    def _count(self, fields: int, path: str) -> None:
+        self._fields += fields
+        if self._fields > FIELDS_MAX:
+            raise self._refuse(path, f"is beyond the first {FIELDS_MAX} fields")
 
     def _record(
         self, schema: dict[str, Any], head: dict[str, Any], namespace: str, path: str
     ) -> AvroType:
+        self._count(len(schema["fields"]), path)
         fields = [
             (one, self.type_of(one["type"], namespace, f"{path}.{one['name']}"))
             for one in schema["fields"]
         ]
         names = [one["name"] for one, _ in fields]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise self._refuse(path, f"has two fields {twice[0]!r}")
         kept = [
             {key: one[key] for key in ("name", "default", "aliases") if key in one}
             | {"type": kind.schema}
@@ -212,8 +241,14 @@ def _logical(kind: str, schema: dict[str, Any], name: str) -> AvroType | None:
         precision, scale = schema["precision"], schema.get("scale", 0)
         if not 0 < precision <= DECIMAL_DIGITS_MAX or not 0 <= scale <= precision:
             return None
+        if kind == "fixed" and 10**precision > 2 ** (8 * min(schema["size"], 17)) // 2:
+            return None
         decimal = pa.decimal128(precision, scale)
         kept = {key: value for key, value in schema.items() if key != "connect.parameters"}
+        kept["logicalType"] = DECIMAL
         return AvroType(kept, decimal, decimal, decimal, frozenset({name, "decimal"}))
     found = _LOGICAL.get((kind, str(logical)))
-    return found and AvroType(kind, _PLAIN[kind], *found, frozenset({name}))
+    if found is None:
+        return None
+    kinds = {name, _TIME} if pa.types.is_time(found[1]) else {name}
+    return AvroType(kind, _PLAIN[kind], *found, frozenset(kinds))

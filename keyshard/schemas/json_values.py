@@ -5,8 +5,9 @@ docs/adr/0023 says why not by Arrow's reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypedDict
 
@@ -22,7 +23,8 @@ _PLAIN: Mapping[Any, type] = {
     pa.null(): type(None), pa.bool_(): bool, pa.int32(): int, pa.int64(): int,
     pa.float32(): float, pa.float64(): float, pa.string(): str, pa.binary(): bytes,
 }  # fmt: skip
-_record: Any = TypedDict
+_dict: Any = TypedDict
+_Record = Callable[[list[tuple[str, Any]]], Any]
 
 
 class JsonCodec:
@@ -49,18 +51,22 @@ class JsonCodec:
                 "bytes."
             )
         self._fields = list(self._wanted.stored)
-        names = [f"f{number}" for number in range(len(self._fields))]
-        made = msgspec.defstruct(
-            "Value",
-            [
-                (name, _kind(field.type), None)
-                for name, field in zip(names, self._fields, strict=True)
-            ],
-            rename=dict(zip(names, (field.name for field in self._fields), strict=True)),
-            gc=False,
+        plain = str(self._wanted.stored).isascii()
+        record: _Record = _typed_dict if plain else partial(_struct, msgspec)
+        try:
+            kinds = [(one.name, _kind(one.type, record)) for one in self._fields]
+            self._read = msgspec.json.Decoder(_struct(msgspec, kinds)).decode
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise SchemaError(
+                f"The JSON schema of {topic} cannot be used ({first_line(exc)}). Set "
+                "valueFormat=raw to get the bytes.",
+                topic=topic,
+            ) from exc
+        self._columns = [attrgetter(f"f{number}") for number in range(len(self._fields))]
+        # It finds no name of a dictionary that is not ASCII, but those of its own objects.
+        self._made_plain: Callable[[Any], Any] | None = (
+            None if plain else partial(msgspec.to_builtins, builtin_types=(bytes, Decimal))
         )
-        self._read = msgspec.json.Decoder(made).decode
-        self._columns = [attrgetter(name) for name in names]
         self._wrong = (msgspec.MsgspecError, *_WRONG)
 
     def decode(
@@ -72,7 +78,7 @@ class JsonCodec:
         try:
             rows = list(map(self._read, values.to_pylist()))
             columns = [
-                _array(list(map(column, rows)), field.type)
+                self._array(list(map(column, rows)), field.type)
                 for column, field in zip(self._columns, self._fields, strict=True)
             ]
             # Without a field there is nothing to tell how many rows there are.
@@ -85,14 +91,27 @@ class JsonCodec:
         except self._wrong as exc:
             raise UndecodableError(first_line(exc)) from exc
 
+    def _array(self, values: list[Any], kind: pa.DataType) -> pa.Array:
+        if self._made_plain is not None:
+            values = self._made_plain(values)
+        if "decimal" in str(kind):
+            _check_decimals(values)
+        return pa.array(values, kind)
+
 
 _WRONG = (pa.ArrowException, ValueError, TypeError, ArithmeticError, RecursionError)
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if "decimal" in str(kind):
-        _check_decimals(values)
-    return pa.array(values, kind)
+def _typed_dict(fields: list[tuple[str, Any]]) -> Any:
+    return _dict("Record", dict(fields), total=False)
+
+
+def _struct(msgspec: Any, fields: list[tuple[str, Any]]) -> Any:
+    """Whose attributes are ``f0``, ``f1``, ...: fields may have any name."""
+    names = {f"f{number}": name for number, (name, _) in enumerate(fields)}
+    kinds = [kind for _, kind in fields]
+    made = [(attribute, kind, None) for attribute, kind in zip(names, kinds, strict=True)]
+    return msgspec.defstruct("Value", made, rename=names, gc=False)
 
 
 def _check_decimals(value: Any) -> None:
@@ -105,15 +124,15 @@ def _check_decimals(value: Any) -> None:
             _check_decimals(one)
 
 
-def _kind(stored: pa.DataType) -> Any:
+def _kind(stored: pa.DataType, record: _Record) -> Any:
     """What msgspec is to read for a type."""
     found: Any = Decimal
     if pa.types.is_struct(stored):
-        found = _record("Record", {one.name: _kind(one.type) for one in stored}, total=False)
+        found = record([(one.name, _kind(one.type, record)) for one in stored])
     elif pa.types.is_map(stored):
-        found = dict[str, _kind(stored.item_type)]  # type: ignore[misc]
+        found = dict[str, _kind(stored.item_type, record)]  # type: ignore[misc]
     elif pa.types.is_list(stored):
-        found = list[_kind(stored.value_type)]  # type: ignore[misc]
+        found = list[_kind(stored.value_type, record)]  # type: ignore[misc]
     elif not pa.types.is_decimal(stored):
         found = _PLAIN[stored]
     return found | None

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
+from keyshard.schemas.avro_types import FIELDS_MAX
 from keyshard.schemas.codec import UndecodableError, library
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
@@ -39,10 +40,17 @@ class ProtobufCodec:
         )
         try:
             descriptor = _descriptor(schema.definition)
-            _refuse_recursion(descriptor, (), topic)
+            _count_fields(descriptor, (), topic, {})
             self._handler = ptars.HandlerPool([descriptor.file], how).get_for_message(descriptor)
             found = self._handler.array_to_record_batch(pa.nulls(0, pa.binary())).schema
-        except (ValueError, LookupError, TypeError, AttributeError, DecodeError) as exc:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            DecodeError,
+        ) as exc:
             if isinstance(exc, SchemaError):
                 raise
             raise SchemaError(
@@ -92,15 +100,26 @@ def _descriptor(definition: bytes) -> Any:
     return pool.FindMessageTypeByName(told["rootMessageTypeName"].lstrip("."))
 
 
-def _refuse_recursion(descriptor: Any, within: tuple[str, ...], topic: str) -> None:
+def _count_fields(
+    descriptor: Any, within: tuple[str, ...], topic: str, known: dict[str, int]
+) -> int:
+    """Number of fields of a message, all levels together; ``known``: of those counted before."""
     if descriptor.full_name in within:
         raise SchemaError(
             f"Message {descriptor.full_name} of the schema of {topic} contains its own type, which "
             "no column can hold. Set valueFormat=raw to get the bytes."
         )
-    for field in descriptor.fields:
-        if field.message_type is not None:
-            _refuse_recursion(field.message_type, (*within, descriptor.full_name), topic)
+    if descriptor.full_name not in known:
+        inside = [one.message_type for one in descriptor.fields if one.message_type is not None]
+        path = (*within, descriptor.full_name)
+        fields = [_count_fields(one, path, topic, known) for one in inside]
+        known[descriptor.full_name] = len(descriptor.fields) + sum(fields)
+    if known[descriptor.full_name] > FIELDS_MAX:
+        raise SchemaError(
+            f"Message {descriptor.full_name} of the schema of {topic} has more than {FIELDS_MAX} "
+            "fields, all levels together. Set valueFormat=raw to get the bytes."
+        )
+    return known[descriptor.full_name]
 
 
 def _as_column(kind: pa.DataType) -> pa.DataType:
