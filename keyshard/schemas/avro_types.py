@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from keyshard.errors import SchemaError
+from keyshard.schemas.casting import cast
 
 _TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
 _PLAIN = {
@@ -67,7 +68,7 @@ class AvroType(NamedTuple):
         Raises:
             pa.ArrowInvalid: One is out of range.
         """
-        made = stored.cast(self.unit).cast(self.column)
+        made = cast(cast(stored, self.unit), self.column)
         if _TIME in self.kinds:
             # Arrow casts any number to a time of day.
             made.validate(full=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from keyshard.errors import SchemaError
+from keyshard.schemas import casting
 
 _INTEGER_OF_FLOAT = {pa.float32(): 16, pa.float64(): 32}
 """Bits of integers that a float holds exactly."""
@@ -64,12 +65,7 @@ def cast(values: pa.Array, wanted: pa.Schema) -> dict[str, pa.Array]:
     names = list(columns_of(values.type))
     columns = values.flatten() if pa.types.is_struct(values.type) else [values]
     found = dict(zip(names, columns, strict=True))
-    return {
-        field.name: found[field.name]
-        if found[field.name].type == field.type
-        else found[field.name].cast(field.type)
-        for field in wanted
-    }
+    return {field.name: casting.cast(found[field.name], field.type) for field in wanted}
 
 
 def _problem(source: pa.DataType, target: pa.DataType, path: str) -> str:

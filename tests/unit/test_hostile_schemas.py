@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from datetime import datetime, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -123,6 +124,24 @@ def test_records_in_records_are_read(levels: int) -> None:
     for _ in range(levels):
         found = found["a"]
     assert found == 1
+
+
+@pytest.mark.parametrize("of", ["long", {"type": "long", "logicalType": "timestamp-millis"}])
+def test_a_field_that_is_always_null_has_its_place_in_each_list(of: Any) -> None:
+    inner = record(("a", of), ("n", "null"), name="I")
+    schema = record(
+        ("l", {"type": "array", "items": inner}), ("m", {"type": "map", "values": "I"}),
+        ("o", ["null", {"type": "array", "items": "I"}]),
+    )  # fmt: skip
+    one = {"a": 1 if of == "long" else datetime.fromtimestamp(0.001, timezone.utc), "n": None}
+    many = b'{"l": [{"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}], "m": {"x": {"a": 1}}}'
+    rows, reasons = rows_of("JSON", schema, many, b"{}", b'{"l": [], "m": {}, "o": [{"a": 1}]}')
+    assert rows == [
+        {"l": [one] * 4, "m": [("x", one)], "o": None},
+        {"l": None, "m": None, "o": None},
+        {"l": [], "m": [], "o": [one]},
+    ]
+    assert not reasons
 
 
 def test_a_value_that_may_be_null_as_a_whole_is_read() -> None:

@@ -1,0 +1,29 @@
+"""Casts of values with values inside."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+
+def cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values as another type, field by field: Arrow's own cast makes of what has no type, inside of
+    a list, as many values as there are lists.
+
+    Raises:
+        pa.ArrowInvalid: One is out of range.
+    """
+    types, own = pa.types, values.type
+    if own == kind:
+        return values
+    mask = values.is_null() if values.null_count else None
+    if types.is_struct(own) and types.is_struct(kind):
+        fields = list(kind)
+        columns = [cast(values.field(field.name), field.type) for field in fields]
+        return pa.StructArray.from_arrays(columns, fields=fields, mask=mask)
+    if types.is_list(own) and types.is_list(kind):
+        within = cast(values.values, kind.value_type)
+        return pa.ListArray.from_arrays(values.offsets, within, type=kind, mask=mask)
+    if types.is_map(own) and types.is_map(kind):
+        keys, items = cast(values.keys, kind.key_type), cast(values.items, kind.item_type)
+        return pa.MapArray.from_arrays(values.offsets, keys, items, type=kind, mask=mask)
+    return values.cast(kind)
