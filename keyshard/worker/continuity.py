@@ -117,17 +117,18 @@ class Continuity:
         return None if partition is None else partition.doubted
 
     def _shown(self, topic_partition: TopicPartition, first: EntryId | None = None) -> Shown:
-        """Read what is stored where anything is known, or from ``first`` on if that is lower."""
+        """Read what is stored from where anything is known, or from ``first`` on if that is lower,
+        to the first entry that shows something, perhaps behind all that is known."""
         with self._lock:
             known = self._known(topic_partition)
         if known is None:
             return Shown.SAME  # another thread was faster
-        start, last = known.span
+        start, _ = known.span
         start = start if first is None else min(start, first)
         newest: EntryBlock | None = None
         corrupt: dict[EntryId, CorruptEntryError] = {}
         deadline = time.monotonic() + COMPARE_S
-        with Scan(self._broker, topic_partition, start, last, corrupt=corrupt) as scan:
+        with Scan(self._broker, topic_partition, start, None, corrupt=corrupt) as scan:
             while not scan.done:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(
@@ -142,6 +143,8 @@ class Continuity:
                             return Shown.SAME if block.id in known else Shown.PASSED
                         if newest is None or block.publish_ms > newest.publish_ms:
                             newest = block
+                    if corrupt and (partition is None or partition.compare_id(max(corrupt))):
+                        return Shown.PASSED
         if newest is None:
             return Shown.NOTHING
         if any(entry_id in known for entry_id in corrupt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,3 +299,26 @@ def test_what_was_not_taken_and_can_be_read_when_it_comes_again_is_handled(
         wait_until(lambda: place.backlog() == 0)
     assert not place.letters()
     assert sum(map(len, place.handled.values())) == 15
+
+
+@pytest.mark.parametrize("later", ["readable", "corrupt"])
+def test_what_comes_behind_entries_none_of_which_can_be_read_is_taken_after_a_restart(
+    later: str, tmp_path: Path
+) -> None:
+    """They cannot show that the topic is what it was, and the higher ids behind them do."""
+    place = Place(f"corrupt-park-behind-{later}")
+    options = {"on_corrupt": "park", "checkpoint": str(tmp_path / "checkpoint")}
+    place.publish(*"abcdefgh")
+    for where, entry in stored(place):
+        place.cluster.corrupt(where, entry.id)
+    with place.run(**options):
+        wait_until(lambda: place.backlog() == 0)
+    place.publish(*"abcdefgh")
+    if later == "corrupt":
+        for where, entry in stored(place):
+            place.cluster.corrupt(where, entry.id)
+    with place.run(**options) as run:
+        wait_until(lambda: run.error or place.backlog() == 0)
+    assert run.error is None
+    assert len(place.letters()) == (16 if later == "corrupt" else 8)
+    assert sum(map(len, place.handled.values())) == (0 if later == "corrupt" else 8)

@@ -218,6 +218,13 @@ class PartitionWindow:
         self.doubted = None
         return True
 
+    def compare_id(self, entry_id: EntryId) -> bool:
+        """As :meth:`compare`, of an entry that cannot be read: its id alone may be the higher."""
+        known = self.doubted
+        if known is not None and entry_id > known.span[1]:
+            self.doubted = None
+        return self.doubted is None
+
     def hold(self, block: EntryBlock) -> tuple[int, int]:
         """Count an entry as held; its rows and memory."""
         self.held[block.id] = block.publish_ms
