@@ -170,11 +170,12 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
         )
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        for key, _ in pairs:
-            if found.pop(key, pairs) is pairs:
+        found: dict[str, object] = {}
+        for key, one in pairs:
+            if key in found:
                 raise ConfigError(f"{name} names {shown(key)} twice. Name it once.")
-        return dict(pairs)
+            found[key] = one
+        return found
 
     try:
         parsed = json.loads(given, object_pairs_hook=once)

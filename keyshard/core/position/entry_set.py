@@ -38,6 +38,14 @@ def _runs_of(entries: Iterable[int]) -> Runs:
     return tuple(runs)
 
 
+def _touched(runs: Runs, first: int, last: int, at: int) -> tuple[int, int]:
+    """Which runs, from index ``at`` on, have an entry from ``first`` to ``last``: from, up to."""
+    start = bisect_right(runs, (first, _AFTER_ALL), at)
+    if start > at and runs[start - 1][1] >= first:
+        start -= 1
+    return start, bisect_right(runs, (last, _AFTER_ALL), start)
+
+
 def _union(left: Runs, right: Runs) -> tuple[Runs, int]:
     """Both, and by how much the text of ``left`` grows.
 
@@ -47,10 +55,7 @@ def _union(left: Runs, right: Runs) -> tuple[Runs, int]:
     at = growth = 0
     for run in right:
         first, last = run
-        start = bisect_right(left, (first, _AFTER_ALL), at)
-        if start > at and left[start - 1][1] >= first - 1:
-            start -= 1
-        stop = bisect_right(left, (last + 1, _AFTER_ALL), start)
+        start, stop = _touched(left, first - 1, last + 1, at)
         runs += left[at:start]
         at = stop
         if stop > start:
@@ -70,11 +75,7 @@ def _overlaps(few: Runs, many: Runs) -> Iterator[tuple[Run, Runs]]:
     """Each run of ``few``, and those of ``many`` that have an entry of it."""
     at = 0
     for run in few:
-        first, last = run
-        start = bisect_right(many, (first, _AFTER_ALL), at)
-        if start > at and many[start - 1][1] >= first:
-            start -= 1
-        stop = bisect_right(many, (last, _AFTER_ALL), start)
+        start, stop = _touched(many, *run, at)
         yield run, many[start:stop]
         at = max(start, stop - 1)
 
@@ -109,27 +110,18 @@ def _cut(many: Runs, few: Runs) -> Runs:
     """``many`` without ``few``; costs what ``few`` has of runs, but for a copy."""
     runs: list[Run] = []
     at = 0
-    rest: Run | None = None
     for first, last in few:
-        if rest is not None:
-            if rest[0] < first:
-                runs.append((rest[0], min(rest[1], first - 1)))
-            rest = (max(rest[0], last + 1), rest[1]) if rest[1] > last else None
-            if rest is not None:
-                continue
-        start = bisect_right(many, (first, _AFTER_ALL), at)
-        if start > at and many[start - 1][1] >= first:
-            start -= 1
-        stop = bisect_right(many, (last, _AFTER_ALL), start)
+        start, stop = _touched(many, first, last, at)
         runs += many[at:start]
         at = stop
-        if stop > start:
-            if many[start][0] < first:
-                runs.append((many[start][0], first - 1))
-            if many[stop - 1][1] > last:
-                rest = last + 1, many[stop - 1][1]
-    if rest is not None:
-        runs.append(rest)
+        cut = many[start:stop]
+        if runs and runs[-1][1] >= first:
+            # The run before cut this one, too, and left its end.
+            cut = (runs.pop(), *cut)
+        if cut and cut[0][0] < first:
+            runs.append((cut[0][0], first - 1))
+        if cut and cut[-1][1] > last:
+            runs.append((last + 1, cut[-1][1]))
     runs += many[at:]
     return tuple(runs)
 
