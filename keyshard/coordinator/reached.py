@@ -14,7 +14,8 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.split import stretch
 from keyshard.core.position.target import Target
-from keyshard.errors import ConfigError, NotRunningError, TopicNotFoundError
+from keyshard.errors import ConfigError, NotRunningError
+from keyshard.reading.splits import gone
 
 
 def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, MessageId]:
@@ -51,9 +52,7 @@ def _reached(
     broker = retry_until(lambda: admin.broker_state(where, source.subscription), timeout_s)
     ledgers = retry_until(lambda: admin.ledgers(where), timeout_s)
     if broker is None or ledgers is None:
-        raise TopicNotFoundError(
-            f"Topic partition {where} does not exist any more.", topic=where.topic
-        )
+        raise gone(where)
     delivered = [one for one in (state.floor, state.delivered.last) if one is not None]
     last = max(delivered, default=broker.mark_delete) or EntryId(0, -1)
     missing = [

@@ -18,8 +18,8 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Bound, Edge, fixed, parse_bounds, parse_start
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.split import stretch
-from keyshard.errors import AdminError, TopicNotFoundError
-from keyshard.reading.splits import check_stored
+from keyshard.errors import AdminError
+from keyshard.reading.splits import check_stored, gone
 
 THREADS_MAX = 8
 """Topic partitions asked about at the same time."""
@@ -74,11 +74,11 @@ class _Begin:
             time_ms = bound
             at = retry_until(lambda: self._admin.position_at(where, time_ms), self._timeout_s)
             if at is None:
-                raise _gone(where)
+                raise gone(where)
             return at
         ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
         if ledgers is None:
-            raise _gone(where)
+            raise gone(where)
         check_stored(NAME, where, bound, ledgers, fail_on_data_loss=self._fail_on_data_loss)
         stays = fixed(bound, ledgers)
         # Every consumer that makes a subscription begins it at the earliest.
@@ -110,9 +110,3 @@ class _Begin:
                 f"{'' if made else '; somebody else made it meanwhile'}. Nothing was consumed: "
                 "delete the subscription, and start again."
             )
-
-
-def _gone(where: TopicPartition) -> TopicNotFoundError:
-    return TopicNotFoundError(
-        f"Topic partition {where} does not exist any more.", topic=where.topic
-    )

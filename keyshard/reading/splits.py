@@ -74,10 +74,7 @@ def stretches(
     def one(topic_partition: TopicPartition) -> Split:
         ledgers = retry_until(lambda: admin.ledgers(topic_partition), timeout_s)
         if ledgers is None:
-            raise TopicNotFoundError(
-                f"Topic partition {topic_partition} does not exist any more.",
-                topic=topic_partition.topic,
-            )
+            raise gone(topic_partition)
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
             check_stored(name, topic_partition, bound, ledgers, fail_on_data_loss=fail_on_data_loss)
@@ -176,3 +173,10 @@ def _loss(
             **facts,
         )
     return None
+
+
+def gone(topic_partition: TopicPartition) -> TopicNotFoundError:
+    """A topic partition was there when it was looked up, and is not now."""
+    return TopicNotFoundError(
+        f"Topic partition {topic_partition} does not exist any more.", topic=topic_partition.topic
+    )
