@@ -23,7 +23,7 @@ from keyshard.core.lanes.failure import Failure, FailureKind
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.tally import Tally
-from keyshard.core.message import MessageId
+from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letter.store import DeadLetterStore, InOrder
 from keyshard.errors import KeyShardError
@@ -100,8 +100,8 @@ class ParkedLanes:
         if work.resting is not None:
             return False
         message, key = work.message, work.queue.key
-        where = TopicPartition(message.topic, message.partition)
-        if self._unreadable and (why := self._unreadable.get((where, message.message_id))):
+        at = message.message_id
+        if self._unreadable and (why := self._unreadable.get((_where(message), at))):
             self._outcomes.rejected(work, None, why)
             self._write(work, LetterKind.REJECTED, 0, why)
             return True
@@ -112,7 +112,8 @@ class ParkedLanes:
             return self._rejects_keyless
         if not self.keys.matter:
             return False
-        course = self.keys.begins(key, where, message.message_id)
+        where = _where(message)
+        course = self.keys.begins(key, where, at)
         if course is Course.HANDLE:
             return False
         if course is Course.HANDLE_AGAIN:
@@ -283,7 +284,7 @@ class ParkedLanes:
         if self._closed or queue is None:
             return self._closed
         head = queue.work[0].message
-        where = TopicPartition(head.topic, head.partition)
+        where = _where(head)
         course = self.keys.course(key, where, head.message_id)
         return queue.running or bool(queue.attempts) or course is Course.HANDLE
 
@@ -311,3 +312,7 @@ class ParkedLanes:
                 self._run.lanes.again(work, time.monotonic(), str(error))
             if not self._closed:
                 self._run.fail(error)
+
+
+def _where(message: Message) -> TopicPartition:
+    return TopicPartition(message.topic, message.partition)
