@@ -47,11 +47,15 @@ def source(broker: DevBroker, topic: str, workers: str = "processes:2") -> KeySh
 
 def worker_processes() -> list[psutil.Process]:
     """Those of this process that live."""
-    return [
-        one
-        for one in psutil.Process().children()
-        if one.status() != psutil.STATUS_ZOMBIE and "hosted.process" in " ".join(one.cmdline())
-    ]
+    return [one for one in psutil.Process().children() if _is_live_worker(one)]
+
+
+def _is_live_worker(process: psutil.Process) -> bool:
+    try:
+        zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not zombie and "hosted.process" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it went between the listing and the look at it
+        return False
 
 
 @contextmanager
