@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -117,14 +118,16 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     ports: list[int] = []
     while len(ports) < 3:
         ports.append(free_port(ports))
-    made = Page(tmp_path_factory.mktemp("readme"), *ports, environ)
-    yield made
-    for process in made.running:
-        if process.poll() is None:
-            made.end(process, signal.SIGKILL)
-    subprocess.run(
-        ["keyshard", "broker", "stop", "--data", "broker"], cwd=made.folder, env=environ, check=True
-    )
+    with tempfile.TemporaryDirectory(prefix="ks-", ignore_cleanup_errors=True) as folder:
+        # Commands find every source of the user: control sockets of others lie in the usual one.
+        environ |= {"TMPDIR": folder, "XDG_RUNTIME_DIR": folder}
+        made = Page(tmp_path_factory.mktemp("readme"), *ports, environ)
+        yield made
+        for process in made.running:
+            if process.poll() is None:
+                made.end(process, signal.SIGKILL)
+        stop = ["keyshard", "broker", "stop", "--data", "broker"]
+        subprocess.run(stop, cwd=made.folder, env=environ, check=True)
 
 
 def rows(text: str) -> int:
