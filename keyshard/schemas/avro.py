@@ -35,6 +35,8 @@ class AvroCodec:
         ConfigError: The packages are missing.
     """
 
+    has_null = False
+
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._deserialize = library("pyruhvro", f"The Avro schema of {topic}").deserialize_array
         self._fastavro = library("fastavro", f"The Avro schema of {topic}")

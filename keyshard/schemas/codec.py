@@ -23,12 +23,14 @@ class Codec(Protocol):
 
     type: pa.DataType
     """Of a decoded value; a struct becomes columns."""
+    has_null: bool
+    """Whether a message without a value has something to decode; else null is null."""
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         """Decode all values together.
 
         Args:
-            values: Payloads, without null.
+            values: Payloads; without null unless :attr:`has_null`.
             keys: Partition keys of the messages as text.
             writer: The schema they were written with; ``None``: this one.
 
@@ -56,7 +58,8 @@ def library(name: str, purpose: str) -> Any:
 def decode_rows(
     codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None = None
 ) -> tuple[pa.Array, dict[int, str]]:
-    """Decode values; null stays null. What cannot be decoded is null, and it is said why.
+    """Decode values; null stays null, but for a key beside it. What cannot be decoded is null,
+    and it is said why.
 
     All are tried together. Where one fails the halves are, so that one bad value among many costs
     about as much again as all the others.
@@ -64,7 +67,7 @@ def decode_rows(
     Returns:
         (decoded values, reasons by row).
     """
-    if values.null_count:
+    if values.null_count and not codec.has_null:
         there = values.is_valid()
         rows = compute.indices_nonzero(there)
         decoded, wrong = decode_rows(codec, values.take(rows), keys.take(rows), writer)

@@ -64,6 +64,8 @@ class KeyValueCodec:
         self._topic = topic
         key, value = parts_of(schema, topic)
         self._separated = schema.properties.get("kv.encoding.type") == "SEPARATED"
+        # A key alone says that it has no value any more.
+        self.has_null = self._separated
         self._key = codec_of(key, f"keys of {topic}")
         self._value = codec_of(value, f"values of {topic}")
         self.type = pa.struct([("key", self._key.type), ("value", self._value.type)])

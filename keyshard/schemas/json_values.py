@@ -41,6 +41,8 @@ class JsonCodec:
         ConfigError: The package is missing.
     """
 
+    has_null = False
+
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         msgspec = library("msgspec", f"The JSON schema of {topic}")
         self._wanted = parse(schema.definition, topic)

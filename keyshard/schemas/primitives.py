@@ -152,6 +152,8 @@ three; what is finer than microseconds is cut off."""
 class PrimitiveCodec:
     """One of :data:`PRIMITIVES`."""
 
+    has_null = False
+
     def __init__(self, schema: TopicSchema) -> None:
         self.type, self._decode = PRIMITIVES[schema.type]
 

@@ -33,6 +33,8 @@ class ProtobufCodec:
         ConfigError: The package is missing.
     """
 
+    has_null = False
+
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         ptars = library("ptars", f"The protobuf schema of {topic}")
         how = ptars.PtarsConfig(

@@ -576,6 +576,11 @@ def test_keys_and_values_become_two_columns(by_rest: bool) -> None:
         {"key": 5, "value": one},
         {"key": None, "value": one},
     ]
+    # Java, too, shows the key of what was deleted.
+    assert decoded(separated, None, data, keys=[keys[0], keys[0]]) == [
+        {"key": 5, "value": None},
+        {"key": 5, "value": one},
+    ]
     assert rows_of(separated, [data], keys=["no base64"])[1][0] == "its key was not set as bytes"
 
 
