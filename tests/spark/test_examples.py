@@ -1,0 +1,94 @@
+"""The examples with Spark, on a real broker: what people copy does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import pytest
+from pyspark.sql import SparkSession
+
+from examples import to_postgres
+from keyshard.testing.devbroker import DevBroker
+from postgres_query import SELECT, STANDS_AT, TABLE
+from postgres_server import postgres
+from spark_process import SparkProcess, eventually
+from spark_topic import SparkTopic, ended, failed, in_order
+
+pytestmark = [pytest.mark.spark, pytest.mark.broker]
+
+ORDERS = """
+create schema shop;
+create table shop.orders (
+    seq bigint generated always as identity, customer text, content text, published timestamptz
+);
+"""
+BREAK_ONCE = """
+create sequence faults;
+create function break_once() returns trigger language plpgsql as $$
+begin
+    if nextval('faults') = 1 then
+        perform pg_terminate_backend(pg_backend_pid());
+    end if;
+    return new;
+end $$;
+create trigger breaks before insert on shop.orders for each row execute function break_once();
+"""
+"""The connection that writes the next row breaks; a sequence is not rolled back."""
+
+
+@pytest.fixture
+def topic(dev_broker: DevBroker, topic_name: str, tmp_path: Path) -> SparkTopic:
+    return SparkTopic(dev_broker, topic_name, tmp_path)
+
+
+def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_connection(
+    spark: SparkSession,
+    topic: SparkTopic,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The kill is between the transaction and Spark's commit, the other inside a transaction."""
+    topic.produce(900)
+    options = topic.options(maxOffsetsPerTrigger="300", parallelism="2")
+    with postgres() as url, psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(ORDERS)
+
+        def at() -> int:
+            found = connection.execute("select max(batch) from keyshard_batches").fetchone()
+            return -1 if found is None or found[0] is None else int(found[0])
+
+        def rows() -> list[tuple[str, str]]:
+            return connection.execute(
+                "select customer, content from shop.orders order by seq"
+            ).fetchall()
+
+        connection.execute(to_postgres.WRITTEN)
+        monkeypatch.setenv("KEYSHARD_TEST_POSTGRES", url)
+        run = SparkProcess(options, tmp_path, module="postgres_query")
+        try:
+            eventually(lambda: at() == STANDS_AT or not run.alive(), 180, "the batch is written")
+            assert run.alive(), run.tail()
+            run.kill(run.processes()[0])
+        finally:
+            run.stop()
+        assert run.batches("commits") == list(range(STANDS_AT))
+        written = rows()
+        connection.execute(BREAK_ONCE)
+
+        def go_on() -> object:
+            return to_postgres.start(
+                spark, options, SELECT, str(run.checkpoint),
+                postgres=url, table=TABLE, available_now=True,
+            )  # fmt: skip
+
+        text = failed(go_on())
+        assert "psycopg" in text
+        assert rows() == written
+        ended(go_on())
+        assert sorted(content for _, content in rows()) == sorted(topic.sent)
+        assert in_order(rows())
+        near = "select max(abs(extract(epoch from now() - published))) from shop.orders"
+        assert connection.execute(near).fetchone()[0] < 3600, "times keep their zone"
+    assert capsys.readouterr().out.count(f"batch {STANDS_AT} was written before") == 1
