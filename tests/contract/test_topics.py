@@ -8,7 +8,7 @@ from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_unt
 from keyshard.broker.memory import Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import BrokerError
+from keyshard.errors import AdminError, BrokerError
 
 
 def namespace_of(topic: str) -> tuple[str, str]:
@@ -40,6 +40,13 @@ def test_the_topics_of_a_namespace_come_without_their_partitions(harness: Harnes
     found = harness.admin().topics(*namespace_of(min(mine)))
     assert mine <= found
     assert not any(name.endswith("-partition-0") for name in found)
+
+
+def test_the_namespaces_of_a_tenant_come_without_it(harness: Harness) -> None:
+    tenant, namespace = namespace_of(harness.create_topic())
+    assert namespace in harness.admin().namespaces(tenant)
+    with pytest.raises(AdminError, match="no-such-tenant"):
+        harness.admin().namespaces("no-such-tenant")
 
 
 @pytest.mark.parametrize("partitions", [0, 2])

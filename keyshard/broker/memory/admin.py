@@ -36,6 +36,13 @@ class MemoryAdmin:
             return None
         return 0 if found[0].partition < 0 else len(found)
 
+    def namespaces(self, tenant: str) -> set[str]:
+        names = [name.removeprefix("persistent://").split("/") for name in self._cluster.topics()]
+        found = {namespace for owner, namespace, _ in names if owner == tenant}
+        if not found:
+            raise AdminError(f"Tenant {tenant} does not exist.")
+        return found
+
     def topics(self, tenant: str, namespace: str) -> set[str]:
         prefix = f"persistent://{tenant}/{namespace}/"
         names = (name for name in self._cluster.topics() if name.startswith(prefix))

@@ -76,6 +76,11 @@ class PulsarAdmin:
             topic=topic,
         )
 
+    def namespaces(self, tenant: str) -> set[str]:
+        """Names of the namespaces of a tenant, without it; refused where the tenant is not."""
+        found = self._get(f"namespaces/{quote(tenant, safe='')}")
+        return {str(name).partition("/")[2] for name in found}
+
     def topics(self, tenant: str, namespace: str) -> set[str]:
         """Full names of all persistent topics of a namespace, without their partitions.
 
