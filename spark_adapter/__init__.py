@@ -16,37 +16,54 @@ Usage::
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from spark_adapter import pyspark_version
 
 pyspark_version.check(pyspark_version.installed())  # else the next line fails in words of PySpark
 
+from pyspark.errors import AnalysisException  # noqa: E402
+
 from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
 from spark_adapter.executors import ExecutorWorkers, start_workers  # noqa: E402
 from spark_adapter.options import to_options  # noqa: E402
 from spark_adapter.positions import positions  # noqa: E402
 from spark_adapter.preflight import check_workers  # noqa: E402
+from spark_adapter.pulsar_source import PulsarDataSource  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from keyshard import KeyShardSource
 
+_log = logging.getLogger(__name__)
+
 __all__ = [
-    "ExecutorWorkers", "KeyShardDataSource", "positions", "read_stream", "register",
-    "start_workers",
+    "ExecutorWorkers", "KeyShardDataSource", "PulsarDataSource", "positions", "read_stream",
+    "register", "start_workers",
 ]  # fmt: skip
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("keyshard")`` known to a session.
+    """Make ``format("keyshard")`` known to a session, and ``format("pulsar")``.
+
+    The second is the first under the names of the JVM connector; see ``docs/migrating.md``.
 
     Raises:
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard or pyarrow.
     """
     check_workers(spark)
     spark.dataSource.register(KeyShardDataSource)
+    try:
+        spark.dataSource.register(PulsarDataSource)
+    except AnalysisException as exc:
+        if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+            raise
+        _log.warning(
+            "format('pulsar') stays that of the JVM connector, because its jar is on the class "
+            "path; take the jar away to have keyshard under this name."
+        )
 
 
 def read_stream(spark: SparkSession, source: KeyShardSource) -> DataFrame:

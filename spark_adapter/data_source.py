@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from keyshard import KeyShardSource
+from keyshard.errors import ConfigError
 from keyshard.reading.structured import Decoding
 from spark_adapter.batch_reader import KeyShardBatchReader
 from spark_adapter.bounded_options import is_of_streams, parse_bounded
@@ -44,6 +46,20 @@ class KeyShardDataSource(DataSource):
         """The reader of one query; connects when Spark asks for the first offset."""
         source = parse_options(self.options)
         return KeyShardStreamReader(source, self._rows(source, schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002
+        """Refused: nothing is written."""
+        raise self._reads_only()
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002, N802
+        """Refused: nothing is written."""
+        raise self._reads_only()
+
+    def _reads_only(self) -> ConfigError:
+        return ConfigError(
+            f"format({self.name()!r}) of keyshard reads, and does not write. Send the rows with a "
+            "producer of pulsar-client in foreachPartition, or of a stream in foreachBatch."
+        )
 
     def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
         """Columns of a query: also of one with a schema of its own, which asks for none."""

@@ -22,6 +22,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from keyshard.arrow.columns import MESSAGE_ID_BYTES
 from keyshard.broker.schemas import topics_of
 from keyshard.errors import ConfigError
 from keyshard.reading.structured import CORRUPT, RAW, Decoder, Decoding, plan_decoding
@@ -47,6 +48,8 @@ COLUMNS: dict[str, DataType] = {
     "__schemaVersion": LongType(),
 }
 """Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
+SELECTABLE: dict[str, DataType] = {**COLUMNS, MESSAGE_ID_BYTES: BinaryType()}
+"""Those, and what a query has only with a schema that names it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def _spark_type(column: pa.Field) -> DataType:
 
 def wants_bytes_alone(schema: StructType) -> bool:
     """Whether a schema has nothing but columns of a topic without a schema."""
-    return all(COLUMNS.get(field.name) == field.dataType for field in schema.fields)
+    return all(SELECTABLE.get(field.name) == field.dataType for field in schema.fields)
 
 
 def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
@@ -124,11 +127,11 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
         ConfigError: A column is not there, or of another type.
         SchemaError: It would lose something of what it is cast of.
     """
-    kinds = {**COLUMNS, CORRUPT: BinaryType()}
+    kinds = {**SELECTABLE, CORRUPT: BinaryType()}
     for field in schema.fields:
         own = plan is None or (field.name in kinds and field.name != "value")
         if own and kinds.get(field.name) != field.dataType:
-            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in COLUMNS.items())
+            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in SELECTABLE.items())
             raise ConfigError(
                 f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
                 f"keyshard's. A schema selects some of: {known}."

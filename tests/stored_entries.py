@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from keyshard.arrow.content import CONTENT
 from keyshard.arrow.messages import messages_of
-from keyshard.broker.pulsar.protobuf import Value, message
 from keyshard.broker.wire import bulk
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.protobuf import Value, message
 
 WHERE = TopicPartition("persistent://public/default/t", 2)
 ID = EntryId(7, 11)

@@ -11,6 +11,7 @@ from pyarrow import compute
 from keyshard.arrow.buffers import numbers, texts
 from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather, runs_of
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
+from keyshard.core.position.serialized import batch_index_bytes, batch_size_bytes, entry_bytes
 from keyshard.core.window.layout import Located
 
 ROWS_PER_BATCH_MAX = 10_000
@@ -35,6 +36,9 @@ partition (-1 when not partitioned), ``ledger:entry:index``, publish and event t
 and for a number that is no time, which then is a property), properties, the slot on the ring
 (null when keyless; for a key set as bytes that of its base64 text, because a batch that is read
 again must have the same rows), and the version of the topic's schema (null where none is said)."""
+MESSAGE_ID_BYTES = "__messageIdBytes"
+COLUMNS = pa.schema([*SCHEMA, pa.field(MESSAGE_ID_BYTES, pa.binary())])
+"""Those, and what is made only where it is named: the message id as the Java client stores it."""
 
 
 def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
@@ -83,6 +87,22 @@ def _message_ids(blocks: Sequence[Located]) -> pa.Array:
     )
 
 
+def _message_id_bytes(blocks: Sequence[Located]) -> pa.Array:
+    entries = [
+        entry_bytes(block.id.ledger, block.id.entry, where.partition) for where, block in blocks
+    ]
+    sizes = [batch_size_bytes(block.batch_size if block.batched else 0) for _, block in blocks]
+    # No index in an entry that is no producer batch.
+    rows = [index if block.batched else None for _, block in blocks for index in block.indices]
+    last = max((index for index in rows if index is not None), default=-1)
+    known = pa.array(map(batch_index_bytes, range(last + 1)), pa.binary())
+    indices = known.take(numbers(rows, pa.int32())).fill_null(b"")
+    return compute.binary_join_element_wise(
+        _of_entries(pa.array(entries, pa.binary()), blocks), indices,
+        _of_entries(pa.array(sizes, pa.binary()), blocks), pa.array([b""], pa.binary())[0],
+    )  # fmt: skip
+
+
 def _publish_times(blocks: Sequence[Located]) -> pa.Array:
     times = [block.publish_ms or None for _, block in blocks]
     return _of_entries(numbers(times, pa.timestamp("ms", tz="UTC")), blocks).cast(TIME)
@@ -103,6 +123,7 @@ _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
     "__topic": _topics,
     "__partition": _partitions,
     "__messageId": _message_ids,
+    MESSAGE_ID_BYTES: _message_id_bytes,
     "__publishTime": _publish_times,
     "__slot": _slots,
     "__schemaVersion": _schema_versions,
@@ -111,7 +132,7 @@ _BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
 
 def select(names: Sequence[str]) -> pa.Schema:
     """The schema of the named columns, in their order; ``KeyError`` for an unknown name."""
-    return pa.schema([SCHEMA.field(name) for name in names])
+    return pa.schema([COLUMNS.field(name) for name in names])
 
 
 def record_batches(

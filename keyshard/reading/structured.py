@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from pyarrow import compute
 
-from keyshard.arrow.columns import SCHEMA
+from keyshard.arrow.columns import COLUMNS, SCHEMA
 from keyshard.broker.schemas import schema_of
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
@@ -31,7 +31,7 @@ CORRUPT = "_corrupt_record"
 RAW = TopicSchema("BYTES")
 """What a topic without a schema has."""
 
-_METADATA = frozenset(SCHEMA.names) - {"value"}
+_METADATA = frozenset(COLUMNS.names) - {"value"}
 _other_versions: dict[tuple[str, str, int], TopicSchema] = {}
 """Schemas by plan, topic and version; of one process."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from keyshard.broker.memory import Message
-from keyshard.broker.pulsar.protobuf import Value, fields_of, message
+from keyshard.core.protobuf import Value, fields_of, message
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
 PING, PONG = 18, 19

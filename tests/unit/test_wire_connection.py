@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.protobuf import Value, fields_of, message
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
@@ -32,6 +31,7 @@ from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
 from keyshard.config.connection import Connection, Token
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.protobuf import Value, fields_of, message
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import (
     AuthenticationError,

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyshard.arrow.messages import messages_of
-from keyshard.broker.pulsar.protobuf import Value, message
 from keyshard.broker.wire import bulk, decoding, unpacking
 from keyshard.broker.wire.decoding import decode
 from keyshard.core.message import Message
+from keyshard.core.protobuf import Value, message
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ChunkedMessageError, CorruptEntryError, EncryptedMessageError
 from stored_entries import (

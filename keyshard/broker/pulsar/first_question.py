@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.protobuf import Value, fields_of, message
 from keyshard.broker.pulsar.refusals import lacks, not_accepted
 from keyshard.broker.pulsar.tls import tls_context, tls_error
 from keyshard.config.connection import Connection
+from keyshard.core.protobuf import Value, fields_of, message
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
 ANSWER_S = 3.0

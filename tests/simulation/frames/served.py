@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
 from keyshard.broker.memory.log import EntryLog, Message, StoredEntry
 from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar.protobuf import message as protobuf
 from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.frames import NAMES, api, frame_of
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.protobuf import message as protobuf
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, RangeConflictError, TopicNotFoundError
 from tests.simulation.frames.sockets import Descriptors, Socket, Way

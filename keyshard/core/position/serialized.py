@@ -1,0 +1,88 @@
+"""Message ids as Pulsar's clients store them: ``MessageIdData`` of its protocol.
+
+Byte for byte what ``MessageId.toByteArray()`` of the Java client gives, whose text in JSON is a
+list of signed bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from keyshard.core.protobuf import Value, fields_of, message
+
+_LEDGER, _ENTRY, _PARTITION, _BATCH_INDEX, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 3, 4, 6, 7
+BYTES_MAX = 1_024
+"""Most bytes that are looked at; an id has 4 to 60, and the name of a topic in newer clients."""
+_END = 2**63 - 1
+
+
+class SerializedId(NamedTuple):
+    """What the bytes say; the Java client's ``earliest`` and ``latest`` are ids, too."""
+
+    ledger: int
+    entry: int
+    partition: int = -1
+    batch_index: int = -1
+    """-1 in an entry that is no producer batch."""
+    batch_size: int = 0
+
+    @property
+    def earliest(self) -> bool:
+        """Whether it stands for the beginning of what is stored."""
+        return self[:2] == (-1, -1)
+
+    @property
+    def latest(self) -> bool:
+        """Whether it stands for the end of what is stored."""
+        return self[:2] == (_END, _END)
+
+    def to_bytes(self) -> bytes:
+        """Its bytes."""
+        index = b"" if self.batch_index < 0 else batch_index_bytes(self.batch_index)
+        entry = entry_bytes(self.ledger, self.entry, self.partition)
+        return entry + index + batch_size_bytes(self.batch_size)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SerializedId:
+        """Read the bytes of any client.
+
+        Raises:
+            ValueError: They are no message id, or one of a chunked message; says why.
+        """
+        try:
+            found = fields_of(data) if len(data) <= BYTES_MAX else {}
+        except (ValueError, IndexError):
+            found = {}
+        if _FIRST_CHUNK in found:
+            raise ValueError("it is of a chunked message, which keyshard does not read")
+        plain = {number: one for number, one in found.items() if isinstance(one, int)}
+        if not plain.keys() >= {_LEDGER, _ENTRY}:
+            raise ValueError("it is no message id")
+        numbers = (_LEDGER, _ENTRY, _PARTITION, _BATCH_INDEX, _BATCH_SIZE)
+        ledger, entry, partition, index, size = (
+            _signed(plain.get(number, default))
+            for number, default in zip(numbers, (0, 0, -1, -1, 0), strict=True)
+        )
+        return cls(ledger, entry, partition, index, size)
+
+
+def entry_bytes(ledger: int, entry: int, partition: int) -> bytes:
+    """The first part of an id: all of an entry have it."""
+    fields: dict[int, Value] = {_LEDGER: ledger % 2**64, _ENTRY: entry % 2**64}
+    return message(fields if partition < 0 else {**fields, _PARTITION: partition})
+
+
+def batch_index_bytes(index: int) -> bytes:
+    """The second part; empty in an entry that is no producer batch."""
+    return message({_BATCH_INDEX: index})
+
+
+def batch_size_bytes(size: int) -> bytes:
+    """The last part; 0 for an entry that is no producer batch."""
+    return message({_BATCH_SIZE: size})
+
+
+def _signed(value: int) -> int:
+    """A number of 64 bits as Java has it."""
+    value %= 2**64
+    return value - 2**64 if value > _END else value

@@ -1,0 +1,170 @@
+"""format("pulsar") on a real broker: what pipelines of the JVM connector get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pulsar
+import pyspark
+import pytest
+from pyspark.sql import DataFrame, Row, SparkSession
+
+import spark_adapter
+from contract.pulsar_harness import PulsarHarness
+from keyshard.broker.memory import Batching, Message
+from keyshard.core.position.entry import TopicPartition
+from keyshard.testing.devbroker import DevBroker
+from spark_adapter import PulsarDataSource
+from spark_topic import ended, failed
+
+pytestmark = [pytest.mark.broker, pytest.mark.spark]
+
+EVENT_MS = 1_700_000_000_123
+COLUMNS = (
+    "value binary, __key binary, __topic string, __messageId binary, __publishTime timestamp, "
+    "__eventTime timestamp, __messageProperties map<string,string>"
+)
+
+
+@pytest.fixture
+def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
+    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    made.keep_all()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def topic(harness: PulsarHarness) -> str:
+    """Two partitions: five messages as they are, five in producer batches."""
+    name = harness.create_topic(2)
+    first = Message(b"0", key="k0", properties={"p": "q"}, event_ms=EVENT_MS)
+    rest = [Message(b"%d" % number, key=f"k{number % 3}") for number in range(1, 10)]
+    harness.publish(TopicPartition(name, 0).name, [first, *rest[:3], Message(b"keyless")])
+    harness.publish(TopicPartition(name, 1).name, rest[4:], Batching.MIXED)
+    return name
+
+
+def options(broker: DevBroker, topic: str, **more: str) -> dict[str, str]:
+    urls = {"service.url": broker.service_url, "admin.url": broker.admin_url}
+    return {**urls, "topic": topic, **more}
+
+
+def ids(rows: list[Row]) -> str:
+    """Offsets as ``JsonUtils.topicOffsets`` writes them: of the last row of each partition."""
+    signed = {
+        row["__topic"]: [one - 256 if one > 127 else one for one in row["__messageId"]]
+        for row in rows
+    }
+    return json.dumps(signed)
+
+
+def as_the_client_has_them(broker: DevBroker, partition: str, count: int) -> list[tuple[Any, ...]]:
+    logger = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    with closing(pulsar.Client(broker.service_url, logger=logger)) as client:
+        reader = client.create_reader(partition, pulsar.MessageId.earliest)
+        messages = [reader.read_next(10_000) for _ in range(count)]
+        return [
+            (one.data(), one.partition_key().encode() or None, one.topic_name(), one.message_id(),
+             one.publish_timestamp(), one.event_timestamp(), one.properties())
+            for one in messages
+        ]  # fmt: skip
+
+
+def milliseconds(moment: Any) -> int:
+    return round(moment.timestamp() * 1000) if moment else 0
+
+
+def as_spark_has_them(rows: list[Row]) -> list[tuple[Any, ...]]:
+    return [
+        (bytes(row["value"]), row["__key"] and bytes(row["__key"]), row["__topic"],
+         pulsar.MessageId.deserialize(bytes(row["__messageId"])),
+         milliseconds(row["__publishTime"]), milliseconds(row["__eventTime"]),
+         row["__messageProperties"])
+        for row in rows
+    ]  # fmt: skip
+
+
+def stream(
+    spark: SparkSession, directory: Path, given: dict[str, str], schema: str = ""
+) -> tuple[Any, list[Row]]:
+    """A bounded query, and its rows, once it ended."""
+    found: list[Row] = []
+
+    def take(batch: DataFrame, _number: int) -> None:
+        found.extend(batch.collect())
+
+    reader = spark.readStream.format("pulsar").options(**given)
+    rows = (reader.schema(schema) if schema else reader).load()
+    writer = rows.writeStream.foreachBatch(take).trigger(availableNow=True)
+    return writer.option("checkpointLocation", str(directory)).start(), found
+
+
+def test_a_batch_read_and_a_stream_have_the_columns_of_the_jvm_connector(
+    spark: SparkSession, dev_broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    given = options(dev_broker, topic, predefinedSubscription="billing", pollTimeoutMs="6000")
+    table = spark.read.format("pulsar").options(**given).load()
+    assert ", ".join(f"{one.name} {one.dataType.simpleString()}" for one in table.schema) == COLUMNS
+    names = [TopicPartition(topic, number).name for number in range(2)]
+    wanted = [one for name in names for one in as_the_client_has_them(dev_broker, name, 5)]
+    rows = table.orderBy("__topic", "__publishTime", "value").collect()
+    assert sorted(as_spark_has_them(rows)) == sorted(wanted)
+    assert {row[3].batch_index() for row in as_spark_has_them(rows)} == {-1, 0, 1, 2, 3, 4}
+
+    query, found = stream(
+        spark, tmp_path, {**given, "startingOffsets": "earliest", "parallelism": "2"}
+    )
+    ended(query)
+    assert sorted(as_spark_has_them(found)) == sorted(wanted)
+    assert {bytes(row["__messageId"]) for row in found} == (
+        {bytes(row["__messageId"]) for row in rows}
+    )
+
+
+def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
+    spark: SparkSession, dev_broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    given = options(dev_broker, topic)
+    reader = spark.read.format("pulsar").options(**given)
+    rows = sorted(reader.load().collect(), key=lambda row: (row["__topic"], row["__messageId"]))
+    plain, batched = rows[:5], rows[5:]
+    assert len({row["__topic"] for row in plain}) == 1
+    bounds = {
+        "startingOffsets": ids([plain[1], batched[1]]),
+        "endingOffsets": ids([plain[2], batched[1]]),
+    }
+    between = reader.options(**bounds).load().collect()
+    # Of a producer batch all messages, whichever is named.
+    assert sorted(map(tuple, between)) == sorted(map(tuple, plain[1:3] + batched))
+
+    query, found = stream(
+        spark, tmp_path / "some", {
+            **given, "subscriptionPrefix": "audit", "parallelism": "2",
+            "startingOffsets": bounds["startingOffsets"],
+        }, "__messageId binary, __slot int",
+    )  # fmt: skip
+    ended(query)
+    assert [len(row) for row in found] == [2] * len(found)
+    assert sorted(bytes(row[0]) for row in found) == (
+        sorted(bytes(row["__messageId"]) for row in plain[1:] + batched)
+    )
+
+    query, _ = stream(spark, tmp_path / "none", given)
+    assert "The stream has no subscription. Set option 'predefinedSubscription'" in failed(query)
+    with pytest.raises(pyspark.errors.PySparkException, match="reads, and does not write"):
+        spark.range(1).write.format("pulsar").mode("append").options(**given).save()
+    with pytest.raises(pyspark.errors.PySparkException, match="'__key' of type string is not one"):
+        reader.schema("__key string").load().count()
+
+
+def test_the_name_stays_the_jvm_connectors_where_its_jar_is(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PulsarDataSource, "name", staticmethod(lambda: "rate"))
+    spark_adapter.register(spark)
+    assert "stays that of the JVM connector" in caplog.text

@@ -1,0 +1,265 @@
+"""Options of format("pulsar"): those of the JVM connector, translated, refused, and in the docs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pulsar
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyshard.config.connection_names import NAMES
+from keyshard.core.position.serialized import SerializedId
+from keyshard.errors import ConfigError
+from spark_adapter.bounded_options import parse_bounded
+from spark_adapter.options import parse_options
+from spark_adapter.pulsar_options import seems_stream, translated
+from spark_adapter.pulsar_table import JVM_OPTIONS, PREFIXES, Verdict, jvm_options_table
+
+BASE = {"service.url": "pulsar://broker:6650", "admin.url": "http://broker:8080", "topic": "t"}
+FIRST = "persistent://public/default/t-partition-0"
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+README = words("""
+    service.url admin.url maxBytesPerTrigger predefinedSubscription subscriptionPrefix topic
+    topics topicsPattern pollTimeoutMs waitingForNonExistedTopic startingOffsets endingOffsets
+    startingTime endingTime failOnDataLoss allowDifferentTopicSchemas pulsar.admin.*
+    pulsar.producer.*
+""")
+"""What the README of the connector (59066fc) lists, and what of its code is no internal name."""
+CLIENT_FIELDS = words("""
+    serviceUrl authPluginClassName authParams authParamMap originalPrincipal operationTimeoutMs
+    lookupTimeoutMs statsIntervalSeconds numIoThreads numListenerThreads connectionsPerBroker
+    connectionMaxIdleSeconds useTcpNoDelay useTls tlsKeyFilePath tlsCertificateFilePath
+    tlsTrustCertsFilePath tlsAllowInsecureConnection tlsHostnameVerificationEnable
+    sslFactoryPlugin sslFactoryPluginParams concurrentLookupRequest maxLookupRequest
+    maxLookupRedirects maxNumberOfRejectedRequestPerConnection keepAliveIntervalSeconds
+    connectionTimeoutMs requestTimeoutMs readTimeoutMs autoCertRefreshSeconds
+    initialBackoffIntervalNanos maxBackoffIntervalNanos enableBusyWait listenerName
+    useKeyStoreTls sslProvider tlsKeyStoreType tlsKeyStorePath tlsKeyStorePassword
+    tlsTrustStoreType tlsTrustStorePath tlsTrustStorePassword tlsCiphers tlsProtocols
+    memoryLimitBytes proxyServiceUrl proxyProtocol enableTransaction dnsLookupBindAddress
+    dnsLookupBindPort dnsServerAddresses socks5ProxyAddress socks5ProxyUsername
+    socks5ProxyPassword description lookupProperties
+""")
+"""ClientConfigurationData of Java client 4.0.8, without what is @JsonIgnore."""
+READER_FIELDS = words("""
+    topicNames startMessageId startMessageFromRollbackDurationInSec receiverQueueSize
+    readerListener readerName subscriptionRolePrefix subscriptionName cryptoKeyReader
+    cryptoFailureAction messageCrypto readCompacted resetIncludeHead keyHashRanges poolMessages
+    autoUpdatePartitions autoUpdatePartitionsIntervalSeconds readerInterceptorList
+    maxPendingChunkedMessage autoAckOldestChunkedMessageOnQueueFull
+    expireTimeOfIncompleteChunkedMessageMillis subscriptionMode subscriptionInitialPosition
+""")
+"""ReaderConfigurationData of the same."""
+
+
+def stream(**options: str) -> dict[str, str]:
+    return translated(
+        {**BASE, "predefinedSubscription": "s", **_dotted(options)}, stream=True
+    ).options
+
+
+def batch(**options: str) -> dict[str, str]:
+    return translated({**BASE, **_dotted(options)}, stream=False).options
+
+
+def _dotted(options: dict[str, str]) -> dict[str, str]:
+    return {name.replace("__", "."): text for name, text in options.items()}
+
+
+def refused(*, to_batch: bool = False, **options: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        (batch if to_batch else stream)(**options)
+    return caught.value.message
+
+
+def java(ledger: int, entry: int, *more: int) -> list[int]:
+    """Signed bytes, as JSON has them."""
+    return [
+        one - 256 if one > 127 else one for one in SerializedId(ledger, entry, *more).to_bytes()
+    ]
+
+
+def test_every_option_of_the_jvm_connector_is_in_the_table_once_and_taken_or_refused_by_name() -> (
+    None
+):
+    names = [option.name for option in (*JVM_OPTIONS, *PREFIXES)]
+    wanted = [*README, "topic.schema.class"]
+    wanted += [f"pulsar.client.{name}" for name in CLIENT_FIELDS]
+    wanted += [f"pulsar.reader.{name}" for name in READER_FIELDS]
+    assert sorted(names) == sorted(wanted)
+    for option in JVM_OPTIONS:
+        plain = translated({**BASE, "predefinedSubscription": "s"}, stream=True).options
+        if option.verdict is Verdict.REFUSED:
+            sentence = refused(**{option.name: "17"})
+            assert f"'{option.name}' cannot be had: " in sentence
+            assert option.meaning in sentence
+            if option.harmless:
+                assert stream(**{option.name: option.harmless}) == plain
+        elif option.verdict is Verdict.NOT_NEEDED:
+            assert stream(**{option.name: "17"}) == plain
+            assert batch(**{option.name.lower(): "17"}) == BASE
+        elif option.name.startswith("pulsar.client."):
+            assert stream(**{option.name: "17"})[option.name] == "17"
+
+
+def test_the_docs_contain_the_table_as_it_is_now() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "migrating.md"
+    assert jvm_options_table() in docs.read_text()
+
+
+def test_an_existing_stream_becomes_one_of_keyshard() -> None:
+    source = parse_options(
+        stream(
+            topic="t", startingOffsets="Earliest", maxBytesPerTrigger="1000", pollTimeoutMs="6000",
+            failOnDataLoss="true", allowDifferentTopicSchemas="true", parallelism="7",
+            pulsar__client__authPluginClassName="org.apache.pulsar.client.impl.auth.AuthenticationToken",
+            pulsar__client__authParams="token:a.b.c", pulsar__reader__receiverQueueSize="5",
+            pulsar__admin__authParams="token:a.b.c", pulsar__producer__blockIfQueueFull="true",
+        )
+    )  # fmt: skip
+    assert source.topics == ("persistent://public/default/t",)
+    assert (source.subscription, source.parallelism) == ("s", 7)
+    assert (source.starting_position, source.batch_bytes_max) == ("earliest", 1000)
+    assert source.value_format == "raw"
+    assert source.fail_on_data_loss
+    assert NAMES["authParams"] == "authentication"
+    assert source.how_to_connect().authentication is not None
+    assert parse_options(stream(maxBytesPerTrigger="0")).batch_bytes_max is None
+
+
+def test_a_batch_read_takes_what_only_a_stream_has_a_use_for_as_it_does_there() -> None:
+    shared = {"predefinedSubscription": "s", "subscriptionPrefix": "p", "maxBytesPerTrigger": "5"}
+    assert batch(**shared) == BASE
+    assert not seems_stream(shared)
+    assert seems_stream({"PARALLELISM": "3"})
+
+
+def test_the_subscription_is_named_by_its_user() -> None:
+    def name(**options: str) -> str:
+        return translated({**BASE, **options}, stream=True).options["subscription"]
+
+    assert name(subscriptionPrefix="p") == "p"
+    assert name(subscriptionPrefix="p", predefinedSubscription="s") == "s"
+    assert name(subscriptionPrefix="p", predefinedSubscription="") == "p"
+    assert name(subscription="own") == "own"
+    with pytest.raises(
+        ConfigError, match=r"The stream has no subscription\. Set option 'predefined"
+    ):
+        name(predefinedSubscription="")
+    with pytest.raises(ConfigError, match="only one of 'subscription' and 'subscriptionPrefix'"):
+        name(subscription="own", subscriptionPrefix="p")
+
+
+def test_byte_arrays_are_positions_inclusive_at_both_ends() -> None:
+    text = json.dumps({
+        FIRST: java(7, 120, 0, 3, 10), "t-partition-1": java(300, 70_000, 1),
+        "u": java(-1, -1), "v": java(2**63 - 1, 2**63 - 1), "w": "8:3:17", "x": java(9, -1),
+    })  # fmt: skip
+    starts = json.loads(stream(startingOffsets=text)["startingOffsets"])
+    assert starts == {
+        FIRST: "7:120", "t-partition-1": "300:70000", "u": "earliest", "v": "latest",
+        "w": "8:3:17", "x": "9:0",
+    }  # fmt: skip
+    ends = json.loads(batch(endingOffsets=text)["endingOffsets"])
+    assert [ends[FIRST], ends["t-partition-1"], ends["x"]] == ["7:121", "300:70001", "9:0"]
+    assert ends["w"] == "8:3:17", "keyshard's own form stays what it is"
+    assert parse_bounded(batch(startingOffsets=text, endingOffsets=text)).end == (
+        parse_bounded(BASE | {"endingOffsets": json.dumps(ends)}).end
+    )
+    readme = '{"topic-1":[8,11,16,101,24,1,32,1],"topic-5":[8,15,16,105,24,5,32,5]}'
+    assert "is the id of a message in partition 1" in refused(startingOffsets=readme)
+    readme = readme.replace("topic-1", "t-partition-1").replace("topic-5", "t-partition-5")
+    assert json.loads(stream(startingOffsets=readme)["startingOffsets"]) == {
+        "t-partition-1": "11:101", "t-partition-5": "15:105",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bytes_of_id",
+    [[], [8], [8, 1], [300], [1.5], [True, True], ["8"], [-129], [128] * 40, [8] * 5000, {}, [[8]],
+     java(-2, 5), java(5, -2), [*java(1, 2), 58, 0]],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["startingOffsets", "endingOffsets"])
+def test_what_is_no_message_id_is_refused_by_name(name: str, bytes_of_id: object) -> None:
+    sentence = refused(to_batch=True, **{name: json.dumps({FIRST: bytes_of_id})})
+    assert sentence.startswith(f"{name} of '{FIRST}' is ")
+    assert "JsonUtils.topicOffsets" in sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"startingTime": '{"t": 1709254800000}'}, "write one time for all topics"),
+        ({"startingOffsets": "7:120"}, "a position is one of a single topic partition"),
+        ({"startingOffsets": '{"t": [8, 1, 16'}, "which is no JSON"),
+        ({"startingOffsets": f'{{"t": {java(7, 1)}, "t": {java(7, 2)}}}'}, "names 't' twice"),
+        ({"allowDifferentTopicSchemas": "yes"}, "must be true or false"),
+        ({"allowDifferentTopicSchemas": "true", "valueformat": "auto"}, "Give only one of"),
+        (
+            {"pulsar__reader__reciverQueueSize": "1"},
+            "Did you mean 'pulsar.reader.receiverQueueSize'",
+        ),
+        ({"pulsar__client__numIoThread": "1"}, "is no option of a connection"),
+        ({"pulsar__client__tlsAllowInsecureConnection": "true"}, "tlsTrustCertsFilePath"),
+        (
+            {"pulsar__admin__authParams": "token:secret"},
+            "one connection for the broker and its admin",
+        ),
+        ({"pulsar__admin__readTimeoutMs": "5"}, "'pulsar.admin.readTimeoutMs' cannot be had"),
+        ({"endingOffsets": "latest"}, "is one of a batch read"),
+        ({"startingOfsets": "latest"}, "Did you mean 'startingOffsets'"),
+        ({"failOnDataLoss": "maybe"}, "must be true or false"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(stream(**options))
+    assert sentence in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+JAVA = {
+    SerializedId(11, 101, 1): "080b106518013000",
+    SerializedId(11, 0): "080b10003000",
+    SerializedId(300, 70_000, 0): "08ac0210f0a20418003000",
+    SerializedId(11, 101, 1, 0, 1): "080b1065180120003001",
+    SerializedId(11, 101, 1, 200, 1000): "080b1065180120c80130e807",
+    SerializedId(11, 101, -1, 3, 10): "080b10652003300a",
+}
+"""What ``toByteArray()`` of Java client 4.0.8 gave."""
+
+
+@pytest.mark.parametrize("known", JAVA)
+def test_the_bytes_are_those_of_the_java_client(known: SerializedId) -> None:
+    assert known.to_bytes().hex() == JAVA[known]
+
+
+_LONG = st.integers(0, 2**63 - 1)
+
+
+@given(_LONG, _LONG, st.integers(-1, 2**31 - 1), st.integers(-1, 10**6), st.integers(0, 10**6))
+def test_ids_come_back_from_their_bytes_and_pulsar_client_reads_them(
+    ledger: int, entry: int, partition: int, index: int, size: int
+) -> None:
+    known = SerializedId(ledger, entry, partition, index, size)
+    assert SerializedId.from_bytes(known.to_bytes()) == known
+    theirs = pulsar.MessageId.deserialize(known.to_bytes())
+    assert (theirs.ledger_id(), theirs.entry_id()) == (ledger, entry)
+    assert (theirs.partition(), theirs.batch_index()) == (partition, index)
+    assert SerializedId.from_bytes(theirs.serialize()) == known
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_an_id_or_refused(data: bytes) -> None:
+    with suppress(ValueError):
+        found = SerializedId.from_bytes(data)
+        assert -(2**63) <= found.ledger < 2**63
