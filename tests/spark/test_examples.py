@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import psycopg
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
-from examples import to_postgres
+from examples import to_postgres, windowed_counts
 from keyshard.testing.devbroker import DevBroker
 from postgres_query import SELECT, STANDS_AT, TABLE
 from postgres_server import postgres
@@ -77,7 +82,7 @@ def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_conne
         written = rows()
         connection.execute(BREAK_ONCE)
 
-        def go_on() -> object:
+        def go_on() -> StreamingQuery:
             return to_postgres.start(
                 spark, options, SELECT, str(run.checkpoint),
                 postgres=url, table=TABLE, available_now=True,
@@ -92,3 +97,66 @@ def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_conne
         near = "select max(abs(extract(epoch from now() - published))) from shop.orders"
         assert connection.execute(near).fetchone()[0] < 3600, "times keep their zone"
     assert capsys.readouterr().out.count(f"batch {STANDS_AT} was written before") == 1
+
+
+WINDOW = timedelta(minutes=5)
+
+
+def publish(topic: SparkTopic, messages: Iterable[tuple[str, datetime | None]]) -> None:
+    """Messages of keys with event times, or without."""
+    with closing(topic.client()) as client:
+        producer = client.create_producer(topic.name)
+        for key, at in messages:
+            stamp = {} if at is None else {"event_timestamp": round(at.timestamp() * 1000)}
+            producer.send_async(b"x", None, partition_key=key, **stamp)
+        producer.flush()
+
+
+def test_windows_count_what_was_produced_with_what_is_late_but_not_too_late(
+    spark: SparkSession, topic: SparkTopic, tmp_path: Path
+) -> None:
+    """A bounded run, and one that goes on from it: late, without a time (now), too late."""
+    now = datetime.now(timezone.utc).timestamp()
+    first = datetime.fromtimestamp(now - now % 300, timezone.utc) - timedelta(hours=1)
+    # Within the delay, so that nothing is late however batches are cut.
+    in_time = [(f"k{n % 7}", first + timedelta(seconds=599 - n)) for n in range(600)]
+    late = [(f"k{n % 3}", first + timedelta(seconds=n)) for n in range(30)]
+    sink, options = str(tmp_path / "sink"), topic.options(parallelism="2")
+
+    def go_on(*, available_now: bool) -> StreamingQuery:
+        return windowed_counts.start(
+            spark, options, sink, str(topic.checkpoint),
+            window="5 minutes", delay="10 minutes", available_now=available_now,
+        )  # fmt: skip
+
+    publish(topic, in_time)
+    ended(go_on(available_now=True))
+    query = go_on(available_now=False)
+    try:
+        publish(topic, late)
+        eventually(lambda: rows_of(query) == len(late), 60, "they are counted")
+        publish(topic, [("now", None)])
+        eventually(lambda: ", 1 counts open, 0 too late" in told(query), 60, "the rest is written")
+        publish(topic, [("late", first)])
+        eventually(lambda: ", 1 counts open, 1 too late" in told(query), 60, "it is left out")
+    finally:
+        query.stop()
+    found = {
+        (row["start"].astimezone(timezone.utc), row["key"]): row["count"]
+        for row in spark.read.parquet(sink).collect()
+    }
+    assert found == Counter(
+        (first + (at - first) // WINDOW * WINDOW, key) for key, at in in_time + late
+    )
+
+
+def told(query: StreamingQuery) -> str:
+    """What the example says of the batches so far."""
+    assert query.isActive, query.exception()
+    return "\n".join(map(windowed_counts.told, query.recentProgress))
+
+
+def rows_of(query: StreamingQuery) -> int:
+    """Messages of the batches so far."""
+    assert query.isActive, query.exception()
+    return sum(progress["numInputRows"] for progress in query.recentProgress)
