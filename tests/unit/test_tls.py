@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 
 from keyshard import Connection
-from keyshard.broker.pulsar.tls import tls_context, tls_error
+from keyshard.broker.pulsar.tls import shared_tls_context, tls_context, tls_error
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker.security import Authority
 
@@ -64,3 +65,25 @@ def test_files_that_do_not_fit_are_named(authority: Authority, tmp_path: Path) -
 def test_what_is_no_tls_is_none() -> None:
     assert tls_error(ConnectionResetError(), "x", Connection(URL)) is None
     assert tls_error(ssl.SSLError(1, "[SSL] WRONG_VERSION_NUMBER"), "x", Connection(URL)) is None
+
+
+def test_authorities_are_read_once_in_a_process_and_again_when_a_file_is_another(
+    authority: Authority, tmp_path: Path
+) -> None:
+    assert shared_tls_context(Connection(URL)) is shared_tls_context(Connection("pulsar://b:6650"))
+    certificate, key = authority.certificate("app")
+    connection = Connection(
+        URL, tls_trust_certs_file_path=authority.path, tls_certificate_file_path=certificate,
+        tls_key_file_path=key,
+    )  # fmt: skip
+    first = shared_tls_context(connection)
+    assert shared_tls_context(connection) is first
+    lax = replace(connection, tls_hostname_verification=False)
+    assert shared_tls_context(lax).check_hostname is not first.check_hostname
+    (tmp_path / "new.pem").write_bytes(Path(key).read_bytes())
+    (tmp_path / "new.pem").replace(key)
+    assert shared_tls_context(connection) is not first
+    Path(key).unlink()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="do not go together"):
+            shared_tls_context(connection)

@@ -12,7 +12,7 @@ import httpx
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.http_log import unlogged
 from keyshard.broker.pulsar.refusals import lacks, not_accepted
-from keyshard.broker.pulsar.tls import tls_context, tls_error
+from keyshard.broker.pulsar.tls import shared_tls_context, tls_error
 from keyshard.config.connection import Connection
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError, TlsError
 from keyshard.redaction import shown
@@ -70,7 +70,7 @@ class AdminHttp:
         self._client = httpx.Client(
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
             auth=auth,
-            verify=tls_context(connection),
+            verify=shared_tls_context(connection),
             # No proxy of the environment stands between this machine and itself.
             trust_env=url.host not in _LOOPBACK,
         )

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import ssl
+from functools import lru_cache
+from pathlib import Path
 
 import certifi
 
 from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, TlsError
+
+CONTEXTS_MAX = 8
+"""Connections whose TLS is kept; one takes half a megabyte."""
 
 
 def tls_context(connection: Connection) -> ssl.SSLContext:
@@ -21,9 +26,50 @@ def tls_context(connection: Connection) -> ssl.SSLContext:
     Raises:
         ConfigError: One of its files does not hold what it should.
     """
-    context = client_context(connection.tls_trust_certs_file_path)
-    context.check_hostname = connection.tls_hostname_verification
-    certificate, key = connection.tls_certificate_file_path, connection.tls_key_file_path
+    return _made(*_asked(connection))
+
+
+def shared_tls_context(connection: Connection) -> ssl.SSLContext:
+    """The same for all clients of one library, as long as the files are the same ones.
+
+    To read the authorities takes longer than all that a task asks of the admin interface.
+
+    Raises:
+        ConfigError: One of its files does not hold what it should.
+    """
+    asked = _asked(connection)
+    trusted, certificate, key, _ = asked
+    return _kept(asked, tuple(map(_state, (trusted or certifi.where(), certificate, key))))
+
+
+_Path = str | os.PathLike[str] | None
+_Asked = tuple[_Path, _Path, _Path, bool]
+
+
+def _asked(connection: Connection) -> _Asked:
+    return (
+        connection.tls_trust_certs_file_path, connection.tls_certificate_file_path,
+        connection.tls_key_file_path, connection.tls_hostname_verification,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=CONTEXTS_MAX)
+def _kept(asked: _Asked, _: tuple[object, ...]) -> ssl.SSLContext:
+    return _made(*asked)
+
+
+def _state(path: _Path) -> object:
+    """Another value when the file is another."""
+    try:
+        found = None if path is None else Path(path).stat()
+    except OSError:
+        return None
+    return found and (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _made(trusted: _Path, certificate: _Path, key: _Path, verification: bool) -> ssl.SSLContext:
+    context = client_context(trusted)
+    context.check_hostname = verification
     if certificate is not None and key is not None:
         try:
             # With a text here nobody is asked for a passphrase at a terminal.
