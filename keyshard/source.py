@@ -308,7 +308,8 @@ class KeyShardSource(SourceConfig):
         from keyshard.broker.schemas import topics_of  # noqa: PLC0415
         from keyshard.reading.structured import Decoder, plan_decoding  # noqa: PLC0415
 
-        plan = plan_decoding(self.how_to_connect(), topics_of(self), self.malformed)
+        connection = self.how_to_connect()
+        plan = plan_decoding(connection, topics_of(self), self.malformed, self.metadata_columns)
         return Decoder(plan, plan.columns if columns is None else plan.only(columns))
 
     def open(self, checkpoint: str | None = None) -> SourceStream:

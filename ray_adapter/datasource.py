@@ -25,7 +25,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
     Args:
         connection: How the cluster is reached, from every node.
         stretches: What is read of each topic partition.
-        columns: Columns of :data:`keyshard.arrow.columns.SCHEMA`; ``None``: all of them.
+        columns: Columns of :data:`keyshard.arrow.columns.COLUMNS`; ``None``: the default ones.
         fail_on_data_loss: Whether entries that are no longer stored fail the read.
     """
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from keyshard import KeyShardSource, RetryPolicy
+from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.option_checks import check_integer, check_seconds
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ClusterError, ConfigError, NotRunningError
@@ -372,6 +373,7 @@ def run(
     """
     if not isinstance(source, KeyShardSource):
         raise ConfigError(f"source is {shown(source)}; give a keyshard.KeyShardSource.")
+    refuse_for_handlers(source.metadata_columns)
     options = JobOptions(
         parallelism=source.parallelism if parallelism is None else parallelism,
         takes=takes, max_rows=max_rows, max_wait_s=max_wait_s, checkpoint=checkpoint,

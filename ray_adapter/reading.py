@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from keyshard.arrow.columns import SCHEMA
+from keyshard.arrow.columns import COLUMNS, columns_of
+from keyshard.config.connection import CLIENT
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.bounded import plan_read
+from keyshard.core.metadata_columns import check_known, check_transport
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -59,8 +61,9 @@ def read(
             the dataset, or are left out with a warning.
         start: Where the rows begin, inclusive.
         end: Where they end, exclusive.
-        columns: Names of the columns wanted, in their order; by default all of
-            ``keyshard.arrow.columns.SCHEMA``. ``Dataset.select_columns`` prunes as well.
+        columns: Names of the columns wanted, in their order, of
+            ``keyshard.arrow.columns.COLUMNS``; by default all of its ``SCHEMA``, then the source's
+            ``metadata_columns``. ``Dataset.select_columns`` prunes as well.
         disorder_max_s: How far publish times go back at most in a topic partition, seconds; with
             some allowance for what is sent again after an outage, such as 3600.
         **options: Those of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
@@ -83,7 +86,7 @@ def read(
             f"{source.service_url} is a cluster of this process, which Ray's workers cannot reach. "
             "Give the URL of a broker."
         )
-    names = _columns(columns)
+    names = _columns(columns, source)
     stretches = plan_read(source, start, end, disorder_max_s=disorder_max_s)
     datasource = KeyShardDatasource(
         source.how_to_connect(), stretches, names, fail_on_data_loss=source.fail_on_data_loss
@@ -92,14 +95,17 @@ def read(
     return dataset
 
 
-def _columns(given: object) -> list[str] | None:
+def _columns(given: object, source: SourceConfig) -> list[str] | None:
     if given is None:
-        return None
-    wanted = f"name some of {', '.join(SCHEMA.names)}"
+        return columns_of(source.metadata_columns) if source.metadata_columns else None
+    wanted = f"name some of {', '.join(COLUMNS.names)}"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ConfigError(f"columns is {shown(given)}; {wanted}.")
-    unknown = [name for name in given if name not in SCHEMA.names]
+    for name in given:
+        check_known(name)
+    unknown = [name for name in given if name not in COLUMNS.names]
     if unknown or len(set(given)) < len(given):
         what = f"has no column {shown(unknown[0])}" if unknown else "has a column twice"
         raise ConfigError(f"columns is {shown(given)}, which {what}; {wanted}.")
+    check_transport(given, by_client=source.transport == CLIENT)
     return list(given)

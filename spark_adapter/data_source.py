@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 from pyspark.sql.datasource import DataSource
@@ -31,21 +32,23 @@ class KeyShardDataSource(DataSource):
         return "keyshard"
 
     def schema(self) -> StructType:
-        """All columns; wrong options are refused here, when the query is built."""
+        """What a query has that names no columns; wrong options are refused at once."""
         source = _source_of(self.options)
         with told_to_spark():
             self._plan = plan_of(source)
-            return schema_of(self._plan)
+            return schema_of(self._plan, source.metadata_columns)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
         read = parse_bounded(self.options)
-        return KeyShardBatchReader(read, self._rows(read.source, schema))
+        rows = self._rows(read.source, schema)
+        return KeyShardBatchReader(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
         source = parse_options(self.options)
-        return KeyShardStreamReader(source, self._rows(source, schema))
+        rows = self._rows(source, schema)
+        return KeyShardStreamReader(rows.source_of(source), rows)
 
     def writer(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002
         """Refused: nothing is written."""

@@ -122,6 +122,13 @@ OPTIONS = (
         "`_corrupt_record`; `DROPMALFORMED` leaves the row out.",
     ),
     Option(
+        "metadataColumns",
+        "metadata_columns",
+        "Columns beside the default ones, separated by commas: `__orderingKey`, `__keyBytes`, "
+        "`__sequenceId`, `__producer`, `__brokerPublishTime`, `__messageIdBytes`. They cost "
+        "something only where they are named, here or in `.schema(...)`. See [Columns](#columns).",
+    ),
+    Option(
         "windowMaxRows",
         "window_rows_max",
         "Most rows held, received and not yet committed, over all ranges. Keep it below what the "
@@ -181,7 +188,7 @@ OPTIONS = (
 OF_BATCHES_TOO = frozenset({
     "service.url", "admin.url", "topic", "topics", "topicsPattern", "transport",
     "startingOffsets", "startingTime", "operationTimeoutMillis", "failOnDataLoss", "valueFormat",
-    "mode",
+    "mode", "metadataColumns",
 })  # fmt: skip
 """Names of the options above that a batch read has, beside :data:`CONNECTION_OPTIONS`."""
 _OFFSETS = (

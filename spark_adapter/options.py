@@ -121,8 +121,15 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
             continue
         if name not in known:
             raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
-        options[known[name]] = str(value).lower() if name in _BOOLEANS else str(value)
+        options[known[name]] = _text(name, value)
     return options
+
+
+def _text(name: str, value: Any) -> str:
+    """How a field is written as an option."""
+    if name == "metadata_columns":
+        return ",".join(value)
+    return str(value).lower() if name in _BOOLEANS else str(value)
 
 
 def options_table() -> str:
@@ -131,7 +138,7 @@ def options_table() -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in OPTIONS:
         default = defaults[option.field]
-        none = default is None or option.field in _REQUIRED or option.name == "startingTime"
+        none = default in (None, ()) or option.field in _REQUIRED or option.name == "startingTime"
         shown = "" if none else f"`{default}`"
         shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
@@ -151,7 +158,7 @@ def batch_options_table() -> str:
 
 
 def _parse(option: Option, text: str) -> Any:
-    if option.name == "topics":
+    if option.name in ("topics", "metadataColumns"):
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
     if option.name == "startingTime":
         return bound_text(parse_time(option.name, text))

@@ -7,7 +7,7 @@ that they read. All else is the source of :mod:`spark_adapter.data_source`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 )
 
 from keyshard.arrow.buffers import numbers, texts
-from keyshard.arrow.columns import MESSAGE_ID_BYTES
+from keyshard.core.metadata_columns import MESSAGE_ID_BYTES
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.structured import CORRUPT
 from spark_adapter.batch_reader import KeyShardBatchReader
@@ -119,7 +119,7 @@ class PulsarDataSource(KeyShardDataSource):
         with told_to_spark(**names):
             source = parse_options(options) if stream else parse_bounded(options).source
             self._plan = plan_of(source)
-            return _renamed(schema_of(self._plan))
+            return _renamed(schema_of(self._plan, source.metadata_columns))
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
@@ -127,6 +127,7 @@ class PulsarDataSource(KeyShardDataSource):
         with told_to_spark(**names):
             read = parse_bounded(options)
             rows = self._rows(read.source, _own(schema))
+            read = replace(read, source=rows.source_of(read.source))
         return KeyShardBatchReader(read, _rows(schema, rows))
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
@@ -135,6 +136,7 @@ class PulsarDataSource(KeyShardDataSource):
         with told_to_spark(**names):
             source = parse_options(options)
             rows = self._rows(source, _own(schema))
+            source = rows.source_of(source)
         return KeyShardStreamReader(source, _rows(schema, rows))
 
 
@@ -149,8 +151,9 @@ def _renamed(own: StructType) -> StructType:
         SchemaError: A field of the value is called like one of the others.
     """
     values = [one for one in own.fields if one.name == "value" or one.name not in COLUMNS]
-    corrupt = [one for one in values if one.name == CORRUPT]
-    values = [one for one in values if one not in corrupt]
+    last = [one for one in values if one.name in SELECTABLE and one.name != "value"]
+    last += [one for one in values if one.name == CORRUPT]
+    values = [one for one in values if one not in last]
     for one in values:
         if one.name in METADATA:
             raise SchemaError(
@@ -158,7 +161,7 @@ def _renamed(own: StructType) -> StructType:
                 "format('pulsar'). Use format('keyshard'), or set valueFormat=raw."
             )
     metadata = [StructField(name, made.kind) for name, made in METADATA.items()]
-    return StructType([*values, *metadata, *corrupt])
+    return StructType([*values, *metadata, *last])
 
 
 def _own(schema: StructType) -> StructType:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyspark.sql.types import (
@@ -22,8 +22,17 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from keyshard.arrow.columns import MESSAGE_ID_BYTES
 from keyshard.broker.schemas import topics_of
+from keyshard.core.metadata_columns import (
+    BROKER_PUBLISH_TIME,
+    KEY_BYTES,
+    MESSAGE_ID_BYTES,
+    METADATA_COLUMNS,
+    ORDERING_KEY,
+    PRODUCER,
+    SEQUENCE_ID,
+    check_known,
+)
 from keyshard.errors import ConfigError
 from keyshard.reading.structured import CORRUPT, RAW, Decoder, Decoding, plan_decoding
 from keyshard.schemas.projection import without_time_of_day
@@ -48,8 +57,16 @@ COLUMNS: dict[str, DataType] = {
     "__schemaVersion": LongType(),
 }
 """Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
-SELECTABLE: dict[str, DataType] = {**COLUMNS, MESSAGE_ID_BYTES: BinaryType()}
-"""Those, and what a query has only with a schema that names it."""
+SELECTABLE: dict[str, DataType] = {
+    **COLUMNS,
+    MESSAGE_ID_BYTES: BinaryType(),
+    ORDERING_KEY: StringType(),
+    KEY_BYTES: BinaryType(),
+    SEQUENCE_ID: LongType(),
+    PRODUCER: StringType(),
+    BROKER_PUBLISH_TIME: TimestampType(),
+}
+"""The same with those that there are where a schema or ``metadataColumns`` names them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,15 @@ class Rows:
     wanted: pa.Schema | None = None
     """What they become; ``None``: they are the query's."""
     plan: Decoding | None = None
+
+    def source_of(self, source: KeyShardSource) -> KeyShardSource:
+        """A source that has what these rows need, and decodes nothing else.
+
+        Raises:
+            ConfigError: A column cannot be had of it.
+        """
+        metadata = [name for name in METADATA_COLUMNS if name in self.columns]
+        return replace(source, metadata_columns=metadata)
 
     def of(
         self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None
@@ -93,22 +119,28 @@ def plan_of(source: KeyShardSource) -> Decoding | None:
     if source.value_format == "raw":
         return None
     connection = source.how_to_connect()
-    plan = plan_decoding(connection, topics_of(source), source.malformed)
+    metadata = source.metadata_columns
+    plan = plan_decoding(connection, topics_of(source), source.malformed, metadata)
     if all(schema.type in (RAW.type, "NONE") for schema in plan.schemas.values()):
         return None
     return plan
 
 
-def schema_of(plan: Decoding | None) -> StructType:
-    """All columns that a query can have."""
+def schema_of(plan: Decoding | None, metadata: Sequence[str]) -> StructType:
+    """The columns that a query has by itself.
+
+    Args:
+        plan: What values are decoded with.
+        metadata: Columns that are wanted beside the default ones.
+    """
     if plan is None:
-        return StructType([StructField(name, kind) for name, kind in COLUMNS.items()])
+        return StructType([StructField(name, SELECTABLE[name]) for name in (*COLUMNS, *metadata)])
     return StructType([StructField(one.name, _spark_type(one)) for one in plan.columns])
 
 
 def _spark_type(column: pa.Field) -> DataType:
-    if column.name != "value" and column.name in COLUMNS:
-        return COLUMNS[column.name]
+    if column.name != "value" and column.name in SELECTABLE:
+        return SELECTABLE[column.name]
     from pyspark.sql.pandas.types import from_arrow_type  # noqa: PLC0415 - it loads pandas
 
     kind: DataType = from_arrow_type(without_time_of_day(column.type))
@@ -129,6 +161,7 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
     """
     kinds = {**SELECTABLE, CORRUPT: BinaryType()}
     for field in schema.fields:
+        check_known(field.name)
         own = plan is None or (field.name in kinds and field.name != "value")
         if own and kinds.get(field.name) != field.dataType:
             known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in SELECTABLE.items())

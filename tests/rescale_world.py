@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from helpers import config, wait_until
@@ -34,6 +34,7 @@ class Refusing(MemoryBroker):
     def subscribe(
         self, topic_partition: TopicPartition, subscription: str, hash_range: HashRange,
         *, start: StartPosition, consumer_name: str, receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> Consumer:  # fmt: skip
         error = self.refuse(hash_range)
         if error is not None:
@@ -41,7 +42,7 @@ class Refusing(MemoryBroker):
             raise error
         return super().subscribe(
             topic_partition, subscription, hash_range, start=start, consumer_name=consumer_name,
-            receiver_queue_size=receiver_queue_size,
+            receiver_queue_size=receiver_queue_size, columns=columns,
         )  # fmt: skip
 
 

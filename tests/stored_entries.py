@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from keyshard.arrow.content import CONTENT
+from keyshard.arrow.content import CONTENT, METADATA
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.wire import bulk
 from keyshard.broker.wire.decoding import decode
@@ -31,6 +31,7 @@ from keyshard.core.protobuf import Value, message
 
 WHERE = TopicPartition("persistent://public/default/t", 2)
 ID = EntryId(7, 11)
+EVERYTHING = (*CONTENT.names, *METADATA.names)
 NONE, LZ4, ZLIB, ZSTD, SNAPPY = range(5)
 TEXT = st.text(max_size=8)
 MESSAGES = st.fixed_dictionaries(
@@ -41,6 +42,7 @@ MESSAGES = st.fixed_dictionaries(
         "ordering_key": st.none() | TEXT,
         "properties": st.dictionaries(TEXT, TEXT, max_size=2),
         "event_ms": st.sampled_from([0, 1, 1_700_000_000_123]),
+        "sequence_id": st.none() | st.integers(0, 2**64 - 1),
     }
 )
 
@@ -76,14 +78,21 @@ def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: byt
     body = struct.pack(">I", len(metadata)) + metadata + payload
     if checked:
         body = b"\x0e\x01" + struct.pack(">I", google_crc32c.value(body)) + body
-    return b"\x0e\x02" + struct.pack(">I", len(broker)) + broker + body if broker else body
+    return with_broker(broker, body) if broker else body
+
+
+def with_broker(broker: bytes, body: bytes) -> bytes:
+    """What a broker says of an entry, before what is stored of it."""
+    return b"\x0e\x02" + struct.pack(">I", len(broker)) + broker + body
 
 
 def batch_payload(messages: list[dict[str, Any]]) -> bytes:
     payload = b""
     for one in messages:
         value = one["value"] or b""
-        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(value), 8: 5}
+        fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(value)}
+        if one["sequence_id"] is not None:
+            fields[8] = one["sequence_id"]
         if one["event_ms"]:
             fields[5] = one["event_ms"]
         if one["value"] is None:
@@ -139,7 +148,7 @@ def decoded(*data: bytes, **how: Any) -> Decoded:
 def plain(value: bytes | None = b"v", key: str | None = "k") -> dict[str, Any]:
     return {
         "value": value, "key": key, "key_bytes": None, "ordering_key": None, "properties": {},
-        "event_ms": 0,
+        "event_ms": 0, "sequence_id": 5,
     }  # fmt: skip
 
 
@@ -178,9 +187,9 @@ def look_at(data: bytes) -> bool:
     Where the compiled decoder answers, the reference says the same.
     """
     entries = [raw(data)]
-    compiled = bulk.decode(entries, keeps_values=True)
+    compiled = bulk.decode(entries, keeps_values=True, metadata=tuple(METADATA.names))
     with reference_only():
-        found = decode(entries, WHERE)
+        found = decode(entries, WHERE, EVERYTHING)
     if found.refused is not None:
         assert (found.refused.facts["ledger"], found.refused.facts["entry"]) == ID
         assert not found.blocks
@@ -200,7 +209,8 @@ def agree(compiled: Decoded, reference: Decoded) -> None:
             other, content=None, start=0, indices=one.indices
         )
         assert list(one.indices) == list(other.indices)
-        for column in CONTENT.names:
+        assert one.content.schema == other.content.schema
+        for column in one.content.schema.names:
             assert one.column(column) == other.column(column)
         for part in one.parts:
             part.content.validate(full=True)
@@ -222,6 +232,7 @@ def _random_entry(draw: random.Random) -> bytes:
             "ordering_key": draw.choice([None, None, None, text()]),
             "properties": {text(): text() for _ in range(draw.choice([0, 0, 0, 1, 2]))},
             "event_ms": draw.choice([0, 0, 1, 1_700_000_000_123, 2**63]),
+            "sequence_id": draw.choice([None, 0, 1, draw.getrandbits(64)]),
         }
         for _ in range(draw.randrange(1, 5))
     ]
@@ -239,7 +250,10 @@ def _random_entry(draw: random.Random) -> bytes:
         )
         for _ in range(draw.choice([0, 1, 1, 2, 4]))
     ]
-    return damaged(whole, damage)
+    found = damaged(whole, damage)
+    time_ms = draw.choice([0, 1, 1_700_000_000_123, 2**63])
+    broker = draw.choice([b"", b"", message({1: time_ms, 2: 7}), draw.randbytes(5)])
+    return with_broker(broker, found) if broker else found
 
 
 def main() -> None:

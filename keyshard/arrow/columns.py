@@ -9,7 +9,16 @@ import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.arrow.buffers import numbers, texts
-from keyshard.arrow.content import CONTENT, PROPERTIES, TIME, gather, runs_of
+from keyshard.arrow.content import (
+    CONTENT,
+    CONTENT_NAMES,
+    METADATA,
+    PROPERTIES,
+    TIME,
+    gather,
+    runs_of,
+)
+from keyshard.core.metadata_columns import MESSAGE_ID_BYTES, ORDERING_KEY
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.position.serialized import batch_index_bytes, batch_size_bytes, entry_bytes
 from keyshard.core.window.layout import Located
@@ -31,14 +40,23 @@ SCHEMA = pa.schema([
     pa.field("__slot", pa.int32()),
     pa.field("__schemaVersion", pa.int64()),
 ])  # fmt: skip
-"""All columns: value, partition key (null when keyless), topic without the partition suffix,
+"""Columns by default: value, partition key (null when keyless), topic without partition suffix,
 partition (-1 when not partitioned), ``ledger:entry:index``, publish and event time (null when unset
 and for a number that is no time, which then is a property), properties, the slot on the ring
 (null when keyless; for a key set as bytes that of its base64 text, because a batch that is read
 again must have the same rows), and the version of the topic's schema (null where none is said)."""
-MESSAGE_ID_BYTES = "__messageIdBytes"
-COLUMNS = pa.schema([*SCHEMA, pa.field(MESSAGE_ID_BYTES, pa.binary())])
-"""Those, and what is made only where it is named: the message id as the Java client stores it."""
+COLUMNS = pa.schema([
+    *SCHEMA,
+    pa.field(MESSAGE_ID_BYTES, pa.binary()),
+    CONTENT.field(ORDERING_KEY),
+    *METADATA,
+])  # fmt: skip
+"""Those, and what is made only where it is named: :mod:`keyshard.core.metadata_columns`."""
+
+
+def columns_of(metadata: Sequence[str]) -> list[str]:
+    """The default columns, and those that are wanted beside them."""
+    return [*SCHEMA.names, *metadata]
 
 
 def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
@@ -149,7 +167,7 @@ def record_batches(
         :data:`BYTES_PER_BATCH_MAX` of payload, unless one entry is larger.
     """
     schema = select(names)
-    content = [name for name in names if name in CONTENT.names]
+    content = [name for name in names if name in CONTENT_NAMES]
     for part in _portions(blocks):
         arrays = gather([block for _, block in part], content)
         arrays |= {name: _BUILDERS[name](part) for name in names if name in _BUILDERS}
@@ -164,7 +182,7 @@ def described(
     Yields:
         The columns that are no content, and where the content of the same rows is, in their order.
     """
-    schema = select([name for name in names if name not in CONTENT.names])
+    schema = select([name for name in names if name not in CONTENT_NAMES])
     for part in _portions(blocks):
         arrays = [_BUILDERS[name](part) for name in schema.names]
         yield (
@@ -180,11 +198,11 @@ def put_together(
 
     Args:
         others: What :func:`described` gave.
-        content: Columns of :data:`~keyshard.arrow.content.CONTENT`; ``None`` if none is wanted.
+        content: Columns of the content; ``None`` if none is wanted.
         names: All columns wanted.
     """
     arrays = [
-        (others if content is None or name not in CONTENT.names else content).column(name)
+        (others if content is None or name not in CONTENT_NAMES else content).column(name)
         for name in names
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=select(names))

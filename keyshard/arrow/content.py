@@ -6,12 +6,14 @@ and the garbage collector has nothing to look at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.arrow.metadata import is_time, readable_times
+from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import differing, routing_key, slots_of
@@ -26,6 +28,14 @@ CONTENT = pa.schema([
     pa.field("__properties", PROPERTIES),
 ])  # fmt: skip
 """What only the messages themselves tell; the other columns follow from where an entry lies."""
+METADATA = pa.schema([
+    pa.field(KEY_BYTES, pa.binary()),
+    pa.field(SEQUENCE_ID, pa.int64()),
+    pa.field(PRODUCER, pa.string()),
+    pa.field(BROKER_PUBLISH_TIME, TIME),
+])  # fmt: skip
+"""What they tell as well, and is content only where it was asked for, behind the rest."""
+CONTENT_NAMES = frozenset([*CONTENT.names, *METADATA.names])
 PROPERTYLESS_MAX = 10_000
 """Most messages of a delivery that share one empty column when none of them has a property: making
 one costs as much as the keys and values of a hundred messages."""
@@ -37,6 +47,8 @@ def pack(
     ordering_keys: Sequence[str | None],
     event_ms: Sequence[int],
     properties: Sequence[Mapping[str, str]],
+    *,
+    metadata: Mapping[str, Sequence[Any]] = {},
 ) -> pa.RecordBatch:
     """Content of the messages of one delivery, in their order.
 
@@ -46,9 +58,11 @@ def pack(
         ordering_keys: ``None`` for a message without one.
         event_ms: Event times, milliseconds since the epoch; 0 when unset, each a time.
         properties: Properties, mostly empty.
+        metadata: Columns of :data:`METADATA` that were asked for, by name; broker's times as
+            milliseconds.
 
     Returns:
-        A record batch of :data:`CONTENT`.
+        A record batch of :data:`CONTENT`, and of the columns of :data:`METADATA`.
     """
     no_values = values is None
     arrays = [
@@ -58,7 +72,30 @@ def pack(
         _event_times(event_ms),
         _properties(properties),
     ]
-    return pa.RecordBatch.from_arrays(arrays, schema=CONTENT)
+    arrays += [
+        _times(values)
+        if name == BROKER_PUBLISH_TIME
+        else pa.array(values, METADATA.field(name).type)
+        for name, values in metadata.items()
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=content_with(tuple(metadata)))
+
+
+def metadata_in(columns: Collection[str] | None) -> tuple[str, ...]:
+    """Which columns of :data:`METADATA` are among some columns; none where those are not named."""
+    return () if columns is None else tuple(name for name in METADATA.names if name in columns)
+
+
+def content_columns(names: Collection[str]) -> Collection[str] | None:
+    """Columns to ask a broker for, for whom all of :data:`CONTENT` and some columns are wanted."""
+    metadata = metadata_in(names)
+    return (*CONTENT.names, *metadata) if metadata else None
+
+
+@cache
+def content_with(metadata: tuple[str, ...]) -> pa.Schema:
+    """:data:`CONTENT`, and some columns of :data:`METADATA` behind it."""
+    return pa.schema([*CONTENT, *map(METADATA.field, metadata)]) if metadata else CONTENT
 
 
 def entry_block(
@@ -75,6 +112,7 @@ def entry_block(
     properties: Sequence[Mapping[str, str]],
     came_to: HashRange | None = None,
     schema_version: int | None = None,
+    metadata: Mapping[str, Sequence[Any]] = {},
 ) -> EntryBlock:
     """A block with content of its own; see :class:`~keyshard.core.position.entry.EntryBlock`.
 
@@ -82,6 +120,7 @@ def entry_block(
         values: Payloads; ``None`` for a null value.
         ordering_keys: ``None`` for a message without one.
         came_to: Range whose consumer received it; ``None`` at a Reader.
+        metadata: As for :func:`pack`.
     """
     slot, mixed_slots, keys_of_bytes = slots_of(
         list(map(routing_key, partition_keys, ordering_keys)),
@@ -92,7 +131,7 @@ def entry_block(
         times = readable_times(event_ms, [publish_ms] * len(values), list(map(dict, properties)))
         event_ms, (publish_ms, *_), properties, wrong = times
         unreadable = sum(wrong)
-    content = pack(values, partition_keys, ordering_keys, event_ms, properties)
+    content = pack(values, partition_keys, ordering_keys, event_ms, properties, metadata=metadata)
     return EntryBlock(
         entry_id,
         batch_size,
@@ -137,7 +176,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
 
 
 def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
-    """Columns of :data:`CONTENT`, by name, for all messages of some blocks in their order."""
+    """Columns of the content, by name, for all messages of some blocks in their order."""
     runs = runs_of(blocks) if names else []
     if any(run.kept is not None for run in runs):
         raise ValueError("the content is kept elsewhere")
@@ -145,8 +184,16 @@ def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.A
         name: pa.concat_arrays(
             [part.content.column(position).slice(part.start, part.rows) for part in runs]
         )
-        for name, position in zip(names, map(CONTENT.get_field_index, names), strict=True)
+        for name, position in zip(names, _positions(runs, names), strict=True)
     }
+
+
+def _positions(runs: Sequence[Part], names: Sequence[str]) -> Sequence[int]:
+    # Metadata lies behind the rest, and all content of a source has the same.
+    positions = list(map(CONTENT.get_field_index, names))
+    if -1 in positions and runs:
+        return list(map(runs[0].content.schema.get_field_index, names))
+    return positions
 
 
 def runs_of(blocks: Sequence[EntryBlock]) -> list[Part]:
@@ -184,7 +231,11 @@ def _ordering_keys(keys: Sequence[str | None]) -> pa.Array:
 def _event_times(event_ms: Sequence[int]) -> pa.Array:
     if not any(event_ms):
         return pa.nulls(len(event_ms), TIME)
-    return pa.array([time or None for time in event_ms], pa.timestamp("ms", tz="UTC")).cast(TIME)
+    return _times([time or None for time in event_ms])
+
+
+def _times(times_ms: Sequence[int | None]) -> pa.Array:
+    return pa.array(times_ms, pa.timestamp("ms", tz="UTC")).cast(TIME)
 
 
 def properties_of(offsets: pa.Array, keys: pa.Array, values: pa.Array) -> pa.Array:

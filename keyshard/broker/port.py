@@ -157,7 +157,9 @@ class HowToRead:
     receiver_queue_size: int = 1_000
     """Messages the client asks for ahead of ``read``."""
     columns: Collection[str] | None = None
-    """Columns of the content that are wanted, the others may be empty; ``None``: all are."""
+    """Columns of the content that are wanted, the others may be empty; ``None``: all are that every
+    entry's content has. What else it can have is there where it is named, and null where the client
+    does not hand it out; see :data:`keyshard.arrow.content.METADATA`."""
     encrypted_too: bool = False
     """Whether an encrypted message is an error; else the client leaves it out, as a consumer's
     does, and nobody sees that it is there."""
@@ -255,6 +257,7 @@ class Broker(Protocol):
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> Consumer:
         """Own ``hash_range`` of ``topic_partition``, creating the subscription if it is missing.
 
@@ -262,6 +265,7 @@ class Broker(Protocol):
             start: Where a subscription that does not exist yet begins.
             consumer_name: Shown in the broker's statistics.
             receiver_queue_size: Messages the client asks for ahead of ``receive``.
+            columns: As :attr:`HowToRead.columns`.
 
         Raises:
             RangeConflictError: Another consumer holds a part of the range (retriable).

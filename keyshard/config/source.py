@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field, fields
 from keyshard.config.connection import AUTO, CLIENT, SERVICE_URL, WIRE, Connection
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
+from keyshard.core.metadata_columns import check_metadata_columns
 from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
 from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.entry import full_topic_name
@@ -102,6 +103,10 @@ class SourceConfig:
     """``auto`` or ``raw``: whether rows have the fields of the schema of their topic as columns,
     where it has one, or the bytes. Of Spark's rows; messages and record batches of Python have the
     bytes."""
+    metadata_columns: Sequence[str] = field(default=(), kw_only=True)
+    """Columns that rows have beside the default ones, one or several: ``__orderingKey``,
+    ``__keyBytes``, ``__sequenceId``, ``__producer``, ``__brokerPublishTime`` or
+    ``__messageIdBytes``; see ``docs/options.md``. Handlers have messages, and refuse it."""
     malformed: str = field(default="FAILFAST", kw_only=True)
     """``FAILFAST``, ``PERMISSIVE`` or ``DROPMALFORMED`` on values that the schema of their topic
     does not fit: an error, nulls beside the bytes, or no row."""
@@ -133,6 +138,11 @@ class SourceConfig:
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_choice("value_format", self.value_format, "auto", "raw")
         check_choice("malformed", self.malformed, "FAILFAST", "PERMISSIVE", "DROPMALFORMED")
+        by_client = self.transport == CLIENT and not self.in_memory
+        metadata = check_metadata_columns(
+            "metadata_columns", self.metadata_columns, by_client=by_client
+        )
+        object.__setattr__(self, "metadata_columns", metadata)
         self._check_corrupt()
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)

@@ -20,7 +20,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from keyshard.arrow.columns import described
-from keyshard.arrow.content import runs_of
+from keyshard.arrow.content import content_columns, runs_of
 from keyshard.broker.port import Broker
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.available_now import AvailableNow
@@ -139,6 +139,7 @@ class Batches:
             config.replay_timeout_ms / 1000,
             self._partitions.gone,
             fail_on_data_loss=config.fail_on_data_loss,
+            columns=content_columns(config.metadata_columns),
         )
         _log.info("batch %s read again in %.1f s", checkpoint.batch_id, time.monotonic() - began)
         return entries

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from keyshard.arrow.columns import SCHEMA, record_batches
+from keyshard.arrow.columns import SCHEMA, columns_of, record_batches
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -34,7 +34,7 @@ class Batch:
         self, records: pa.RecordBatch, entries: dict[TopicPartition, list[EntryId]], run: BatchRun
     ) -> None:
         self.records = records
-        """All columns of :data:`keyshard.arrow.columns.SCHEMA`."""
+        """Columns of :data:`keyshard.arrow.columns.SCHEMA`, then those that the source names."""
         self._entries = entries
         self._run = run
 
@@ -75,6 +75,7 @@ class BatchRun(EntryRun):
         self._wait_max_s = wait_max_s
         self._full_timeout_s = config.operation_timeout_ms / 1000
         """Time after which a full window that nobody empties is an error, seconds."""
+        self._columns = columns_of(config.metadata_columns)
         self._rows: deque[Located] = deque()
 
     def batches(self) -> Iterator[Batch]:
@@ -128,16 +129,18 @@ class BatchRun(EntryRun):
         entries: dict[TopicPartition, list[EntryId]] = {}
         for topic_partition, block in blocks:
             entries.setdefault(topic_partition, []).append(block.id)
-        return Batch(one_record_batch(blocks), entries, self)
+        return Batch(one_record_batch(blocks, self._columns), entries, self)
 
 
-def one_record_batch(blocks: Sequence[Located]) -> pa.RecordBatch:
+def one_record_batch(
+    blocks: Sequence[Located], columns: Sequence[str] = tuple(SCHEMA.names)
+) -> pa.RecordBatch:
     """All rows of some entries, in one record batch.
 
     Raises:
         KeyShardError: They do not fit into one.
     """
-    table = pa.Table.from_batches(record_batches(blocks, SCHEMA.names))
+    table = pa.Table.from_batches(record_batches(blocks, columns))
     parts = table.combine_chunks().to_batches()
     rows = sum(block.rows for _, block in blocks)
     if len(parts) != 1 or parts[0].num_rows != rows:

@@ -24,6 +24,7 @@ from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.lanes.failure import text_of
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import MessageId
+from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
@@ -82,7 +83,7 @@ class HandlerRun:
         observers: Who is told about every attempt.
 
     Raises:
-        ConfigError: The handler does not fit its executor.
+        ConfigError: The handler does not fit its executor, or the source wants columns.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class HandlerRun:
         handle: Handle,
         observers: Sequence[Observer] = (),
     ) -> None:
+        refuse_for_handlers(config.metadata_columns)
         self._coordinator = coordinator
         self._config = config
         self._handling = handling

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.arrow.content import only
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, HowToRead
 from keyshard.broker.retry import retry_until
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
@@ -44,6 +44,7 @@ def replay(
     gone: Container[TopicPartition] = (),
     *,
     fail_on_data_loss: bool = True,
+    columns: Collection[str] | None = None,
 ) -> dict[TopicPartition, list[EntryBlock]]:
     """Read the batch of ``checkpoint``.
 
@@ -53,6 +54,7 @@ def replay(
         timeout_s: Deadline for all of it, seconds.
         fail_on_data_loss: Whether missing entries are an error; else they are left out, with a
             warning.
+        columns: As those of :class:`~keyshard.broker.port.HowToRead`.
         gone: Topic partitions that exist no more: opening a Reader would create them again.
 
     Returns:
@@ -79,6 +81,7 @@ def replay(
                 state,
                 deadline,
                 corrupt[tp],
+                how=HowToRead(columns=columns),
             )
             for tp, state in wanted.items()
         }
@@ -102,6 +105,8 @@ def _replay_partition(
     state: PartitionCheckpoint,
     deadline: float,
     corrupt: dict[EntryId, CorruptEntryError],
+    *,
+    how: HowToRead,
 ) -> list[EntryBlock]:
     """Entries of one topic partition; ``corrupt`` gets those that cannot be read."""
     found: dict[EntryId, EntryBlock] = {}
@@ -111,8 +116,9 @@ def _replay_partition(
             def read_stretch(stretch: EntrySet = stretch) -> list[EntryBlock]:
                 assert broker is not None
                 return _read_stretch(
-                    broker, topic_partition, stretch, state.partial, deadline, corrupt=corrupt
-                )
+                    broker, topic_partition, stretch, state.partial, deadline,
+                    how=how, corrupt=corrupt,
+                )  # fmt: skip
 
             for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
                 indices = state.partial.get(block.id)
@@ -138,6 +144,7 @@ def _read_stretch(
     partial: Mapping[EntryId, Collection[int]],
     deadline: float,
     *,
+    how: HowToRead,
     corrupt: dict[EntryId, CorruptEntryError],
 ) -> list[EntryBlock]:
     """Entries of a stretch, with all indices that the checkpoint wants of them."""
@@ -146,7 +153,7 @@ def _read_stretch(
     assert last is not None
     found: dict[EntryId, EntryBlock] = {}
     cut_off: set[EntryId] = set()
-    with Scan(broker, topic_partition, start, last, corrupt=corrupt) as scan:
+    with Scan(broker, topic_partition, start, last, how, corrupt=corrupt) as scan:
         for block in _entries(scan, topic_partition, deadline, cut_off):
             if block.id in stretch:
                 found[block.id] = block

@@ -82,7 +82,7 @@ def read_split(
         broker: Connection to read through.
         admin: Tells what is still stored.
         split: What is read.
-        names: Columns of :data:`keyshard.arrow.columns.SCHEMA`, at least one.
+        names: Columns of :data:`keyshard.arrow.columns.COLUMNS`, at least one.
         timeout_s: Longest time in which nothing comes, seconds.
         keys: Partition keys whose messages are wanted; ``None``: all are.
         fail_on_data_loss: Whether entries that are no longer stored are an error; else they are

@@ -44,6 +44,8 @@ class Decoding:
     schemas: Mapping[str, TopicSchema]
     """Of each topic by its full name: what its values are decoded to."""
     mode: str = FAILFAST
+    metadata: Sequence[str] = ()
+    """Columns beside the default ones."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -74,7 +76,7 @@ class Decoding:
                     topic=topic,
                 )
         decoded = {"value": pa.binary()} if found is None else found
-        own = [SCHEMA.field(name) for name in SCHEMA.names if name != "value"]
+        own = [COLUMNS.field(name) for name in (*SCHEMA.names[1:], *self.metadata)]
         corrupt = [pa.field(CORRUPT, pa.binary())] if self.mode == PERMISSIVE else []
         return pa.schema([*(pa.field(*one) for one in decoded.items()), *own, *corrupt])
 
@@ -97,16 +99,20 @@ def _listed(columns: Mapping[str, pa.DataType]) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in columns.items())
 
 
-def plan_decoding(connection: Connection, topics: Iterable[str], mode: str = FAILFAST) -> Decoding:
+def plan_decoding(
+    connection: Connection,
+    topics: Iterable[str],
+    mode: str = FAILFAST,
+    metadata: Sequence[str] = (),
+) -> Decoding:
     """Ask for the schemas of topics, as they are now.
 
     Raises:
         BrokerUnavailableError: Nobody answers.
         BrokerError: Who answers refuses.
     """
-    return Decoding(
-        connection, {topic: schema_of(connection, topic) or RAW for topic in topics}, mode
-    )
+    schemas = {topic: schema_of(connection, topic) or RAW for topic in topics}
+    return Decoding(connection, schemas, mode, metadata)
 
 
 class Decoder:
@@ -133,7 +139,7 @@ class Decoder:
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
-        """Columns of :data:`keyshard.arrow.columns.SCHEMA` that :meth:`decoded` has to be given."""
+        """Names of :data:`keyshard.arrow.columns.COLUMNS` that :meth:`decoded` has to be given."""
         names = [name for name in self._wanted.names if name in _METADATA]
         if len(self._payload) or CORRUPT in self._wanted.names:
             names.append("value")

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import pyarrow as pa
 
 from keyshard.arrow.columns import put_together
-from keyshard.arrow.content import CONTENT
+from keyshard.arrow.content import CONTENT_NAMES
 from keyshard.core.position.entry import Part
 from keyshard.errors import WorkerUnreachableError
 
@@ -89,7 +89,7 @@ def rows_of(ask: Ask, fetch: Fetch, columns: Sequence[str]) -> Iterator[pa.Recor
 def _fetched(
     others: pa.RecordBatch, elsewhere: Elsewhere, fetch: Fetch, columns: Sequence[str]
 ) -> pa.RecordBatch:
-    wanted = [name for name in columns if name in CONTENT.names]
+    wanted = [name for name in columns if name in CONTENT_NAMES]
     if not wanted:
         return put_together(others, None, columns)
     shares: dict[int, list[Run]] = {}

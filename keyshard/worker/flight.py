@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from keyshard.arrow.columns import select
-from keyshard.arrow.content import CONTENT
+from keyshard.arrow.content import CONTENT_NAMES
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
 from keyshard.worker.elsewhere import Chunk, Elsewhere, Place, Run, rows_of
@@ -143,7 +143,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
                 return flight.GeneratorStream(select(columns), rows)
         except KeyShardError as exc:
             raise flight.FlightServerError(str(exc)) from exc
-        here = select([name for name in columns if name not in CONTENT.names])
+        here = select([name for name in columns if name not in CONTENT_NAMES])
         return flight.GeneratorStream(
             here, ((others, json.dumps(where).encode()) for others, where in elsewhere)
         )

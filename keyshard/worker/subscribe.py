@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from keyshard.arrow.content import content_columns
 from keyshard.broker.port import Admin, Broker, Consumer, StartPosition
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
@@ -154,6 +155,7 @@ def subscribe_once(
         start=start,
         consumer_name=f"keyshard-{socket.gethostname()}-range-{owned_range.range_index}",
         receiver_queue_size=queue.size,
+        columns=content_columns(config.metadata_columns),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from keyshard.arrow.columns import SCHEMA, record_batches
+from keyshard.arrow.columns import columns_of, record_batches
 from keyshard.broker.port import Admin, Broker, StartPosition
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -113,9 +113,14 @@ class Worker:
             thread.join(max(0.1, deadline_s - time.monotonic()))
 
     def read(
-        self, batch_id: str, index: int, columns: Sequence[str] = tuple(SCHEMA.names)
+        self, batch_id: str, index: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Rows of one layout partition of a planned batch: the same at every call.
+
+        Args:
+            batch_id: The batch.
+            index: The layout partition.
+            columns: Columns wanted, in their order; default the source's.
 
         Raises:
             BatchReleasedError: The batch was released.
@@ -123,7 +128,7 @@ class Worker:
         """
         with self.shared.lock:
             located = self.shared.window.batches.partition(batch_id, index)
-        return record_batches(located, columns)
+        return record_batches(located, columns or columns_of(self._config.metadata_columns))
 
     def acknowledge(self, released: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
         """Acknowledge what the window released; never waits."""

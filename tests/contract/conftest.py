@@ -97,10 +97,14 @@ def _excuse(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def breakable_broker() -> Iterator[DevBroker]:
-    """A real broker with what is off by default: batch index acks, and transactions."""
+    """A real broker with what is off by default: batch index acks, transactions, its own times."""
     settings = {
         "acknowledgmentAtBatchIndexLevelEnabled": "true",
         "transactionCoordinatorEnabled": "true",
+        "brokerEntryMetadataInterceptors": (
+            "org.apache.pulsar.common.intercept.AppendBrokerTimestampMetadataInterceptor"
+        ),
+        "exposingBrokerEntryMetadataToClientEnabled": "true",
         # Cursors are written at once and then as good as never: what an acknowledgement finds
         # written does not depend on how fast the test runs.
         "managedLedgerDefaultMarkDeleteRateLimit": "0.001",

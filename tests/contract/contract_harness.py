@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -34,6 +34,8 @@ class Harness(Protocol):
     set as bytes, and that they are a part of a chunked message."""
     empty_keys: bool
     """Whether a key that is empty is told from none."""
+    not_handed_out: Collection[str]
+    """Columns beside the content that are null here."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""
@@ -143,6 +145,7 @@ def subscribe(
     subscription: str = SUBSCRIPTION,
     start: StartPosition = StartPosition.EARLIEST,
     receiver_queue_size: int = 1_000,
+    columns: Collection[str] | None = None,
 ) -> Consumer:
     """Subscribe with the values most cases want."""
     return broker.subscribe(
@@ -152,6 +155,7 @@ def subscribe(
         start=start,
         consumer_name=f"range-{hash_range}",
         receiver_queue_size=receiver_queue_size,
+        columns=columns,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
@@ -19,6 +19,7 @@ from keyshard.broker.memory import (
 )
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Admin, Broker
+from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
@@ -31,6 +32,7 @@ class MemoryHarness:
     idle_s = 0.25
     whole_entries = False
     empty_keys = True
+    not_handed_out: Collection[str] = (BROKER_PUBLISH_TIME,)
 
     def __init__(self) -> None:
         self._cluster = MemoryCluster(

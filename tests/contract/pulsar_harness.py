@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from keyshard.broker.port import Admin, Broker
 from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.config.connection import Connection
+from keyshard.core.metadata_columns import NOT_BY_CLIENT
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
@@ -40,6 +41,7 @@ class PulsarHarness:
     idle_s = 0.8
     whole_entries = False
     empty_keys = False
+    not_handed_out: Collection[str] = NOT_BY_CLIENT
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url

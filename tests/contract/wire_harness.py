@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 from keyshard.broker.port import Broker
 from keyshard.broker.schemas import schema_of
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
+from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME
 from keyshard.core.topic_schema import TopicSchema
 
 
@@ -16,6 +19,7 @@ class WireHarness(PulsarHarness):
 
     whole_entries = True
     empty_keys = True
+    not_handed_out: Collection[str] = (BROKER_PUBLISH_TIME,)
 
     def broker(self) -> Broker:
         self._brokers.append(WireBroker(Connection(self._service_url)))
@@ -26,4 +30,6 @@ class WireHarness(PulsarHarness):
 
 
 class BreakableWireHarness(WireHarness, BreakablePulsarHarness):
-    """The same with a broker that nobody else uses."""
+    """The same with a broker that nobody else uses, and that hands out its times."""
+
+    not_handed_out = ()

@@ -117,11 +117,11 @@ MUTANTS = (
         edits=(
             Edit(
                 "keyshard/broker/pulsar/consumer.py",
-                "        return to_blocks(messages, self._topic_partition, self._hash_range)\n",
+                "        return to_blocks(messages, self._topic_partition, self._hash_range, ",
                 "        for message in messages:\n"
                 "            if message.redelivery_count() > 0:\n"
                 "                self._raw.negative_acknowledge(message)\n"
-                "        return to_blocks(messages, self._topic_partition, self._hash_range)\n",
+                "        return to_blocks(messages, self._topic_partition, self._hash_range, ",
             ),
         ),
         killers=(

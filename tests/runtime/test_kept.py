@@ -12,15 +12,16 @@ from hosted_harness import LocalWorker
 from pyarrow import flight
 
 from helpers import config, keys_of, received, wait_until
-from keyshard.arrow.columns import SCHEMA
+from keyshard.arrow.columns import COLUMNS
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import BatchReleasedError
 from keyshard.worker.flight import BatchServer, read_batch
 
-ALL = tuple(SCHEMA.names)
+ALL = tuple(COLUMNS.names)
 ROWS = 1_000
 KEYS = keys_of(16)
 
@@ -32,7 +33,8 @@ class Place:
         self.cluster = MemoryCluster(entries_per_ledger=100)
         self.topic = self.cluster.create_topic("orders", partitions=3)
         self.workers: list[LocalWorker] = []
-        self.coordinator = Coordinator(config(self.topic), self._broker, None)
+        source = config(self.topic, metadata_columns=METADATA_COLUMNS)
+        self.coordinator = Coordinator(source, self._broker, None)
         self.sent = 0
 
     def _broker(self) -> HostedBroker:

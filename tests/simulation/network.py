@@ -215,11 +215,13 @@ class Client:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> Consumer:
         def action() -> Consumer:
             inner = self._inner.subscribe(
                 topic_partition, subscription, hash_range, start=start,
                 consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
+                columns=columns,
             )  # fmt: skip
             self.consumers.append(Consumer(self, inner))
             return self.consumers[-1]

@@ -194,3 +194,43 @@ def test_an_empty_worker_host_is_refused() -> None:
 )
 def test_letters_have_a_topic_of_their_own_by_default(fields: dict[str, Any], topic: str) -> None:
     assert SourceConfig(**({"subscription": "s"} | fields)).default_dead_letter_topics[0] == topic
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["__offset"], "names '__offset'; it may name __messageIdBytes, __orderingKey, "),
+        (["__publishTime"], "Others are there without."),
+        (["__producer", "__producer"], "has a column twice"),
+        ("__redeliveryCount", "no column __redeliveryCount: what is read again after a restart"),
+        ("__range", "no column __range: it is no property of a message"),
+        (5, "metadata_columns is 5; give a list of __messageIdBytes"),
+        ([None], "give a list of __messageIdBytes"),
+        (b"__producer", "give a list of __messageIdBytes"),
+    ],
+)
+def test_a_column_that_is_none_is_refused_with_its_reason(given: object, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(metadata_columns=given)
+    assert sentence in caught.value.message
+    assert caught.value.message.endswith(".")
+
+
+def test_columns_beside_the_default_ones_are_named_one_or_several() -> None:
+    assert config().metadata_columns == ()
+    found = config(metadata_columns="__producer")
+    assert found.metadata_columns == ("__producer",)
+    again = dataclasses.replace(found, metadata_columns=["__sequenceId", "__producer"])
+    assert again.metadata_columns == ("__sequenceId", "__producer")
+    assert hash(pickle.loads(pickle.dumps(again))) == hash(again)
+
+
+@pytest.mark.parametrize("name", ["__keyBytes", "__sequenceId", "__brokerPublishTime"])
+def test_what_pulsar_client_does_not_hand_out_is_refused_with_it(name: str) -> None:
+    assert config(metadata_columns=name, transport="wire").metadata_columns == (name,)
+    with pytest.raises(
+        ConfigError, match=f"Column {name} is not to be had with transport 'client'"
+    ):
+        config(metadata_columns=name, transport="client")
+    both = ["__producer", "__orderingKey"]
+    assert config(metadata_columns=both, transport="client").metadata_columns == tuple(both)

@@ -6,13 +6,16 @@ import shutil
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyshard.arrow.content import CONTENT
 from keyshard.arrow.messages import messages_of
+from keyshard.arrow.metadata import TIME_MS_MAX
 from keyshard.broker.wire import bulk, decoding, unpacking
 from keyshard.broker.wire.decoding import decode
 from keyshard.core.message import Message
@@ -22,6 +25,7 @@ from keyshard.errors import ChunkedMessageError, CorruptEntryError, EncryptedMes
 from stored_entries import (
     BASE,
     DAMAGE,
+    EVERYTHING,
     ID,
     LZ4,
     MESSAGES,
@@ -41,6 +45,7 @@ from stored_entries import (
     reference_only,
     single,
     stored,
+    with_broker,
 )
 
 
@@ -116,6 +121,85 @@ def test_the_version_of_the_schema_is_told_where_it_is_one(
 ) -> None:
     found = decoded(batch([plain()] * 2, NONE, written), single(plain(), NONE, written))
     assert [block.schema_version for block in found.blocks] == [told, told]
+
+
+@given(
+    st.lists(MESSAGES, min_size=1, max_size=4),
+    st.sampled_from(range(5)),
+    st.none() | st.integers(0, 2**63),
+)
+@settings(deadline=None, max_examples=40)
+def test_what_is_asked_for_beside_the_content_is_what_was_written(
+    messages: list[dict[str, Any]], compression: int, time_ms: int | None
+) -> None:
+    broker = b"" if time_ms is None else message({1: time_ms, 2: 9})
+    one_by_one = [single(one, compression, broker=broker) for one in messages]
+    found = decoded(batch(messages, compression, broker=broker), *one_by_one, columns=EVERYTHING)
+    rows = [dict(zip(EVERYTHING, row, strict=True)) for block in found.blocks for row in zip(
+        *(block.column(name) for name in EVERYTHING), strict=True
+    )]  # fmt: skip
+    keys = [one["key"] and one["key"].encode() for one in messages]
+    texts = [b"" if one["key"] == "" else key for one, key in zip(messages, keys, strict=True)]
+    wanted = [
+        text if one["key_bytes"] is None else one["key_bytes"]
+        for one, text in zip(messages, texts, strict=True)
+    ]
+    assert [row["__keyBytes"] for row in rows] == wanted * 2
+    signed = [_signed(one["sequence_id"]) for one in messages]
+    assert [row["__sequenceId"] for row in rows] == [*signed, *[3] * len(messages)]
+    assert {row["__producer"] for row in rows} == {"producer"}
+    for row in rows:
+        stored_at = row["__brokerPublishTime"]
+        if time_ms is None or not 0 < time_ms < TIME_MS_MAX:
+            assert stored_at is None
+        else:
+            assert stored_at == datetime.fromtimestamp(0, timezone.utc) + timedelta(
+                milliseconds=time_ms
+            )
+
+
+def _signed(number: int | None) -> int | None:
+    return number if number is None or number < 2**63 else number - 2**64
+
+
+def test_what_nobody_asks_for_is_not_made() -> None:
+    whole = batch([plain()] * 2, broker=message({1: 1_700_000_000_000}))
+    (block,) = decoded(whole).blocks
+    assert block.content.schema == CONTENT
+    (block,) = decoded(whole, columns=["value", "__producer"]).blocks
+    assert block.content.schema.names == [*CONTENT.names, "__producer"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "broker", "name", "shown"),
+    [
+        ({1: b"\xff\xfe"}, b"", "__producer", "\ufffd\ufffd"),
+        ({1: b""}, b"", "__producer", ""),
+        ({6: b"\xff"}, b"", "__keyBytes", b"\xff"),
+        ({6: b"no base64!", 17: 1}, b"", "__keyBytes", b"no base64!"),
+        ({6: b"QQ==", 17: 1, 18: b"ordered"}, b"", "__keyBytes", b"A"),
+        ({6: b"QR==", 17: 1}, b"", "__keyBytes", b"A"),
+        ({17: 1}, b"", "__keyBytes", None),
+        ({}, b"\xff\xff", "__brokerPublishTime", None),
+        ({}, message({1: b"text"}), "__brokerPublishTime", None),
+        ({}, message({2: 5}), "__brokerPublishTime", None),
+    ],
+)
+def test_what_is_odd_beside_the_content_is_the_nearest_or_null(
+    fields: dict[int, Value], broker: bytes, name: str, shown: object
+) -> None:
+    whole = stored(message(BASE | fields), b"value", broker=broker)
+    found = decoded(whole, single(plain()), columns=EVERYTHING)
+    assert found.refused is None
+    assert found.blocks[0].column(name) == [shown]
+    assert look_at(whole)
+
+
+def test_of_what_is_refused_nothing_stays_beside_the_content() -> None:
+    bad = stored(message(BASE | {11: 3}), batch_payload([plain()] * 2))
+    found = decoded(single(plain()), bad, columns=EVERYTHING)
+    assert found.refused is not None
+    assert found.blocks[0].content.num_rows == 1
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from(range(5)))
@@ -234,14 +318,17 @@ def test_chunked_and_encrypted_entries_are_refused_by_their_own_id() -> None:
     st.sampled_from(range(5)),
     st.lists(DAMAGE, min_size=1, max_size=4),
     st.booleans(),
+    st.sampled_from([b"", message({1: 1_700_000_000_123}), b"\x08\x80", b"\x0a\x01\x02"]),
 )
 @settings(deadline=None, max_examples=150)
 def test_damaged_entries_are_an_error_that_names_them_or_messages(
-    messages: list[dict[str, Any]], compression: int, damage: list[Any], batched: bool
-) -> None:
+    messages: list[dict[str, Any]], compression: int, damage: list[Any], batched: bool,
+    broker: bytes,
+) -> None:  # fmt: skip
     """With a checksum that fits, so that the damage comes as far as it can."""
     whole = batch(messages, compression) if batched else single(messages[0], compression)
-    look_at(damaged(whole, damage))
+    found = damaged(whole, damage)
+    look_at(with_broker(broker, found) if broker else found)
 
 
 @given(st.binary(max_size=200))

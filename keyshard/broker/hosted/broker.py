@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
@@ -77,9 +77,10 @@ class HostedBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> HostedConsumer:
         wanted = Wanted(
-            topic_partition, subscription, hash_range, consumer_name, receiver_queue_size
+            topic_partition, subscription, hash_range, consumer_name, receiver_queue_size, columns
         )
         worker = self._workers[hash_range.start * len(self._workers) // RING_SIZE]
         holders = self._holders.setdefault(topic_partition, Holders())

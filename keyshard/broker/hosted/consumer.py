@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class Wanted:
     hash_range: HashRange
     consumer_name: str
     receiver_queue_size: int
+    columns: Collection[str] | None = None
 
 
 class Holders:

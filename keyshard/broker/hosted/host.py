@@ -106,6 +106,7 @@ class Host:
     def subscribe(
         self, *, number: int, topic: str, partition: int, subscription: str, start: int, end: int,
         position: str, consumer_name: str, receiver_queue_size: int,
+        columns: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Host a consumer under a number of the caller's choice. Idempotent.
 
@@ -119,6 +120,7 @@ class Host:
                 self._broker.subscribe,
                 TopicPartition(topic, partition), subscription, HashRange(start, end),
                 consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
+                columns=columns,
             )  # fmt: skip
             consumer = consumer_from(start=StartPosition(position))
             hosted = _Hosted(

@@ -99,6 +99,7 @@ class WorkerHosting:
             partition=wanted.topic_partition.partition, subscription=wanted.subscription,
             start=wanted.hash_range.start, end=wanted.hash_range.end, position=start.value,
             consumer_name=wanted.consumer_name, receiver_queue_size=wanted.receiver_queue_size,
+            columns=wanted.columns,
         )  # fmt: skip
 
     # -- for its consumers ------------------------------------------------------------------------

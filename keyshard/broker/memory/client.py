@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -66,6 +66,7 @@ class MemoryConsumer:
         hash_range: HashRange,
         name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> None:
         self._connection = connection
         self._changed = threading.Condition(connection.lock)
@@ -75,6 +76,7 @@ class MemoryConsumer:
         self._hash_range = hash_range
         self._name = name
         self._queue_size = receiver_queue_size
+        self._columns = columns
         self._queue: deque[Delivery] = deque()
         self._taken = 0
         self._chunks = ChunkAssembly()
@@ -263,7 +265,8 @@ class MemoryConsumer:
 
     def _take(self, room: int) -> EntryBlock:
         entry, indices = self._queue[0]
-        block = entry.block(indices[self._taken : self._taken + room], self._hash_range)
+        chosen = indices[self._taken : self._taken + room]
+        block = entry.block(chosen, self._hash_range, self._columns)
         self._taken += block.rows
         if self._taken == len(indices):
             self._queue.popleft()
@@ -297,7 +300,9 @@ class MemoryReader:
         log: EntryLog,
         topic_partition: TopicPartition,
         start: EntryId,
+        columns: Collection[str] | None,
     ) -> None:
+        self._columns = columns
         self._changed = threading.Condition(lock)
         self._log = log
         self._topic_partition = topic_partition
@@ -342,7 +347,7 @@ class MemoryReader:
                 if entry.chunk is not None:
                     self._refused = refused(entry, self._topic_partition)
                     break
-                blocks.append(entry.block())
+                blocks.append(entry.block(columns=self._columns))
                 rows += blocks[-1].rows
             if self._refused is not None and not blocks:
                 raise self._refused

@@ -62,6 +62,7 @@ class MemoryBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> MemoryConsumer:
         if receiver_queue_size < 1:
             raise ConfigError(f"receiver_queue_size must be at least 1, got {receiver_queue_size}.")
@@ -74,6 +75,7 @@ class MemoryBroker:
                 hash_range=hash_range,
                 name=consumer_name,
                 receiver_queue_size=receiver_queue_size,
+                columns=columns,
             )
             consumer.connect()
             self._consumers.append(consumer)
@@ -83,12 +85,12 @@ class MemoryBroker:
         self,
         topic_partition: TopicPartition,
         start: EntryId,
-        how: HowToRead = ANYHOW,  # noqa: ARG002 - all of it is here anyway
+        how: HowToRead = ANYHOW,
     ) -> MemoryReader:
         with self._cluster.lock:
             self._check_open()
             log = self._cluster.open_log(topic_partition)
-            reader = MemoryReader(self._cluster.lock, log, topic_partition, start)
+            reader = MemoryReader(self._cluster.lock, log, topic_partition, start, how.columns)
             self._readers.append(reader)
         return reader
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from base64 import b64decode
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
-from keyshard.arrow.content import entry_block
+from keyshard.arrow.content import entry_block, metadata_in
+from keyshard.core.metadata_columns import KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
@@ -62,6 +64,13 @@ class Message:
             return b64decode(self.key)
         return self.routing_key
 
+    @property
+    def key_bytes(self) -> bytes | None:
+        """What the partition key was set as; of a text its UTF-8."""
+        if self.key is None:
+            return None
+        return b64decode(self.key) if self.key_is_base64 else self.key.encode()
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -86,19 +95,26 @@ class StoredEntry:
     batched: bool
     messages: tuple[Message, ...]
     publish_ms: int
+    producer: str = ""
+    sequence_id: int = 0
+    """Of its first message; the others follow."""
     hidden: bool = False
     """Whether nobody receives or reads it: a marker, or data of an aborted transaction."""
     chunk: Chunk | None = None
     """What it is a part of; its only message is that part."""
 
     def block(
-        self, indices: Sequence[int] | None = None, came_to: HashRange | None = None
+        self,
+        indices: Sequence[int] | None = None,
+        came_to: HashRange | None = None,
+        columns: Collection[str] | None = None,
     ) -> EntryBlock:
         """A fresh block of the messages with these indices; of all, when not given.
 
         Args:
             indices: Batch indices.
             came_to: Range of the consumer that receives it; ``None`` for a Reader.
+            columns: As those of :class:`~keyshard.broker.port.HowToRead`.
         """
         chosen = range(len(self.messages)) if indices is None else indices
         messages = [self.messages[index] for index in chosen]
@@ -115,7 +131,17 @@ class StoredEntry:
             properties=[dict(message.properties) for message in messages],
             came_to=came_to,
             schema_version=self.messages[0].schema_version,
+            metadata={name: self._metadata(name, chosen) for name in metadata_in(columns)},
         )
+
+    def _metadata(self, name: str, indices: Sequence[int]) -> list[Any]:
+        """A column of :data:`keyshard.arrow.content.METADATA`."""
+        if name == KEY_BYTES:
+            return [self.messages[index].key_bytes for index in indices]
+        if name == SEQUENCE_ID:
+            return [self.sequence_id + index for index in indices]
+        # This broker adds no time of its own.
+        return [self.producer if name == PRODUCER else None] * len(indices)
 
 
 class EntryLog:
@@ -165,8 +191,9 @@ class EntryLog:
         self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
     ) -> StoredEntry:
         """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        sequence_id = self._sequence_ids.get(producer, 0)
         slot = self._slot(messages[0], producer, len(messages))
-        return self._store(messages, slot, publish_ms, batched=batched)
+        return self._store(messages, slot, publish_ms, producer, sequence_id, batched=batched)
 
     def append_hidden(
         self, messages: Sequence[Message], *, producer: str, publish_ms: int
@@ -201,6 +228,8 @@ class EntryLog:
         messages: Sequence[Message],
         slot: int,
         publish_ms: int,
+        producer: str = "",
+        sequence_id: int = 0,
         *,
         batched: bool = False,
         hidden: bool = False,
@@ -214,6 +243,8 @@ class EntryLog:
             batched=batched,
             messages=tuple(messages),
             publish_ms=publish_ms,
+            producer=producer,
+            sequence_id=sequence_id,
             hidden=hidden,
             chunk=chunk,
         )

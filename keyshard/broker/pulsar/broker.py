@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import _pulsar
@@ -68,6 +68,7 @@ class PulsarBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> PulsarConsumer:
         position = (
             pulsar.InitialPosition.Earliest
@@ -92,7 +93,7 @@ class PulsarBroker:
                 ),
             )
         return PulsarConsumer(
-            consumer, topic_partition, hash_range, receiver_queue_size, self._calls
+            consumer, topic_partition, hash_range, receiver_queue_size, self._calls, columns=columns
         )
 
     def reader(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +44,8 @@ class PulsarConsumer:
         hash_range: HashRange,
         queue: int,
         calls: Calls,
+        *,
+        columns: Collection[str] | None = None,
     ) -> None:
         self._consumer = consumer
         self._calls = calls
@@ -51,6 +53,7 @@ class PulsarConsumer:
         self._topic_partition = topic_partition
         self._hash_range = hash_range
         self._queue = queue
+        self._columns = columns
         self._first: deque[Any] = deque()
         self._closed = False
 
@@ -72,7 +75,7 @@ class PulsarConsumer:
                 messages = self._poll() if polled else self._batch()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._batch()
-        return to_blocks(messages, self._topic_partition, self._hash_range)
+        return to_blocks(messages, self._topic_partition, self._hash_range, self._columns)
 
     def _batch(self) -> list[Any]:
         """One round of the client's batch receive."""

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import _pulsar
 
-from keyshard.arrow.content import pack
+from keyshard.arrow.content import metadata_in, pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import encrypted_entry, of_entry
+from keyshard.core.metadata_columns import PRODUCER
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
@@ -99,7 +100,7 @@ def to_blocks(
         messages: What a consumer or Reader handed out.
         where: Its topic partition.
         came_to: The consumer's range; ``None`` for a Reader.
-        columns: Columns of the content that are wanted; ``None``: all.
+        columns: As those of :class:`~keyshard.broker.port.HowToRead`.
 
     Messages are the extension's own objects: the Python wrapper around each costs as much as all
     its getters together.
@@ -117,6 +118,11 @@ def to_blocks(
         [key or None for key in ordering_keys],
         event_ms,
         properties,
+        # The others of these the extension does not have.
+        metadata={
+            name: _producers(messages) if name == PRODUCER else [None] * len(messages)
+            for name in metadata_in(columns)
+        },
     )
     sizes = list(map(_Message.length, messages) if values is None else map(_size, values))
     blocks: list[EntryBlock] = []
@@ -167,6 +173,13 @@ def _values(messages: Sequence[Any]) -> Sequence[bytes | None]:
         return [value or (None if one.has_null_value() else value)
                 for value, one in zip(values, messages, strict=True)]  # fmt: skip
     return values
+
+
+def _producers(messages: Sequence[Any]) -> list[str]:
+    try:
+        return list(map(_Message.producer_name, messages))
+    except UnicodeDecodeError:
+        return [_readable(_Message.producer_name, message)[0] for message in messages]
 
 
 def _size(value: bytes | None) -> int:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,7 @@ class WireBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> WireConsumer:
         consumer = WireConsumer(
             self._shared,
@@ -109,6 +110,7 @@ class WireBroker:
             subscription=subscription,
             consumer_name=consumer_name,
             latest=start is StartPosition.LATEST,
+            columns=columns,
             hand_on=self._acknowledge_by_another,
         )
         self._open(consumer)

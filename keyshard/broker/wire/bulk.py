@@ -17,14 +17,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.arrow.content import CONTENT, TIME, properties_of
+from keyshard.arrow.content import METADATA, TIME, content_with, properties_of
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.unpacking import unpacked
+from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 4
+VERSION = 5
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
@@ -41,7 +42,17 @@ _BUFFERS = (
     "has_value", "value_offsets", "values", "has_key", "key_offsets", "keys", "has_ordering_key",
     "ordering_key_offsets", "ordering_keys", "has_event", "events", "property_offsets",
     "property_key_offsets", "property_keys", "property_value_offsets", "property_values",
+    "has_key_bytes", "key_bytes_offsets", "key_bytes", "has_sequence_id", "sequence_ids",
+    "producer_offsets", "producers", "has_broker_time", "broker_times",
 )  # fmt: skip
+_METADATA = {
+    KEY_BYTES: (("key_bytes_offsets", "key_bytes"), "key_bytes", "has_key_bytes"),
+    SEQUENCE_ID: (("sequence_ids",), "sequence_ids", "has_sequence_id"),
+    PRODUCER: (("producer_offsets", "producers"), "producers", ""),
+    BROKER_PUBLISH_TIME: (("broker_times",), "broker_times", "has_broker_time"),
+}
+"""Buffers of a column, its count of values, and which rows have one; each is a bit of what is asked
+for."""
 
 
 class _Found(ctypes.Structure):
@@ -53,6 +64,10 @@ class _Found(ctypes.Structure):
         ("ordering_keys", ctypes.c_uint64),
         ("events", ctypes.c_uint64),
         ("properties", ctypes.c_uint64),
+        ("key_bytes", ctypes.c_uint64),
+        ("sequence_ids", ctypes.c_uint64),
+        ("producers", ctypes.c_uint64),
+        ("broker_times", ctypes.c_uint64),
     )
 
 
@@ -133,7 +148,9 @@ def came(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
     ]
 
 
-def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None:
+def decode(
+    entries: Sequence[RawEntry], *, keeps_values: bool, metadata: tuple[str, ...] = ()
+) -> Decoded | None:
     """As :func:`keyshard.broker.wire.decoding.decode`, of plain entries; ``None`` for others."""
     if _library is None or any(entry.ack_set for entry in entries):
         return None
@@ -154,7 +171,7 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
     opened = told[:]
     enough = _enough(sizes, opened)
     if enough < count:
-        return decode(entries[:enough], keeps_values=keeps_values)
+        return decode(entries[:enough], keeps_values=keeps_values, metadata=metadata)
     payloads: list[bytes | None] = [None] * count
     if any(opened[3::_OPENED]):
         try:
@@ -170,6 +187,7 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
         pointers(*payloads),
         numbers(*[0 if payload is None else len(payload) for payload in payloads]),
         ctypes.c_bool(keeps_values),
+        ctypes.c_uint32(_bits(metadata) if metadata else 0),
         ctypes.byref(slots),
         ctypes.byref(rows),
     )
@@ -177,8 +195,13 @@ def decode(entries: Sequence[RawEntry], *, keeps_values: bool) -> Decoded | None
         return None
     owner = _Owner(_library, found)
     decoded = rows[: _DECODED * count]
-    content = _content(found.contents, owner, sum(decoded[::_DECODED]), keeps_values=keeps_values)
+    count = sum(decoded[::_DECODED])
+    content = _content(found.contents, owner, count, metadata, keeps_values=keeps_values)
     return _blocks(entries, opened, decoded, slots, content)
+
+
+def _bits(metadata: Sequence[str]) -> int:
+    return sum(1 << bit for bit, name in enumerate(_METADATA) if name in metadata)
 
 
 def _enough(sizes: Sequence[int], opened: Sequence[int]) -> int:
@@ -196,7 +219,9 @@ def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
     return unpacked(compression, size, entry.data[payload:])
 
 
-def _content(found: Any, owner: _Owner, rows: int, *, keeps_values: bool) -> pa.RecordBatch:
+def _content(
+    found: Any, owner: _Owner, rows: int, metadata: tuple[str, ...], *, keeps_values: bool
+) -> pa.RecordBatch:
     """Columns over the buffers that were found, which they keep."""
 
     def buffer(name: str) -> pa.Buffer:
@@ -228,7 +253,11 @@ def _content(found: Any, owner: _Owner, rows: int, *, keeps_values: bool) -> pa.
             column(text, pairs, ("property_value_offsets", "property_values"), pairs),
         ),
     ]  # fmt: skip
-    return pa.RecordBatch.from_arrays(columns, schema=CONTENT)
+    for name in metadata:
+        names, valid, validity = _METADATA[name]
+        kind = METADATA.field(name).type
+        columns.append(column(kind, rows, names, getattr(found, valid), validity))
+    return pa.RecordBatch.from_arrays(columns, schema=content_with(metadata))
 
 
 def _blocks(

@@ -135,7 +135,9 @@ class WireConnection:
         hello = api.Connect(
             client_version=_CLIENT,
             protocol_version=_PROTOCOL_VERSION,
-            feature_flags=api.FeatureFlags(supports_auth_refresh=True),
+            feature_flags=api.FeatureFlags(
+                supports_auth_refresh=True, supports_broker_entry_metadata=True
+            ),
         )
         if method != "none":
             hello.auth_method_name, hello.auth_data = method.encode(), data.encode()

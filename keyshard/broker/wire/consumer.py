@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from keyshard.broker.port import HowToRead
@@ -34,6 +34,7 @@ class WireConsumer(Subscribed):
         subscription: Its name.
         consumer_name: Shown in the broker's statistics.
         latest: Whether a subscription that does not exist yet begins at the end.
+        columns: As those of :class:`~keyshard.broker.port.HowToRead`.
         hand_on: Told what is not acknowledged when it is closed: others may have received it, and
             then it does not come again.
     """
@@ -48,6 +49,7 @@ class WireConsumer(Subscribed):
         subscription: str,
         consumer_name: str,
         latest: bool,
+        columns: Collection[str] | None = None,
         hand_on: Callable[[WireConsumer, Sequence[EntryId]], None] = lambda *_: None,
     ) -> None:
         super().__init__(shared, topic_partition, queue, self._key_shared)
@@ -56,6 +58,7 @@ class WireConsumer(Subscribed):
         self._subscription = subscription
         self._consumer_name = consumer_name
         self._latest = latest
+        self._columns = columns
         self._receipts = Receipts(topic_partition, self.standing, shared.comebacks.until_true)
         self._told = False
 
@@ -64,7 +67,7 @@ class WireConsumer(Subscribed):
         entries = self.take(timeout_ms / 1000)
         if not entries:
             return []
-        decoded = decode(entries, self.topic_partition)
+        decoded = decode(entries, self.topic_partition, self._columns)
         self.used(decoded.messages)
         if decoded.left_out is not None and not self._told:
             self._told = True

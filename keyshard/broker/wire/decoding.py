@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import google_crc32c
 from google.protobuf.message import DecodeError
 
-from keyshard.arrow.content import pack
+from keyshard.arrow.content import metadata_in, pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
 from keyshard.broker.wire import bulk
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.unpacking import unpacked
+from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
@@ -48,6 +49,8 @@ class _Columns:
     """Content of messages of several entries, one value for each message."""
 
     keeps_values: bool
+    metadata: dict[str, list[Any]]
+    """Columns beside the content, where they are wanted."""
     values: list[bytes | None] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     partition_keys: list[str | None] = field(default_factory=list)
@@ -84,14 +87,16 @@ def decode(
     Args:
         entries: As they came.
         where: Their topic partition.
-        columns: Columns of the content that are wanted; ``None``: all.
+        columns: Columns of the content that are wanted; ``None``: all of
+            :data:`~keyshard.arrow.content.CONTENT`.
         encrypted_too: Whether an encrypted entry is refused; else it is left out.
     """
     keeps_values = columns is None or "value" in columns
-    plain = bulk.decode(entries, keeps_values=keeps_values)
+    metadata = metadata_in(columns)
+    plain = bulk.decode(entries, keeps_values=keeps_values, metadata=metadata)
     if plain is not None:
         return plain
-    into = _Columns(keeps_values=keeps_values)
+    into = _Columns(keeps_values, {name: [] for name in metadata})
     rows: list[_Row] = []
     refused: KeyShardError | None = None
     left_out: EntryId | None = None
@@ -167,6 +172,11 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if not indices:
         return None
     into.publish_ms.extend([metadata.publish_time] * len(indices))
+    if PRODUCER in into.metadata:
+        name = metadata.producer_name.decode(errors="replace")
+        into.metadata[PRODUCER].extend([name] * len(indices))
+    if BROKER_PUBLISH_TIME in into.metadata:
+        into.metadata[BROKER_PUBLISH_TIME].extend([_broker_ms(raw)] * len(indices))
     version = schema_version_of(metadata.schema_version)
     return _Row(raw, start, count, batched, indices, version)
 
@@ -186,6 +196,20 @@ def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
     if position > len(data):
         raise UnreadableError("its metadata ends too early")
     return api.MessageMetadata.FromString(data[position - size : position]), data, position
+
+
+def _broker_ms(raw: RawEntry) -> int | None:
+    """When the broker stored an entry; ``None`` where it says nothing that is a time."""
+    data, position = raw.data, raw.position
+    if data[position : position + 2] != _BROKER_METADATA:
+        return None
+    position += 6
+    end = position + _SIZE.unpack_from(data, position - 4)[0]
+    try:
+        time_ms: int = api.BrokerEntryMetadata.FromString(data[position:end]).broker_timestamp
+    except DecodeError:
+        return None
+    return time_ms if 0 < time_ms < TIME_MS_MAX else None
 
 
 def schema_version_of(written: bytes) -> int | None:
@@ -216,7 +240,7 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         (size,) = unpack(data, position)
         start = position + 4 + size
         said = _said(data, position + 4, start)
-        length, key, ordering_key, of_bytes, event_ms, null, properties = said
+        length, key, ordering_key, of_bytes, event_ms, null, properties, sequence_id = said
         position = start + length
         if position > end:
             raise UnreadableError(f"message {index} ends too early")
@@ -228,15 +252,17 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         into.event_ms.append(event_ms)
         into.properties.append(_properties(map(_KEY_VALUE, properties), into) if properties else {})
         _append_keys(into, key, ordering_key, bool(of_bytes))
+        if into.metadata:
+            _append_metadata(into, key, bool(of_bytes), sequence_id)
     if position != end:
         raise UnreadableError(f"behind its {count} messages are {end - position} bytes more")
 
 
 def _said(  # noqa: PLR0912 - one loop over the tags
     data: bytes, position: int, stop: int
-) -> tuple[int, bytes | None, bytes | None, int, int, int, Sequence[bytes]]:
+) -> tuple[int, bytes | None, bytes | None, int, int, int, Sequence[bytes], int | None]:
     """What is said of a message of a batch: ``SingleMessageMetadata``, by its tags."""
-    key = ordering_key = None
+    key = ordering_key = sequence_id = None
     length = event_ms = of_bytes = null = 0
     properties: list[bytes] | tuple[()] = ()
     while position < stop:
@@ -269,11 +295,13 @@ def _said(  # noqa: PLR0912 - one loop over the tags
             event_ms = value
         elif tag == 0x30:
             of_bytes = value
+        elif tag == 0x40:
+            sequence_id = value
         elif tag == 0x48:
             null = value
     if position != stop or not length:
         raise UnreadableError("what is said of a message cannot be read")
-    return length - 1, key, ordering_key, of_bytes, event_ms, null, properties
+    return length - 1, key, ordering_key, of_bytes, event_ms, null, properties, sequence_id
 
 
 def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
@@ -283,12 +311,11 @@ def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
     into.sizes.append(len(value))
     into.event_ms.append(metadata.event_time)
     into.properties.append(_properties(metadata.properties, into) if metadata.properties else {})
-    _append_keys(
-        into,
-        metadata.partition_key if metadata.HasField("partition_key") else None,
-        metadata.ordering_key if metadata.HasField("ordering_key") else None,
-        metadata.partition_key_b64_encoded,
-    )
+    key = metadata.partition_key if metadata.HasField("partition_key") else None
+    ordering_key = metadata.ordering_key if metadata.HasField("ordering_key") else None
+    _append_keys(into, key, ordering_key, metadata.partition_key_b64_encoded)
+    if into.metadata:
+        _append_metadata(into, key, metadata.partition_key_b64_encoded, metadata.sequence_id)
 
 
 def _append_keys(
@@ -321,6 +348,19 @@ def _append_keys(
     except UnicodeDecodeError:
         into.ordering_keys.append(ordering_key.decode(errors="replace"))
         into.unreadable[len(into.sizes) - 1] = True
+
+
+def _append_metadata(
+    into: _Columns, key: bytes | None, of_bytes: bool, sequence_id: int | None
+) -> None:
+    """What is wanted beside the content, of one more message."""
+    if KEY_BYTES in into.metadata:
+        into.metadata[KEY_BYTES].append(key if key is None or not of_bytes else _decoded(key))
+    if SEQUENCE_ID in into.metadata:
+        if sequence_id is not None:
+            # 64 bits, of which a column shows the first as a sign.
+            sequence_id = (sequence_id + (1 << 63)) % (1 << 64) - (1 << 63)
+        into.metadata[SEQUENCE_ID].append(sequence_id)
 
 
 def _decoded(key: bytes) -> bytes:
@@ -358,6 +398,8 @@ def _cut(into: _Columns, rows: int) -> None:
         column = getattr(into, name)
         if isinstance(column, list):
             del column[rows:]
+    for column in into.metadata.values():
+        del column[rows:]
     for row in [row for row in into.unreadable if row >= rows]:
         del into.unreadable[row]
 
@@ -374,6 +416,7 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
         into.ordering_keys,
         event_ms,
         properties,
+        metadata=into.metadata,
     )
     blocks: list[EntryBlock] = []
     for raw, start, batch_size, batched, indices, schema_version in rows:

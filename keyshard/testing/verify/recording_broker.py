@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import (
@@ -96,6 +96,7 @@ class RecordingBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        columns: Collection[str] | None = None,
     ) -> Consumer:
         consumer = self._broker.subscribe(
             topic_partition,
@@ -104,6 +105,7 @@ class RecordingBroker:
             start=start,
             consumer_name=consumer_name,
             receiver_queue_size=receiver_queue_size,
+            columns=columns,
         )
         if self._subscription not in {None, subscription}:
             return consumer

@@ -124,6 +124,7 @@ struct Said<'a> {
     event_ms: u64,
     properties: Vec<(&'a str, &'a str)>,
     length: Option<usize>,
+    sequence_id: Option<u64>,
 }
 
 fn property(data: &[u8]) -> Plain<(&str, &str)> {
@@ -141,7 +142,8 @@ fn property(data: &[u8]) -> Plain<(&str, &str)> {
 }
 
 /// An entry whose metadata was read.
-struct Opened {
+struct Opened<'a> {
+    producer: &'a [u8],
     payload: usize,
     /// 0: no batch.
     batched: bool,
@@ -151,6 +153,27 @@ struct Opened {
     publish_ms: u64,
     /// One more than the version of the schema; 0: none is said.
     schema: u64,
+}
+
+/// What may be wanted beside the content; `_METADATA` in `bulk.py`.
+const KEY_BYTES: u32 = 1;
+const SEQUENCE_ID: u32 = 2;
+const PRODUCER: u32 = 4;
+const BROKER_TIME: u32 = 8;
+
+/// When the broker stored an entry, milliseconds; 0 where it does not say so.
+fn broker_ms(frame: &[u8], at: usize) -> Plain<u64> {
+    if part(frame, at, 2)? != [0x0e, 0x02] {
+        return Ok(0);
+    }
+    let mut time_ms = 0;
+    let mut fields = Fields::of(part(frame, at + 6, size_at(frame, at + 2)?)?);
+    while let Some((field, value)) = fields.next()? {
+        if field == 1 {
+            time_ms = value.number()?;
+        }
+    }
+    if time_ms < TIME_MS_MAX { Ok(time_ms) } else { Err(Odd) }
 }
 
 /// Where the metadata of a frame lies, after its checksum was found right.
@@ -170,22 +193,16 @@ fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
     Ok((at + 4, size))
 }
 
-fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
+fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
     let (from, size) = metadata_of(frame, at)?;
     let mut said = Said::default();
-    let (mut producer, mut sequence, mut publish_ms) = (false, false, None);
+    let (mut producer, mut publish_ms) = (None, None);
     let (mut count, mut compression, mut uncompressed, mut schema) = (None, 0, 0, 0);
     let mut fields = Fields::of(part(frame, from, size)?);
     while let Some((field, value)) = fields.next()? {
         match field {
-            1 => {
-                value.bytes()?;
-                producer = true;
-            }
-            2 => {
-                value.number()?;
-                sequence = true;
-            }
+            1 => producer = Some(value.bytes()?),
+            2 => said.sequence_id = Some(value.number()?),
             3 => publish_ms = Some(value.number()?),
             4 => said.properties.push(property(value.bytes()?)?),
             6 => said.key = Some(value.bytes()?),
@@ -208,7 +225,8 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
     }
     let publish_ms = publish_ms.ok_or(Odd)?;
     let narrow = u64::from(u32::MAX);
-    if !producer || !sequence || publish_ms >= TIME_MS_MAX || compression > narrow || uncompressed > narrow {
+    let producer = producer.ok_or(Odd)?;
+    if said.sequence_id.is_none() || publish_ms >= TIME_MS_MAX || compression > narrow || uncompressed > narrow {
         return Err(Odd);
     }
     if count.is_some_and(|count| count < 1 || count > BYTES_MAX as u64) {
@@ -222,6 +240,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened, Said<'a>)> {
         uncompressed,
         publish_ms,
         schema,
+        producer,
     };
     Ok((opened, said))
 }
@@ -317,6 +336,8 @@ impl Validity {
 
 struct Columns {
     keeps_values: bool,
+    /// Bits of what is wanted beside the content.
+    wanted: u32,
     values: Bytes,
     has_value: Validity,
     keys: Bytes,
@@ -328,14 +349,22 @@ struct Columns {
     property_offsets: Vec<i32>,
     property_keys: Bytes,
     property_values: Bytes,
+    key_bytes: Bytes,
+    has_key_bytes: Validity,
+    sequence_ids: Vec<i64>,
+    has_sequence_id: Validity,
+    producers: Bytes,
+    broker_us: Vec<i64>,
+    has_broker_time: Validity,
     slots: Vec<i32>,
     entries: Vec<i64>,
 }
 
 impl Columns {
-    fn new(keeps_values: bool) -> Self {
+    fn new(keeps_values: bool, wanted: u32) -> Self {
         Columns {
             keeps_values,
+            wanted,
             values: Bytes::new(),
             has_value: Validity::default(),
             keys: Bytes::new(),
@@ -347,6 +376,13 @@ impl Columns {
             property_offsets: vec![0],
             property_keys: Bytes::new(),
             property_values: Bytes::new(),
+            key_bytes: Bytes::new(),
+            has_key_bytes: Validity::default(),
+            sequence_ids: Vec::new(),
+            has_sequence_id: Validity::default(),
+            producers: Bytes::new(),
+            broker_us: Vec::new(),
+            has_broker_time: Validity::default(),
             slots: Vec::new(),
             entries: Vec::new(),
         }
@@ -388,7 +424,45 @@ impl Columns {
             (None, Some(key)) => slot(key),
             (Some(ordering_key), _) => slot(ordering_key),
         });
+        if self.wanted != 0 {
+            self.push_metadata(said)?;
+        }
         Ok(of_bytes)
+    }
+
+    /// What is wanted of a message beside its content.
+    fn push_metadata(&mut self, said: &Said) -> Plain<()> {
+        if self.wanted & KEY_BYTES != 0 {
+            let key = said.key.unwrap_or_default();
+            if said.of_bytes {
+                self.key_bytes.push(&from_base64(key)?)?;
+            } else {
+                self.key_bytes.push(key)?;
+            }
+            self.has_key_bytes.push(said.key.is_some());
+        }
+        if self.wanted & SEQUENCE_ID != 0 {
+            self.sequence_ids.push(said.sequence_id.unwrap_or(0) as i64);
+            self.has_sequence_id.push(said.sequence_id.is_some());
+        }
+        Ok(())
+    }
+
+    /// What is wanted of an entry beside the content of its messages.
+    fn push_of_entry(&mut self, producer: &[u8], broker_ms: u64, messages: usize) -> Plain<()> {
+        if self.wanted & PRODUCER != 0 {
+            std::str::from_utf8(producer).map_err(|_| Odd)?;
+            for _ in 0..messages {
+                self.producers.push(producer)?;
+            }
+        }
+        if self.wanted & BROKER_TIME != 0 {
+            for _ in 0..messages {
+                self.broker_us.push(broker_ms as i64 * 1000);
+                self.has_broker_time.push(broker_ms != 0);
+            }
+        }
+        Ok(())
     }
 
     fn entry(&mut self, frame: &[u8], at: usize, unpacked: Option<&[u8]>) -> Plain<()> {
@@ -404,6 +478,10 @@ impl Columns {
         } else {
             (self.push(&said, payload)?, payload.len())
         };
+        if self.wanted & (PRODUCER | BROKER_TIME) != 0 {
+            let time_ms = if self.wanted & BROKER_TIME != 0 { broker_ms(frame, at)? } else { 0 };
+            self.push_of_entry(opened.producer, time_ms, self.slots.len() - first)?;
+        }
         let slots = &self.slots[first..];
         let mixed = slots.iter().any(|slot| *slot != slots[0]);
         // What bulk.py reads: messages, payload, slot of the first or 0, whether slots differ, and
@@ -443,6 +521,7 @@ fn said_in_batch(data: &[u8]) -> Plain<Said<'_>> {
             5 => said.event_ms = value.number()?,
             6 => said.of_bytes = value.number()? != 0,
             7 => said.ordering_key = Some(value.bytes()?),
+            8 => said.sequence_id = Some(value.number()?),
             9 => said.null_value = value.number()? != 0,
             _ => {}
         }
@@ -575,13 +654,17 @@ fn crc32c_by_table(data: &[u8]) -> u32 {
 /// Buffers of the columns, in the order of `_BUFFERS` in `bulk.py`, and counts of values.
 #[repr(C)]
 pub struct Found {
-    addresses: [*const u8; 16],
-    sizes: [u64; 16],
+    addresses: [*const u8; 25],
+    sizes: [u64; 25],
     values: u64,
     keys: u64,
     ordering_keys: u64,
     events: u64,
     properties: u64,
+    key_bytes: u64,
+    sequence_ids: u64,
+    producers: u64,
+    broker_times: u64,
     columns: Box<Columns>,
 }
 
@@ -600,6 +683,10 @@ fn found(columns: Columns) -> Box<Found> {
         bytes(&c.property_offsets),
         bytes(&c.property_keys.offsets), bytes(&c.property_keys.data),
         bytes(&c.property_values.offsets), bytes(&c.property_values.data),
+        bytes(&c.has_key_bytes.bits), bytes(&c.key_bytes.offsets), bytes(&c.key_bytes.data),
+        bytes(&c.has_sequence_id.bits), bytes(&c.sequence_ids),
+        bytes(&c.producers.offsets), bytes(&c.producers.data),
+        bytes(&c.has_broker_time.bits), bytes(&c.broker_us),
     ];
     Box::new(Found {
         addresses: buffers.map(|buffer| buffer.0),
@@ -609,6 +696,10 @@ fn found(columns: Columns) -> Box<Found> {
         ordering_keys: c.has_ordering_key.valid as u64,
         events: c.has_event.valid as u64,
         properties: c.property_keys.offsets.len() as u64 - 1,
+        key_bytes: c.has_key_bytes.valid as u64,
+        sequence_ids: c.has_sequence_id.valid as u64,
+        producers: c.producers.offsets.len() as u64 - 1,
+        broker_times: c.has_broker_time.valid as u64,
         columns: c,
     })
 }
@@ -616,7 +707,7 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    4
+    5
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
@@ -684,13 +775,13 @@ pub unsafe extern "C" fn keyshard_open(
 /// Decodes entries; null where one is not plain. What is found belongs to the caller.
 ///
 /// # Safety
-/// As for `keyshard_open`; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
+/// As for `keyshard_open`; `wanted` has the bits of columns beside the content; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
 /// entry, or null for what lies in the frame.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_decode(
     count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64,
-    unpacked: *const *const u8, unpacked_sizes: *const u64, keeps_values: bool, slots: *mut *const i32,
-    entries: *mut *const i64,
+    unpacked: *const *const u8, unpacked_sizes: *const u64, keeps_values: bool, wanted: u32,
+    slots: *mut *const i32, entries: *mut *const i64,
 ) -> *mut Found {
     let made = catch_unwind(|| {
         // SAFETY: the caller's.
@@ -703,7 +794,7 @@ pub unsafe extern "C" fn keyshard_decode(
                 slice::from_raw_parts(unpacked_sizes, count),
             )
         };
-        let mut columns = Columns::new(keeps_values);
+        let mut columns = Columns::new(keeps_values, wanted);
         if keeps_values {
             // Never more than there is: the payloads are in memory already.
             let size = (0..count).map(|one| if unpacked[one].is_null() { sizes[one] } else { unpacked_sizes[one] });

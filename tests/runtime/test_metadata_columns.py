@@ -1,0 +1,132 @@
+"""Columns beside the default ones, where a source names them: in every way that rows are had."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from helpers import config, received, rows_of
+from keyshard import KeyShardSource
+from keyshard.arrow.columns import SCHEMA, columns_of
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.config.connection import Connection
+from keyshard.coordinator.bounded import plan_read
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.metadata_columns import METADATA_COLUMNS
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import ConfigError
+from keyshard.reading.split_reader import read_splits
+
+_names = itertools.count()
+NAMED = ("__sequenceId", "__producer", "__orderingKey", "__keyBytes", "__brokerPublishTime")
+SENT = [
+    Message(b'{"id": 1}', key="k"),
+    Message(b'{"id": 2}', key="k", ordering_key="o"),
+    Message(b'{"id": 3}', key="AP8=", key_is_base64=True),
+    Message(b'{"id": 4}'),
+]
+WANTED = [
+    (0, "p", None, b"k", None),
+    (1, "p", "o", b"k", None),
+    (2, "p", None, b"\x00\xff", None),
+    (3, "p", None, None, None),
+]
+
+
+class Topic:
+    """A topic with four messages, in one batch and one by one."""
+
+    def __init__(self) -> None:
+        self.url = f"memory://metadata-{next(_names)}"
+        self.cluster = MemoryCluster.named(self.url.removeprefix("memory://"))
+        self.name = self.cluster.create_topic("orders")
+        self.cluster.publish(self.name, *SENT[:2], batching=Batching.MIXED, producer="p")
+        self.cluster.publish(self.name, *SENT[2:], producer="p")
+
+    def source(self, **options: Any) -> KeyShardSource:
+        return KeyShardSource(
+            self.name, service_url=self.url, admin_url=self.url, parallelism=2,
+            starting_position="earliest", **{"metadata_columns": NAMED, **options},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def topic() -> Topic:
+    return Topic()
+
+
+def named(rows: list[dict[str, Any]], columns: tuple[str, ...] = NAMED) -> list[tuple[Any, ...]]:
+    rows = sorted(rows, key=lambda row: row["__messageId"])
+    return [tuple(row[name] for name in columns) for row in rows]
+
+
+def test_a_batch_that_is_read_again_after_a_restart_has_the_same(topic: Topic) -> None:
+    source = config(topic.name, metadata_columns=NAMED)
+    first = Coordinator(source, lambda: MemoryBroker(topic.cluster), None)
+    first.start(None)
+    received(first, 4)
+    end = first.batches.cut()
+    assert end is not None
+    found = rows_of(first, end)
+    first.stop()
+    assert named([row for part in found.values() for row in part]) == WANTED
+    again = Coordinator(source, lambda: MemoryBroker(topic.cluster), None)
+    again.start(end, planned=True)
+    assert rows_of(again, end) == found
+    again.stop()
+
+
+def test_batches_and_streams_of_python_have_them_behind_the_others(topic: Topic) -> None:
+    columns = columns_of(NAMED)
+    with topic.source(subscription="open").open() as stream:
+        rows: list[dict[str, Any]] = []
+        while len(rows) < 4 and (batch := stream.next_batch(10)):
+            for part in batch:
+                assert part.schema.names == columns
+                rows += part.to_pylist()
+    assert named(rows) == WANTED
+    source = topic.source(subscription="batches")
+    rows = []
+    for one in source.batches(max_wait_s=0.1):
+        assert one.records.schema.names == columns
+        rows += one.records.to_pylist()
+        if len(rows) == 4:
+            source.stop()
+    assert named(rows) == WANTED
+    with topic.source(subscription="none", metadata_columns=()).open() as stream:
+        batch = stream.next_batch(10)
+        assert batch is not None
+        assert all(part.schema == SCHEMA for part in batch)
+
+
+def test_decoded_rows_have_them_too(topic: Topic) -> None:
+    fields = [{"name": "id", "type": "long"}]
+    definition = json.dumps({"type": "record", "name": "R", "fields": fields}).encode()
+    topic.cluster.schemas[topic.name] = [TopicSchema("JSON", definition, 0)]
+    source = topic.source()
+    decoder = source.decoder()
+    rows: list[dict[str, Any]] = []
+    for batch in source.batches(max_wait_s=0.1):
+        for decoded in decoder.decoded([batch.records]):
+            assert decoded.schema.names == ["id", *columns_of(NAMED)[1:]]
+            rows += decoded.to_pylist()
+        if len(rows) == 4:
+            source.stop()
+    assert named(rows, ("id", *NAMED)) == [(i, *row) for i, row in enumerate(WANTED, 1)]
+    assert source.decoder(["__producer"]).raw_columns == ("__producer",)
+
+
+def test_splits_have_what_is_named(topic: Topic) -> None:
+    stretches = plan_read(topic.source())
+    columns = ("__messageId", *METADATA_COLUMNS)
+    (rows,) = read_splits(Connection(topic.url, topic.url), stretches, columns)
+    assert rows.schema.names == list(columns)
+    assert named(rows.to_pylist()) == WANTED
+
+
+def test_handlers_are_refused_what_their_messages_do_not_have(topic: Topic) -> None:
+    with pytest.raises(ConfigError, match="handlers get messages, which have ordering_key and"):
+        topic.source().run(lambda _: None)
