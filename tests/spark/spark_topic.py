@@ -124,6 +124,13 @@ class SparkTopic:
         answer = httpx.post(f"{self._url(partition)}/subscription/{SUBSCRIPTION}/skip/{count}")
         answer.raise_for_status()
 
+    def grow(self, partitions: int) -> None:
+        """Give the topic more partitions."""
+        path = full_topic_name(self.name).replace("://", "/")
+        url = f"{self.broker.admin_url}/admin/v2/{path}/partitions"
+        httpx.post(url, json=partitions).raise_for_status()
+        self.partitions = partitions
+
     def offsets(self, number: int) -> dict[str, Any]:
         """The checkpoint in Spark's offset log."""
         text = (self.checkpoint / "offsets" / str(number)).read_text().splitlines()[-1]

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from pulsar.schema import AvroSchema, JsonSchema, Long, Record, Schema
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from examples import to_postgres, windowed_counts
+from examples import join_topics, to_postgres, windowed_counts
 from keyshard.testing.devbroker import DevBroker
 from postgres_query import SELECT, STANDS_AT, TABLE
 from postgres_server import postgres
@@ -160,3 +161,55 @@ def rows_of(query: StreamingQuery) -> int:
     """Messages of the batches so far."""
     assert query.isActive, query.exception()
     return sum(progress["numInputRows"] for progress in query.recentProgress)
+
+
+class Order(Record):
+    id = Long()
+    amount = Long()
+
+
+class Payment(Record):
+    order_id = Long()
+    paid = Long()
+
+
+def send(topic: SparkTopic, schema: Schema, sent: Iterable[tuple[Record, datetime]]) -> None:
+    """Records with event times."""
+    with closing(topic.client()) as client:
+        producer = client.create_producer(topic.name, schema=schema)
+        for number, (record, at) in enumerate(sent):
+            stamp = round(at.timestamp() * 1000)
+            producer.send_async(record, None, partition_key=f"{number}", event_timestamp=stamp)
+        producer.flush()
+
+
+def test_orders_meet_their_payments_once_over_a_restart_and_a_topic_that_grows(
+    spark: SparkSession, topic: SparkTopic, dev_broker: DevBroker, topic_name: str, tmp_path: Path
+) -> None:
+    """Paid never, once and twice, before and after a restart, in time and an hour too late."""
+    payments = SparkTopic(dev_broker, f"{topic_name}-payments", tmp_path, partitions=2)
+    first = datetime.now(timezone.utc) - timedelta(hours=3)
+    orders = {number: first + timedelta(seconds=number) for number in range(120)}
+    paid = [(n, n * 10 + i) for n in range(120) for i in range(n % 3)]
+
+    def payment(number: int, what: int, after: timedelta) -> tuple[Payment, datetime]:
+        return Payment(order_id=number, paid=what), orders[number] + after
+
+    in_time = [payment(*one, timedelta(minutes=one[1] % 60)) for one in paid]
+    too_late = [payment(number, -number, timedelta(minutes=61)) for number in range(1, 9)]
+    ordered = [(Order(id=number, amount=number * 100), at) for number, at in orders.items()]
+    # What has no other half yet waits in the checkpoint.
+    rounds = [(ordered[:80], in_time[60:]), (ordered[80:], in_time[:60] + too_late)]
+    for new_orders, new_payments in rounds:
+        send(topic, JsonSchema(Order), new_orders)
+        send(payments, AvroSchema(Payment), new_payments)
+        query = join_topics.start(
+            spark, topic.options(parallelism="2"), payments.options(parallelism="2"),
+            str(tmp_path / "sink"), str(topic.checkpoint), available_now=True,
+        )  # fmt: skip
+        ended(query)
+        payments.grow(payments.partitions + 2)
+    found = spark.read.parquet(str(tmp_path / "sink")).collect()
+    assert Counter((row["id"], row["amount"], row["paid"]) for row in found) == Counter(
+        (number, number * 100, what) for number, what in paid
+    )

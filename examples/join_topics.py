@@ -1,0 +1,92 @@
+"""Orders and their payments, joined while both topics go on: each pair once.
+
+    python -m examples.join_topics --orders orders --payments payments --within "1 hour" \
+        --subscription paid --sink out --checkpoint ck \
+        --option service.url=pulsar://127.0.0.1:6650 --option startingOffsets=earliest
+
+Both topics have a schema (JSON, Avro or Protobuf) whose fields are columns: orders ``id`` and
+``amount``, payments ``order_id`` and ``paid``. A payment comes at or after its order, at most
+``--within`` later, by their event times, or publish times where a producer gave none.
+
+Each topic is a source with a subscription of its own, but one checkpoint has both: a restart goes
+on with the two where one batch ended, and with what waits for its other half. How long that waits
+is what watermarks and the bound in time decide. Of the two, Spark goes by the topic that is further
+behind, so one that is silent keeps everything; what is later than ``--delay`` is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.streaming.query import StreamingQuery
+
+from examples.parquet_query import session
+
+
+def pairs(orders: DataFrame, payments: DataFrame, within: str, delay: str) -> DataFrame:
+    """An order and each of its payments that came in time."""
+    time = f.coalesce("__eventTime", "__publishTime")
+    left = orders.select("id", "amount", time.alias("ordered_at"))
+    right = payments.select("order_id", "paid", time.alias("paid_at"))
+    in_time = f"paid_at between ordered_at and ordered_at + interval {within}"
+    return (
+        left.withWatermark("ordered_at", delay)
+        .join(right.withWatermark("paid_at", delay), f.expr(f"id = order_id and {in_time}"))
+        .drop("order_id")
+    )
+
+
+def start(
+    spark: SparkSession, orders: dict[str, str], payments: dict[str, str], sink: str,
+    checkpoint: str, *, within: str = "1 hour", delay: str = "10 minutes",
+    available_now: bool = False,
+) -> StreamingQuery:  # fmt: skip
+    """The query, which goes on for ever, or ends with what is there when it starts."""
+    left = spark.readStream.format("keyshard").options(**orders).load()
+    right = spark.readStream.format("keyshard").options(**payments).load()
+    return (
+        pairs(left, right, within, delay)
+        .writeStream.format("parquet")
+        .option("path", sink)
+        .option("checkpointLocation", checkpoint)
+        .trigger(**({"availableNow": True} if available_now else {"processingTime": "1 second"}))
+        .start()
+    )
+
+
+def main() -> None:
+    """Run the query until it ends, fails or is stopped; each batch is a line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--orders", required=True, help="topic of the orders")
+    parser.add_argument("--payments", required=True, help="topic of the payments")
+    parser.add_argument("--within", default="1 hour", help="how long after its order one counts")
+    parser.add_argument("--delay", default="10 minutes", help="how late a message may come")
+    parser.add_argument("--subscription", required=True, help="on both topics")
+    parser.add_argument("--sink", required=True, help="directory of the parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
+    parser.add_argument("--available-now", action="store_true", help="end with what is there now")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    arguments = parser.parse_args()
+    options = dict(option.split("=", 1) for option in arguments.option)
+    options["subscription"] = arguments.subscription
+    query = start(
+        session(), {**options, "topic": arguments.orders}, {**options, "topic": arguments.payments},
+        arguments.sink, arguments.checkpoint, within=arguments.within, delay=arguments.delay,
+        available_now=arguments.available_now,
+    )  # fmt: skip
+    shown = -1
+    ended: bool | None = False
+    while not ended:
+        ended = query.awaitTermination(1)
+        for progress in query.recentProgress:
+            if progress["batchId"] > shown:
+                shown = progress["batchId"]
+                read = [source["numInputRows"] for source in progress["sources"]]
+                wait = [state["numRowsTotal"] for state in progress["stateOperators"]]
+                print(f"batch {shown}: {read} messages of each topic, {wait} wait", flush=True)
+
+
+if __name__ == "__main__":
+    main()
