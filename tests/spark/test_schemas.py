@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-import struct
-from base64 import b64encode
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial, reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pulsar
+import pyarrow as pa
 import pytest
-from google.protobuf import timestamp_pb2
-from pulsar.schema import AvroSchema, Integer, JsonSchema, Long, Map, Record, String, StringSchema
-from pyspark.errors import AnalysisException
+from pulsar.schema import AvroSchema, Integer, Long, Record, String, StringSchema
+from pyarrow import compute
+from pyspark.errors import AnalysisException, PythonException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sql
+from pyspark.sql.streaming import StreamingQuery
 
+import keyshard
+from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
+from schema_matrix import KINDS, Kind, add_schema, schema_url, write
 from spark_topic import SparkTopic, ended, failed
+from tests.java_client import JavaClient
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -30,10 +40,145 @@ def topic(dev_broker: DevBroker, tmp_path: Path, request: pytest.FixtureRequest)
     return SparkTopic(dev_broker, name, tmp_path, partitions=1)
 
 
-def add_schema(topic: SparkTopic, kind: str, definition: str = "", **properties: str) -> None:
-    body = {"type": kind, "schema": definition, "properties": properties}
-    url = f"{topic.broker.admin_url}/admin/v2/schemas/public/default/{topic.name}/schema"
-    httpx.post(url, json=body).raise_for_status()
+BY_TOPIC = {kind.topic: kind for kind in KINDS}
+
+
+def in_groups(kinds: Iterable[Kind], group_of: Callable[[Kind], str]) -> list[list[Kind]]:
+    """Kinds that one source can have together: each costs processes and a connection."""
+    return [list(group) for _, group in groupby(sorted(kinds, key=group_of), group_of)]
+
+
+def united(groups: Iterable[tuple[DataFrame, list[Kind]]]) -> DataFrame:
+    """Rows of several sources as one, each with columns of its own."""
+    frames = [
+        frame.select(
+            "__topic",
+            "__messageId",
+            *(sql.col(name).alias(f"{number}_{name}") for name in kinds[0].columns),
+        )
+        for number, (frame, kinds) in enumerate(groups)
+    ]
+    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
+
+
+def rows_by_topic(tables: Iterable[pa.Table], groups: list[list[Kind]]) -> dict[str, list[Any]]:
+    """What :func:`united` gave, in the order of each topic."""
+    number_of = {kind.topic: number for number, kinds in enumerate(groups) for kind in kinds}
+    rows = [row for table in tables for row in table.to_pylist()]
+    found: dict[str, list[Any]] = {}
+    for row in sorted(rows, key=lambda row: [int(part) for part in row["__messageId"].split(":")]):
+        topic = row["__topic"]
+        values = {name: row[f"{number_of[topic]}_{name}"] for name in BY_TOPIC[topic].columns}
+        found.setdefault(topic, []).append(values)
+    return found
+
+
+@pytest.fixture(scope="module")
+def matrix(dev_broker: DevBroker, tmp_path_factory: pytest.TempPathFactory) -> DevBroker:
+    """The broker, with everything that the table has."""
+    java = JavaClient(dev_broker.service_url, tmp_path_factory.mktemp("java") / "log")
+    with closing(java):
+        write(java, dev_broker, KINDS)
+    return dev_broker
+
+
+def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
+    spark: SparkSession, matrix: DevBroker, tmp_path: Path
+) -> None:
+    # A time of day is a number in Spark only.
+    by_columns = in_groups(KINDS, lambda kind: f"{kind.columns} {kind.name == 'LOCAL_TIME'}")
+    rows = united((batch(spark, matrix, kinds), kinds) for kinds in by_columns)
+    found = rows_by_topic([rows.toArrow()], by_columns)
+    assert found == {kind.topic: kind.spark_rows(projected=False) for kind in KINDS}
+
+    # All other tests have streams of topics without a schema.
+    streamed = [kind for kind in KINDS if kind.columns != {"value": "binary"}]
+    by_type = in_groups(streamed, lambda kind: kind.projected or str(kind.columns))
+    frames = [(stream(spark, matrix, kinds), kinds) for kinds in by_type]
+    tables: list[pa.Table] = []
+    query = united(frames).writeStream.foreachBatch(lambda rows, _: tables.append(rows.toArrow()))
+    checkpoint = query.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True)
+    ended(checkpoint.start(), DEADLINE_S)
+    assert rows_by_topic(tables, by_type) == {
+        kind.topic: kind.spark_rows(projected=bool(kind.projected)) for kind in streamed
+    }
+    assert decoded(matrix) == {kind.topic: kind.rows() for kind in KINDS}
+    assert handled(matrix) == {kind.topic: kind.data() for kind in KINDS}
+
+
+def batch(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFrame:
+    """What topics hold; its columns are those of their schema."""
+    options = {
+        "service.url": broker.service_url,
+        "admin.url": broker.admin_url,
+        "topics": ",".join(kind.topic for kind in kinds),
+    }
+    rows = spark.read.format("keyshard").options(**options).load()
+    for name, wanted in kinds[0].columns.items():
+        assert rows.schema[name].dataType.simpleString() == wanted, kinds[0].name
+    return rows
+
+
+def stream(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFrame:
+    """As columns that hold those of all; the broker tells the schemas."""
+    reader = spark.readStream.format("keyshard").options(**{
+        "service.url": broker.service_url,
+        "topics": ",".join(kind.topic for kind in kinds),
+        "subscription": "matrix",
+        "startingOffsets": "earliest",
+        "parallelism": "1",
+    })  # fmt: skip
+    if kinds[0].projected:
+        reader = reader.schema(f"value {kinds[0].projected}, __topic string, __messageId string")
+    return reader.load()
+
+
+def source_of(broker: DevBroker, topics: list[str], subscription: str) -> KeyShardSource:
+    return KeyShardSource(
+        topics, service_url=broker.service_url, admin_url=broker.admin_url,
+        subscription=subscription, starting_position="earliest", parallelism=1,
+    )  # fmt: skip
+
+
+def decoded(broker: DevBroker) -> dict[str, list[Any]]:
+    """Rows of an embedded stream over all topics, by the decoder of each."""
+    left = sum(len(kind.rows()) for kind in KINDS)
+    raw: list[pa.RecordBatch] = []
+    with source_of(broker, list(BY_TOPIC), "embedded").open() as rows:
+        while left:
+            found = rows.next_batch(timeout_s=DEADLINE_S)
+            assert found is not None, f"{left} rows are missing"
+            raw += found
+            left -= sum(one.num_rows for one in found)
+    columns: dict[str, list[Any]] = {}
+    for topic, kind in BY_TOPIC.items():
+        decoder = source_of(broker, [topic], "embedded").decoder(list(kind.columns))
+        own = [one.filter(compute.equal(one.column("__topic"), topic)) for one in raw]
+        columns[topic] = [row for one in decoder.decoded(own) for row in one.to_pylist()]
+    return columns
+
+
+def handled(broker: DevBroker) -> dict[str, list[Any]]:
+    """The data of all messages in a handler."""
+    left = sum(len(kind.rows()) for kind in KINDS)
+    found: list[tuple[Any, str, Any]] = []
+    source = source_of(broker, list(BY_TOPIC), "handled")
+
+    def note(message: keyshard.Message) -> None:
+        found.append((tuple(message.message_id), message.topic, message.data))
+        if len(found) == left:
+            source.stop()
+
+    late = threading.Timer(DEADLINE_S, source.stop)
+    late.start()
+    try:
+        source.run(note)
+    finally:
+        late.cancel()
+    data: dict[str, list[Any]] = {}
+    for _, topic, value in sorted(found, key=lambda one: one[0]):
+        data.setdefault(topic, []).append(value)
+    return data
 
 
 def send(topic: SparkTopic, schema: Any, *values: Any) -> None:
@@ -43,31 +188,12 @@ def send(topic: SparkTopic, schema: Any, *values: Any) -> None:
             producer.send(value, partition_key="k")
 
 
-def read(
-    spark: SparkSession, topic: SparkTopic, *columns: str, schema: str = "", **options: str
-) -> list[tuple[Any, ...]]:
-    """Columns of all rows, by a bounded query."""
-    found: list[tuple[Any, ...]] = []
-
-    def take(batch: DataFrame, _number: int) -> None:
-        found.extend(map(tuple, batch.collect()))
-
-    ended(start(topic, frame(spark, topic, schema, **options).select(*columns), take))
-    return found
-
-
-def frame(spark: SparkSession, of: SparkTopic, schema: str = "", **options: str) -> DataFrame:
-    reader = spark.readStream.format("keyshard").options(**of.options(parallelism="2", **options))
+def table(spark: SparkSession, topic: SparkTopic, schema: str = "", **options: str) -> DataFrame:
+    """What a topic holds."""
+    reader = spark.read.format("keyshard").option("service.url", topic.broker.service_url)
+    given = {"admin.url": topic.broker.admin_url, "topic": topic.name} | options
+    reader = reader.options(**given)
     return (reader.schema(schema) if schema else reader).load()
-
-
-def start(topic: SparkTopic, rows: DataFrame, take: Any) -> Any:
-    return (
-        rows.writeStream.foreachBatch(take)
-        .option("checkpointLocation", str(topic.checkpoint))
-        .trigger(availableNow=True)
-        .start()
-    )
 
 
 class Inner(Record):
@@ -88,114 +214,99 @@ class Second(Record):
     item = Inner(required_default=True)
 
 
-Second.__name__ = "First"
-"""The next version of the same record."""
+class Third(Record):
+    _avro_namespace = "shop"
+    id = Integer()
+    name = String()
+    count = Long(required_default=True)
+    item = Inner(required_default=True)
+    more = String(required_default=True)
 
 
-def test_avro_of_two_versions_and_a_message_that_is_none(
-    spark: SparkSession, topic: SparkTopic
-) -> None:
+# The next versions of the same record.
+Second.__name__ = Third.__name__ = "First"
+MALFORMED = b"\x01"
+
+
+def test_two_versions_and_a_message_that_is_none(spark: SparkSession, topic: SparkTopic) -> None:
     send(topic, AvroSchema(First), First(id=1, name="a"))
     send(topic, AvroSchema(Second), Second(id=2, name="b", count=2**40, item=Inner(sku="s")))
-    send(topic, pulsar.schema.BytesSchema(), b"\x01")
-    rows = frame(spark, topic, mode="permissive", subscription="other")
+    send(topic, pulsar.schema.BytesSchema(), MALFORMED)
+    rows = table(spark, topic, mode="permissive")
     assert rows.columns[:4] == ["id", "name", "count", "item"]
     assert rows.columns[-1] == "_corrupt_record"
     columns = ("id", "name", "count", "item.sku", "__schemaVersion", "_corrupt_record")
-    assert read(spark, topic, *columns, mode="permissive") == [
+    assert sorted(map(tuple, rows.select(*columns).collect()), key=str) == [
         (1, "a", None, None, 0, None),
         (2, "b", 2**40, "s", 1, None),
-        (None, None, None, None, None, bytearray(b"\x01")),
+        (None, None, None, None, None, bytearray(MALFORMED)),
     ]
-    again = frame(spark, topic, schema="id bigint, __key string", subscription="again")
-    batch = spark.read.format("keyshard").option("service.url", topic.broker.service_url)
-    given = batch.options(**{"admin.url": topic.broker.admin_url, "topic": topic.name})
-    table = given.option("mode", "DROPMALFORMED").load()
-    assert [(row["name"], row["item"]) for row in table.collect()] == [("a", None), ("b", ("s",))]
-    topic.checkpoint = topic.checkpoint.with_name("again")
-    text = failed(start(topic, again, lambda batch, _: batch.collect()))
+    left = table(spark, topic, mode="DROPMALFORMED").collect()
+    assert [(row["name"], row["item"]) for row in left] == [("a", None), ("b", ("s",))]
+    raw = table(spark, topic, valueFormat="raw").select("value").collect()
+    assert len(raw) == 3
+    assert raw[-1]["value"] == MALFORMED
+    with pytest.raises(PythonException) as caught:
+        table(spark, topic, schema="id bigint, __key string").collect()
     for part in ("KEYSHARD_MALFORMED_MESSAGE", topic.name, "AVRO", "mode=PERMISSIVE"):
-        assert part in text
+        assert part in str(caught.value)
 
 
-class Order(Record):
-    id = Long()
-    name = String()
-    tags = Map(Long())
-
-
-def test_json(spark: SparkSession, topic: SparkTopic) -> None:
-    send(topic, JsonSchema(Order), Order(id=5, name="x\ny", tags={"k": 1}))
-    assert read(spark, topic, "id", "name", "tags") == [(5, "x\ny", {"k": 1})]
-
-
-def test_text_and_its_bytes(spark: SparkSession, topic: SparkTopic) -> None:
-    send(topic, StringSchema(), "né")
-    assert frame(spark, topic).schema["value"].dataType.simpleString() == "string"
-    assert read(spark, topic, "value", valueFormat="raw") == [(bytearray("né".encode()),)]
-
-
-def native() -> tuple[str, bytes]:
-    """A descriptor with a well-known type, and a message of it: a timestamp alone."""
-    from google.protobuf import descriptor_pb2  # noqa: PLC0415 - generated
-
-    known = descriptor_pb2.FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
-    file = descriptor_pb2.FileDescriptorProto(name="o.proto", package="shop", syntax="proto3")
-    file.dependency.append(known.name)
-    order = file.message_type.add(name="Order")
-    order.field.add(name="id", number=1, type=3, label=1)  # type: ignore[arg-type]
-    order.field.add(name="at", number=2, type=11, label=1, type_name=".google.protobuf.Timestamp")  # type: ignore[arg-type]
-    files = descriptor_pb2.FileDescriptorSet(file=[known, file]).SerializeToString()
-    told = {
-        "fileDescriptorSet": b64encode(files).decode(),
-        "rootMessageTypeName": "shop.Order",
-        "rootFileDescriptorName": "o.proto",
-    }
-    return json.dumps(told), b"\x08\x05\x12\x02\x08\x07"
-
-
-PAIR = {
-    "key.schema.type": "INT32",
-    "key.schema.properties": "{}",
-    "value.schema.type": "STRING",
-    "value.schema.properties": "{}",
-    "kv.encoding.type": "INLINE",
-}
-WRITTEN: list[tuple[tuple[str, str, dict[str, str]], bytes, Sequence[str], tuple[Any, ...]]] = [
-    (("INT64", "", {}), struct.pack(">q", -5), ["value"], (-5,)),
-    (
-        ("PROTOBUF_NATIVE", native()[0], {}), native()[1], ["id", "unix_seconds(at)"], (5, 7),
-    ),
-    (
-        ("KEY_VALUE", '{"key":"","value":""}', PAIR), struct.pack(">iii", 4, 7, 1) + b"x",
-        ["key", "value"], (7, "x"),
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("schema", "value", "columns", "wanted"), WRITTEN, ids=[one[0][0] for one in WRITTEN]
-)
-def test_what_is_registered_is_what_rows_have(  # noqa: PLR0917 - a table of cases
-    spark: SparkSession,
-    topic: SparkTopic,
-    schema: tuple[str, str, dict[str, str]],
-    value: bytes,
-    columns: Sequence[str],
-    wanted: tuple[Any, ...],
+def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
+    spark: SparkSession, topic: SparkTopic
 ) -> None:
-    kind, definition, properties = schema
-    add_schema(topic, kind, definition, **properties)
-    send(topic, pulsar.schema.BytesSchema(), value)
-    found: list[tuple[Any, ...]] = []
+    names: list[str | None] = []
+    with closing(topic.client()) as client:
+        of = partial(client.create_producer, topic.name)
+        first = of(schema=AvroSchema(First))
+        first.send(First(id=1, name="a"), partition_key="k")
+        reader = spark.readStream.format("keyshard")
+        rows = reader.options(**topic.options(parallelism="1", mode="DROPMALFORMED")).load()
 
-    def take(batch: DataFrame, _number: int) -> None:
-        found.extend(map(tuple, batch.collect()))
+        def take(batch: DataFrame, _number: int) -> None:
+            names.extend(row["name"] for row in batch.select("name").collect())
 
-    # Without the admin interface the broker is asked.
-    rows = frame(spark, topic, admin_url="").selectExpr(*columns)
-    ended(start(topic, rows, take))
-    assert found == [wanted]
+        query = rows.writeStream.foreachBatch(take).option(
+            "checkpointLocation", str(topic.checkpoint)
+        )
+        query = query.start()
+        try:
+            until(query, lambda: names == ["a"])
+            of(schema=AvroSchema(Second)).send(Second(id=2, name="b"), partition_key="k")
+            of(schema=pulsar.schema.BytesSchema()).send(MALFORMED, partition_key="k")
+            third = of(schema=AvroSchema(Third))
+            first.send(First(id=3, name="c"), partition_key="k")
+            until(query, lambda: names == ["a", "b", "c"])
+            until(query, lambda: left_out(query) == 1)
+            httpx.delete(schema_url(topic.broker, topic.name)).raise_for_status()
+            # What the query decodes with is fixed in its plan.
+            first.send(First(id=4, name="d"), partition_key="k")
+            until(query, lambda: names == ["a", "b", "c", "d"])
+            third.send(Third(id=5, name="e"), partition_key="k")
+            text = failed(query)
+        finally:
+            query.stop()
+    assert "Version 2 of the schema of" in text
+    assert topic.name in text
+    assert "Register it again, or set valueFormat=raw" in text
+    assert names == ["a", "b", "c", "d"]
+
+
+def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:
+    """Wait for what a running query does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert query.isActive, str(query.exception())
+        assert time.monotonic() < deadline, "the query does not get on"
+        time.sleep(0.02)
+
+
+def left_out(query: StreamingQuery) -> int | None:
+    """Malformed rows, as the newest progress tells."""
+    told = query.lastProgress
+    offset = json.loads((told and told["sources"][0]["latestOffset"]) or "{}")
+    found: int | None = offset.get("malformedDropped")
+    return found
 
 
 def test_what_cannot_be_planned_is_an_error_of_the_query(
@@ -204,10 +315,22 @@ def test_what_cannot_be_planned_is_an_error_of_the_query(
     other = f"{topic.name}-other"
     send(topic, AvroSchema(First), First(id=1, name="a"))
     with closing(topic.client()) as client:
-        client.create_producer(other, schema=JsonSchema(Order))
-    with pytest.raises(AnalysisException, match="have different schemas") as caught:
-        frame(spark, topic, topic="", topics=f"{topic.name},{other}")
-    assert topic.name in str(caught.value)
-    assert other in str(caught.value)
-    text = failed(start(topic, frame(spark, topic, schema="id smallint"), lambda *_: None))
+        client.create_producer(other, schema=StringSchema())
+    protobuf = f"{topic.name}-protobuf"
+    definition = '{"type": "record", "name": "M", "fields": []}'
+    add_schema(topic.broker, protobuf, "PROTOBUF", definition)
+    away = {"admin.url": "http://127.0.0.1:1", "operationTimeoutMillis": "1000"}
+    for asked, parts in [
+        ({"topics": f"{topic.name},{other}"}, (topic.name, other, "have different schemas")),
+        ({"topics": protobuf}, (protobuf, "no descriptor", "PROTOBUF_NATIVE")),
+        ({"topics": topic.name, **away}, ("127.0.0.1:1", "KEYSHARD_BROKER_UNAVAILABLE")),
+    ]:
+        options = {"service.url": topic.broker.service_url, "admin.url": topic.broker.admin_url}
+        with pytest.raises(AnalysisException) as caught:
+            spark.read.format("keyshard").options(**(options | asked)).load()
+        for part in parts:
+            assert part in str(caught.value)
+    rows = spark.readStream.format("keyshard").options(**topic.options()).schema("id smallint")
+    query = rows.load().writeStream.format("noop")
+    text = failed(query.option("checkpointLocation", str(topic.checkpoint)).start())
     assert "'id' is wanted as int16 and is int32" in text
