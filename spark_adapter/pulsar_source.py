@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 )
 
 from keyshard.arrow.buffers import numbers, texts
-from keyshard.core.metadata_columns import MESSAGE_ID_BYTES
+from keyshard.core.metadata_columns import KEY_BYTES, MESSAGE_ID_BYTES
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.structured import CORRUPT
 from spark_adapter.batch_reader import KeyShardBatchReader
@@ -31,7 +31,7 @@ from spark_adapter.bounded_options import parse_bounded
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import seems_stream, translated
-from spark_adapter.stream_reader import KeyShardStreamReader
+from spark_adapter.pulsar_stream import PulsarStreamReader
 from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, plan_of, schema_of
 from spark_adapter.wording import told_to_spark
 
@@ -50,10 +50,6 @@ def _as_it_is(column: pa.Array) -> pa.Array:
     return column
 
 
-def _bytes(keys: pa.Array) -> pa.Array:
-    return keys.cast(pa.binary())
-
-
 def _partition_name(topics: pa.Array, partitions: pa.Array) -> pa.Array:
     """Names of topic partitions, as the broker has them."""
     named = compute.binary_join_element_wise(
@@ -65,7 +61,7 @@ def _partition_name(topics: pa.Array, partitions: pa.Array) -> pa.Array:
 
 
 METADATA = {
-    "__key": _Made(BinaryType(), ("__key",), _bytes),
+    "__key": _Made(BinaryType(), (KEY_BYTES,), _as_it_is),
     "__topic": _Made(StringType(), ("__topic", "__partition"), _partition_name),
     "__messageId": _Made(BinaryType(), (MESSAGE_ID_BYTES,), _as_it_is),
     "__publishTime": _Made(TimestampType(), ("__publishTime",), _as_it_is),
@@ -130,14 +126,14 @@ class PulsarDataSource(KeyShardDataSource):
             read = replace(read, source=rows.source_of(read.source))
         return KeyShardBatchReader(read, _rows(schema, rows))
 
-    def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
+    def streamReader(self, schema: StructType) -> PulsarStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
         options, names = translated(self.options, stream=True)
         with told_to_spark(**names):
             source = parse_options(options)
             rows = self._rows(source, _own(schema))
             source = rows.source_of(source)
-        return KeyShardStreamReader(source, _rows(schema, rows))
+        return PulsarStreamReader(source, _rows(schema, rows))
 
 
 def _rows(schema: StructType, rows: Rows) -> PulsarRows:

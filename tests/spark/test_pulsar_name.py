@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -105,13 +106,19 @@ def stream(
 
 
 def test_a_batch_read_and_a_stream_have_the_columns_of_the_jvm_connector(
-    spark: SparkSession, dev_broker: DevBroker, topic: str, tmp_path: Path
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, topic: str, tmp_path: Path
 ) -> None:
     given = options(dev_broker, topic, predefinedSubscription="billing", pollTimeoutMs="6000")
-    table = spark.read.format("pulsar").options(**given).load()
+    of_bytes = Message(b"a key of bytes", key="AP8=", key_is_base64=True)
+    harness.publish(TopicPartition(topic, 0).name, [of_bytes])
+    told_nothing = spark.newSession()
+    table = told_nothing.read.format("pulsar").options(**given).load()
     assert ", ".join(f"{one.name} {one.dataType.simpleString()}" for one in table.schema) == COLUMNS
-    names = [TopicPartition(topic, number).name for number in range(2)]
-    wanted = [one for name in names for one in as_the_client_has_them(dev_broker, name, 5)]
+    first, second = (TopicPartition(topic, number).name for number in range(2))
+    wanted = as_the_client_has_them(dev_broker, first, 6)
+    assert wanted[-1][1] == b"AP8=", "pulsar-client hides that it is one"
+    wanted[-1] = (wanted[-1][0], b"\x00\xff", *wanted[-1][2:])
+    wanted += as_the_client_has_them(dev_broker, second, 5)
     rows = table.orderBy("__topic", "__publishTime", "value").collect()
     assert sorted(as_spark_has_them(rows)) == sorted(wanted)
     assert {row[3].batch_index() for row in as_spark_has_them(rows)} == {-1, 0, 1, 2, 3, 4}
@@ -160,6 +167,52 @@ def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
         spark.range(1).write.format("pulsar").mode("append").options(**given).save()
     with pytest.raises(pyspark.errors.PySparkException, match="'__key' of type string is not one"):
         reader.schema("__key string").load().count()
+
+
+def write_checkpoint(directory: Path, offsets: list[str], committed: int) -> None:
+    """A checkpoint as Spark 3.4 and the JVM connector leave it."""
+    for name in ("offsets", "commits"):
+        (directory / name).mkdir(parents=True)
+    (directory / "metadata").write_text(json.dumps({"id": str(uuid.uuid4())}))
+    settings = {"batchWatermarkMs": 0, "batchTimestampMs": EVENT_MS, "conf": {}}
+    for number, offset in enumerate(offsets):
+        lines = ["v1", json.dumps(settings), offset]
+        (directory / "offsets" / str(number)).write_text("\n".join(lines))
+    for number in range(committed):
+        text = 'v1\n{"nextBatchWatermarkMs":0}'
+        (directory / "commits" / str(number)).write_text(text)
+
+
+def test_a_stream_goes_on_from_a_checkpoint_of_the_jvm_connector(
+    spark: SparkSession, dev_broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    given = options(dev_broker, topic)
+    rows = spark.read.format("pulsar").options(**given).load().collect()
+    rows.sort(key=lambda row: (row["__topic"], row["__messageId"]))
+    plain, batched = rows[:5], rows[5:]
+    nothing = "[8,-1,-1,-1,-1,-1,-1,-1,-1,-1,1,16,-1,-1,-1,-1,-1,-1,-1,-1,-1,1]"
+    first = json.loads(ids([plain[1]])) | {batched[0]["__topic"]: json.loads(nothing)}
+    offsets = [json.dumps(first, separators=(",", ":")), ids([plain[2], batched[-1]])]
+    write_checkpoint(tmp_path, offsets, committed=1)
+    seen: list[tuple[int, list[bytes]]] = []
+
+    def take(batch: DataFrame, number: int) -> None:
+        seen.append((number, sorted(bytes(row["__messageId"]) for row in batch.collect())))
+
+    given |= {"predefinedSubscription": "goes-on", "parallelism": "2"}
+
+    def run() -> list[tuple[int, list[bytes]]]:
+        seen.clear()
+        reader = spark.readStream.format("pulsar").options(**given)
+        writer = reader.load().writeStream.foreachBatch(take).trigger(availableNow=True)
+        ended(writer.option("checkpointLocation", str(tmp_path)).start())
+        return [(number, found) for number, found in seen if found]
+
+    left = [bytes(row["__messageId"]) for row in (plain[2], *batched)]
+    assert run() == [
+        (1, sorted(left)), (2, sorted(bytes(row["__messageId"]) for row in plain[3:])),
+    ]  # fmt: skip
+    assert run() == [], "from here on the checkpoint is keyshard's"
 
 
 def test_the_name_stays_the_jvm_connectors_where_its_jar_is(
