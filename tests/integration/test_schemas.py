@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pulsar
+import pyarrow as pa
 import pytest
 from pulsar.schema import AvroSchema, Long, Record, String
+from pyarrow import compute
 
 from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
@@ -81,3 +83,33 @@ def test_a_decoder_and_a_handler_in_a_process_give_the_same(
         source.stop()
         run.join(60)
     assert [json.loads(file.read_text()) for file in files] == WANTED
+
+
+def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevBroker) -> None:
+    topic, count, wrong = f"schemas-{uuid.uuid4().hex}", 100_000, 77_777
+    logger = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    with closing(pulsar.Client(dev_broker.service_url, logger=logger)) as client:
+        client.create_producer(topic, schema=AvroSchema(First)).close()
+        producer = client.create_producer(
+            topic, block_if_queue_full=True, batching_enabled=True, batching_max_messages=1_000
+        )
+        good = AvroSchema(First).encode(First(id=1))
+        for number in range(count):
+            producer.send_async(b"\x09" if number == wrong else good, None)
+        producer.flush()
+    source = KeyShardSource(
+        topic, service_url=dev_broker.service_url, starting_position="earliest", parallelism=1,
+        malformed="PERMISSIVE",
+    )  # fmt: skip
+    decoder = source.decoder(["id", "_corrupt_record"])
+    rows: list[pa.RecordBatch] = []
+    with source.open() as stream:
+        while sum(one.num_rows for one in rows) < count:
+            batch = stream.next_batch(timeout_s=60)
+            assert batch is not None
+            rows += decoder.decoded(batch)
+    table = pa.Table.from_batches(rows)
+    assert compute.sum(table.column("id")).as_py() == count - 1
+    assert table.filter(compute.is_valid(table.column("_corrupt_record"))).to_pylist() == [
+        {"id": None, "_corrupt_record": b"\x09"}
+    ]
