@@ -14,13 +14,14 @@ from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.options import parse_options
+from spark_adapter.pulsar_options import translated
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
 
-FORMAT = "keyshard"
+FORMATS = ("keyshard", "pulsar")
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
@@ -64,13 +65,13 @@ def _text(found: dict[str, str]) -> str:
 
 
 def _tables(plan: Any) -> Iterator[Any]:
-    """Relations of this format in a plan of the JVM."""
+    """Relations of these formats in a plan of the JVM."""
     leaves = plan.collectLeaves()
     for number in range(leaves.size()):
         leaf = leaves.apply(number)
         kind = leaf.getClass().getSimpleName()
         relation = leaf.relation() if kind == "StreamingDataSourceV2ScanRelation" else leaf
-        if kind in _KINDS and relation.table().name() == FORMAT:
+        if kind in _KINDS and relation.table().name() in FORMATS:
             yield relation
 
 
@@ -111,7 +112,10 @@ def _of_query(query: Any) -> dict[str, str]:
             f"The query has {len(relations)} sources of format('keyshard') that were started; "
             "positions are those of one."
         )
-    source = parse_options(dict(relations[0].options().asCaseSensitiveMap()))
+    options = dict(relations[0].options().asCaseSensitiveMap())
+    if relations[0].table().name() == "pulsar":
+        options = translated(options, stream=True).options
+    source = parse_options(options)
     progress = query.lastProgress
     for one in progress["sources"] if progress else ():
         try:

@@ -1,0 +1,192 @@
+"""A stream of format("pulsar") that begins with what the JVM connector's checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from helpers import wait_until
+from keyshard import Checkpoint, KeyShardSource
+from keyshard.arrow.columns import SCHEMA
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.serialized import SerializedId
+from keyshard.errors import CheckpointError
+from spark_adapter import stream_reader
+from spark_adapter.pulsar_stream import PulsarStreamReader
+from spark_adapter.structure import Rows
+
+LIMIT = ReadMaxRows(1_000)
+ENTRIES, MESSAGES = 6, 3
+Offset = dict[str, Any]
+
+
+class MemorySource(KeyShardSource):
+    """A source on an in-memory cluster."""
+
+    cluster: MemoryCluster
+
+    def coordinator(self) -> Coordinator:
+        return Coordinator(self, lambda: MemoryBroker(self.cluster))
+
+
+class Bench:
+    """Two topic partitions with producer batches, and the stream processes that read them."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster()
+        self.topic = self.cluster.create_topic("orders", partitions=2)
+        self.where = [TopicPartition(self.topic, number) for number in range(2)]
+        self.sent: dict[TopicPartition, dict[EntryId, list[str]]] = {}
+        for where in self.where:
+            for number in range(ENTRIES):
+                values = [f"{where.partition}-{number}-{index}" for index in range(MESSAGES)]
+                messages = [Message(one.encode(), key=f"k{number}") for one in values]
+                ((_, entry),) = self.cluster.publish(where, *messages, batching=Batching.BY_KEY)
+                self.sent.setdefault(where, {})[entry] = values
+        self.readers: list[PulsarStreamReader] = []
+
+    def reader(self) -> PulsarStreamReader:
+        """A new stream process, after the end of the one before."""
+        self.stop()
+        source = MemorySource(self.topic, subscription="unit", parallelism=4)
+        object.__setattr__(source, "cluster", self.cluster)
+        self.readers.append(PulsarStreamReader(source, Rows(SCHEMA.names)))
+        return self.readers[-1]
+
+    def stop(self) -> None:
+        for reader in self.readers:
+            reader.stop()
+
+    def offset(self, read: tuple[int, int]) -> Offset:
+        """What the JVM connector notes when it has read so many entries of each."""
+        offset = {}
+        for where, count in zip(self.where, read, strict=True):
+            last = SerializedId(-1, -1)
+            if count:
+                entry = list(self.sent[where])[count - 1]
+                last = SerializedId(*entry, where.partition, MESSAGES - 1, MESSAGES)
+            offset[where.name] = signed(last)
+        return offset
+
+    def behind(self, read: tuple[int, int]) -> list[str]:
+        return sorted(
+            value
+            for where, count in zip(self.where, read, strict=True)
+            for values in list(self.sent[where].values())[count:]
+            for value in values
+        )
+
+
+def signed(one: SerializedId) -> list[int]:
+    return [byte - 256 if byte > 127 else byte for byte in one.to_bytes()]
+
+
+def values(reader: PulsarStreamReader, start: Offset, end: Offset) -> list[str]:
+    indices = [one.ticket.index for one in reader.partitions(start, end)]  # type: ignore[attr-defined]
+    assert reader._runtime is not None
+    worker, batch_id = reader._runtime.coordinator.worker, Checkpoint.from_dict(end).batch_id
+    batches = [batch for index in indices for batch in worker.read(batch_id, index)]
+    return [value.decode() for batch in batches for value in batch.column("value").to_pylist()]
+
+
+def all_behind(reader: PulsarStreamReader, start: Offset, count: int) -> tuple[list[str], Offset]:
+    """Batches until so many rows came, each committed as Spark does it; where the last ends."""
+    found: list[str] = []
+    while len(found) < count:
+        ends: list[Offset] = []
+
+        def cut(start: Offset = start, ends: list[Offset] = ends) -> bool:
+            ends[:] = [reader.latestOffset(start, LIMIT)]
+            return ends[0] != start
+
+        wait_until(cut)
+        found += values(reader, start, ends[0])
+        reader.commit(ends[0])
+        (start,) = ends
+    return sorted(found), start
+
+
+@pytest.fixture(autouse=True)
+def _own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_reader, "end_with_host", lambda _stop: None)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.stop()
+    bench.cluster.validate()
+
+
+@settings(max_examples=12, deadline=None)
+@given(read=st.tuples(st.integers(0, ENTRIES), st.integers(0, ENTRIES)), again=st.booleans())
+def test_it_goes_on_behind_each_position_with_nothing_twice(
+    read: tuple[int, int], again: bool
+) -> None:
+    bench = Bench()
+    try:
+        start, left = bench.offset(read), bench.behind(read)
+        reader = bench.reader()
+        assert reader.latestOffset(start, LIMIT) is not None
+        if again:  # killed before the first batch is planned
+            reader = bench.reader()
+        found, end = all_behind(reader, start, len(left))
+        assert found == left
+        assert reader.latestOffset(end, LIMIT) == end
+        reader = bench.reader()
+        assert reader.latestOffset(end, LIMIT) == end, "its own checkpoint, or still that one"
+        wait_until(lambda: not any(bench.cluster.backlog(one, "unit") for one in bench.where))
+    finally:
+        bench.stop()
+    bench.cluster.validate()
+
+
+def test_the_first_batch_here_runs_again_after_a_restart_exactly(bench: Bench) -> None:
+    start, left = bench.offset((2, 0)), bench.behind((2, 0))
+    reader = bench.reader()
+    ends: list[Offset] = []
+
+    def cut() -> bool:
+        ends[:] = [reader.latestOffset(start, LIMIT)]
+        return ends[0] != start
+
+    wait_until(cut)
+    before = values(reader, start, ends[0])
+    reader = bench.reader()
+    assert values(reader, start, ends[0]) == before
+    reader.commit(start)
+    reader.commit(ends[0])
+    rest, _ = all_behind(reader, ends[0], len(left) - len(before))
+    assert sorted([*before, *rest]) == left
+
+
+def test_a_batch_without_rows_is_none_and_the_very_first_one_cannot_be_planned(
+    bench: Bench,
+) -> None:
+    reader, end = bench.reader(), bench.offset((1, 1))
+    assert reader.partitions(end, dict(end)) == []
+    with pytest.raises(CheckpointError, match="first batch of this checkpoint was planned by"):
+        reader.partitions(reader.initialOffset(), end)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        [], [8], [1, 2, 3], signed(SerializedId(3, 5, 1)), signed(SerializedId(3, -1, 0)),
+        signed(SerializedId(2**63 - 1, 2**63 - 1)), ["8"], [8, 1, 16, 1, 58, 0],
+    ],
+)  # fmt: skip
+def test_offsets_that_are_none_are_refused_by_name(bench: Bench, last: list[Any]) -> None:
+    name = bench.where[0].name
+    reader = bench.reader()
+    with pytest.raises(CheckpointError, match=f"The JVM connector's offset of {name} is "):
+        reader.latestOffset({name: last}, LIMIT)
+    assert reader._runtime is None
