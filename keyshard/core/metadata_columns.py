@@ -67,14 +67,15 @@ def check_metadata_columns(name: str, given: object, *, by_client: bool) -> tupl
     return tuple(names)
 
 
-def check_known(name: str) -> None:
+def check_known(name: object) -> None:
     """Refuse a column that there cannot be.
 
     Raises:
         ConfigError: It is one of :data:`REFUSED`; says why.
     """
-    if name in REFUSED:
-        raise ConfigError(f"There is no column {name}: {REFUSED[name]}.")
+    why = REFUSED.get(name) if isinstance(name, str) else None
+    if why is not None:
+        raise ConfigError(f"There is no column {name}: {why}.")
 
 
 def check_transport(names: Collection[str], *, by_client: bool) -> None:

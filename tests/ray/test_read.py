@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -144,6 +145,12 @@ def test_columns_are_pruned_by_name_and_by_what_is_selected(
         f"k{i % 7}" for i in range(EACH)
     )
     assert named.select_columns(["value"]).count() == EACH
+    metadata = ("__sequenceId", "__producer", "__keyBytes", "__orderingKey")
+    row = ray_adapter.read(source, columns=metadata).take(1)[0]
+    assert tuple(row) == metadata
+    assert row["__keyBytes"].startswith(b"k")
+    own = replace(source, metadata_columns=["__producer"])
+    assert ray_adapter.read(own).schema().names == [*SCHEMA.names, "__producer"]
 
 
 def test_yesterday_is_read_by_time(dev_broker: DevBroker, harness: PulsarHarness) -> None:
@@ -274,6 +281,8 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(
         ({"columns": "value"}, "columns is 'value'"),
         ({"columns": ["nothing"]}, "no column 'nothing'"),
         ({"columns": []}, "columns is []"),
+        ({"columns": [["value"]]}, "no column ['value']"),
+        ({"columns": ["__range"]}, "no column __range: it is no property of a message"),
         ({"columns": ["value", "value"]}, "a column twice"),
         ({"disorder_max_s": -1}, "disorder_max_s"),
     ],
