@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from keyshard.arrow.content import only
 from keyshard.broker.port import Broker, HowToRead
@@ -72,16 +73,16 @@ def replay(
     deadline = time.monotonic() + timeout_s
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
     corrupt: dict[TopicPartition, dict[EntryId, CorruptEntryError]] = {tp: {} for tp in wanted}
+    read_partition = partial(_replay_partition, how=HowToRead(columns=columns))
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
         futures = {
             tp: pool.submit(
-                _replay_partition,
+                read_partition,
                 None if tp in gone else broker,
                 tp,
                 state,
                 deadline,
                 corrupt[tp],
-                how=HowToRead(columns=columns),
             )
             for tp, state in wanted.items()
         }

@@ -44,7 +44,8 @@ def test_stream_and_batch_have_what_is_named_and_nothing_else(
     def take(batch: DataFrame, _number: int) -> None:
         found.extend(map(tuple, batch.select("id", *NAMED).collect()))
 
-    rows = topic.rows(spark, metadataColumns=", ".join(NAMED), parallelism="2")
+    options = {"metadataColumns": ", ".join(NAMED), "workers": "processes:1"}
+    rows = topic.rows(spark, parallelism="2", **options)
     assert rows.columns[0] == "id"
     assert tuple(rows.columns[-5:]) == NAMED
     checkpoint = str(topic.checkpoint)
