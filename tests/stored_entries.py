@@ -91,8 +91,8 @@ def batch_payload(messages: list[dict[str, Any]]) -> bytes:
     for one in messages:
         value = one["value"] or b""
         fields: dict[int, Value] = keys_of(one, 2, 6, 7) | {3: len(value)}
-        if one["sequence_id"] is not None:
-            fields[8] = one["sequence_id"]
+        if (sequence_id := one.get("sequence_id", 5)) is not None:
+            fields[8] = sequence_id
         if one["event_ms"]:
             fields[5] = one["event_ms"]
         if one["value"] is None:
