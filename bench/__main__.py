@@ -33,10 +33,11 @@ from bench import (
     workers,
 )
 
+_OF_MESSAGES = {"ingest": ingest.run, "batch": batch.run}
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
-    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run, "batch": batch.run,
+    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
     "schemas": schemas.run,
     "stalled": stalled.run,
@@ -70,14 +71,14 @@ def machine() -> str:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("bench", choices=["ingest", *_WITHOUT_OPTIONS])
+    parser.add_argument("bench", choices=[*_OF_MESSAGES, *_WITHOUT_OPTIONS])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument(
-        "--messages", type=int, default=1_000_000, help="ingest: per shape of entries"
+        "--messages", type=int, default=1_000_000, help="ingest, batch: per shape of entries"
     )
     arguments = parser.parse_args()
-    if arguments.bench == "ingest":
-        figures = ingest.run(arguments.messages)
+    if arguments.bench in _OF_MESSAGES:
+        figures = _OF_MESSAGES[arguments.bench](arguments.messages)
     else:
         figures = _WITHOUT_OPTIONS[arguments.bench]()
     result = {
