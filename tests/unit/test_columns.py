@@ -12,6 +12,7 @@ from helpers import P0, P1, block
 from keyshard.arrow import columns
 from keyshard.arrow.columns import SCHEMA, record_batches, select
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.serialized import SerializedId
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.layout import Located
 
@@ -64,6 +65,19 @@ def test_a_column_has_its_type_alone_and_with_the_others(name: str) -> None:
     assert alone.schema == pa.schema([SCHEMA.field(name)])
     assert alone[name].to_pylist() == EXPECTED[name]
     alone.validate(full=True)
+
+
+def test_message_ids_are_also_there_as_the_java_client_stores_them() -> None:
+    rows = pa.Table.from_batches(record_batches(LOCATED, ["__messageIdBytes"]))
+    wanted = [
+        SerializedId(
+            block.id.ledger, block.id.entry, where.partition,
+            index if block.batched else -1, block.batch_size if block.batched else 0,
+        )
+        for where, block in LOCATED for index in block.indices
+    ]  # fmt: skip
+    assert [one.batch_index for one in wanted] == [0, 2, -1, -1, -1]
+    assert rows["__messageIdBytes"].to_pylist() == [one.to_bytes() for one in wanted]
 
 
 def test_entries_of_topic_partitions_may_come_in_turn() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keyshard.config.connection_names import NAMES
 from keyshard.core.position.serialized import SerializedId
-from keyshard.errors import ConfigError
+from keyshard.errors import ConfigError, KeyShardError
 from spark_adapter.bounded_options import parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import seems_stream, translated
@@ -256,6 +256,29 @@ def test_ids_come_back_from_their_bytes_and_pulsar_client_reads_them(
     assert (theirs.ledger_id(), theirs.entry_id()) == (ledger, entry)
     assert (theirs.partition(), theirs.batch_index()) == (partition, index)
     assert SerializedId.from_bytes(theirs.serialize()) == known
+
+
+NAMED = [option.name for option in JVM_OPTIONS]
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-300, 2**65) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=12,
+).map(json.dumps)
+
+
+@given(st.dictionaries(st.sampled_from(NAMED), st.text(max_size=20) | _JSON, max_size=4), st.data())
+def test_whatever_the_options_say_it_is_a_source_or_one_error(
+    options: dict[str, str], data: st.DataObject
+) -> None:
+    base = {"subscription": "s"} if data.draw(st.booleans()) else {}
+    for stream in (True, False):
+        with suppress(KeyShardError):
+            found, names = translated({**base, **options}, stream=stream)
+            assert names.keys() <= found.keys()
+            if stream:
+                parse_options(found)
+            else:
+                parse_bounded(found)
 
 
 @given(st.binary(max_size=40))

@@ -6,14 +6,17 @@ list of signed bytes.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
-from keyshard.core.protobuf import Value, fields_of, message
+from keyshard.core.protobuf import fields_of, message, varint
 
 _LEDGER, _ENTRY, _PARTITION, _BATCH_INDEX, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 3, 4, 6, 7
 BYTES_MAX = 1_024
 """Most bytes that are looked at; an id has 4 to 60, and the name of a topic in newer clients."""
 _END = 2**63 - 1
+_KEPT = 10_000
+"""Parts of ids that are kept, because messages share them."""
 
 
 class SerializedId(NamedTuple):
@@ -68,15 +71,24 @@ class SerializedId(NamedTuple):
 
 def entry_bytes(ledger: int, entry: int, partition: int) -> bytes:
     """The first part of an id: all of an entry have it."""
-    fields: dict[int, Value] = {_LEDGER: ledger % 2**64, _ENTRY: entry % 2**64}
-    return message(fields if partition < 0 else {**fields, _PARTITION: partition})
+    before, after = _around(ledger, partition)
+    return before + varint(entry % 2**64) + after
 
 
+@lru_cache(_KEPT)
+def _around(ledger: int, partition: int) -> tuple[bytes, bytes]:
+    """What stands around the number of an entry."""
+    after = b"" if partition < 0 else message({_PARTITION: partition})
+    return message({_LEDGER: ledger % 2**64}) + varint(_ENTRY << 3), after
+
+
+@lru_cache(_KEPT)
 def batch_index_bytes(index: int) -> bytes:
     """The second part; empty in an entry that is no producer batch."""
     return message({_BATCH_INDEX: index})
 
 
+@lru_cache(_KEPT)
 def batch_size_bytes(size: int) -> bytes:
     """The last part; 0 for an entry that is no producer batch."""
     return message({_BATCH_SIZE: size})
