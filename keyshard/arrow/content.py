@@ -155,7 +155,8 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
     kept = [i for i, index in enumerate(block.indices) if index in indices]
     slots = [block.slots[i] for i in kept]
     parts = tuple(
-        Part(part.content, part.start + row, 1) for part, row in map(rows.__getitem__, kept)
+        Part(part.content, part.start + row, 1, part.kept)
+        for part, row in map(rows.__getitem__, kept)
     )
     return EntryBlock(
         block.id,
@@ -165,14 +166,22 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         slots[0],
         differing(slots),
         block.publish_ms,
-        sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts),
+        _payload_bytes(block, parts),
         parts[0].content,
         parts[0].start,
         block.redelivered,
         block.keys_of_bytes,
         later_parts=parts[1:],
         schema_version=block.schema_version,
+        kept=parts[0].kept,
     )
+
+
+def _payload_bytes(block: EntryBlock, parts: Sequence[Part]) -> int:
+    """Bytes of the values of some messages of a block; their share, where content is elsewhere."""
+    if any(part.kept is not None for part in parts):
+        return block.payload_bytes * len(parts) // block.rows
+    return sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts)
 
 
 def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
@@ -223,6 +224,10 @@ class WorkerFacts:
     """How many were started in its place before."""
 
 
+BEGINS = "keyshard.begins"
+"""Property of a subscription that begins inside a producer batch: ``ledger:entry:index``."""
+
+
 class Broker(Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
 
@@ -336,10 +341,14 @@ class Admin(Protocol):
         else the publish time.
         """
 
-    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, position: MessageId
+    ) -> bool:
         """Create a subscription that begins at an entry; ``False`` where it exists already.
 
-        Where nothing is stored at the position it begins at what comes next.
+        Where nothing is stored at the position it begins at what comes next. A position inside a
+        producer batch becomes its property :data:`BEGINS`, which lasts as long as it does: by
+        itself the broker delivers the entry from its first message on.
         """
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...

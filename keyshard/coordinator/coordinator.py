@@ -20,7 +20,7 @@ from keyshard.coordinator.partitions import Partitions
 from keyshard.coordinator.progress import Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.settler import Settler
-from keyshard.coordinator.starting import begin_subscriptions
+from keyshard.coordinator.starting import begin_subscriptions, begun_inside
 from keyshard.coordinator.topics import Catalog, Found, look
 from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
@@ -158,13 +158,14 @@ class Coordinator:
         found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
         if checkpoint is None:
             begin_subscriptions(self._admin, config, found.consumed)
+        begins = begun_inside(self._admin, config, found.consumed)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
             cluster=cluster, planned=planned, assignment=assignment,
         )  # fmt: skip
         shared = SharedWindow(window, self._stopping, self._failed)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
-        self.worker = Worker(self._broker, self._admin, config, shared, assignment)
+        self.worker = Worker(self._broker, self._admin, config, shared, assignment, begins=begins)
         opened = self.worker.open(
             found.consumed,
             start_position(self._admin, config, checkpoint, found),

@@ -8,6 +8,7 @@ from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import Admin
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
+from keyshard.coordinator.starting import begun_inside
 from keyshard.coordinator.topics import Catalog, look
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
@@ -54,6 +55,9 @@ def _reached(
     if broker is None or ledgers is None:
         raise gone(where)
     delivered = [one for one in (state.floor, state.delivered.last) if one is not None]
+    begins = None if state.delivered else begun_inside(admin, source, [where]).get(where)
+    if begins is not None:
+        return begins
     last = max(delivered, default=broker.mark_delete) or EntryId(0, -1)
     missing = [
         one

@@ -2,7 +2,9 @@
 
 The broker makes each where it is to begin, before anybody consumes. So what lies before belongs to
 nobody: it is not delivered, not acknowledged, and no backlog. And a source that dies before its
-first checkpoint finds subscriptions that stand where they should.
+first checkpoint finds subscriptions that stand where they should. The broker knows whole entries
+only: of one that a source begins inside, a property of the subscription tells which messages are
+its own (docs/adr/0029).
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from keyshard.broker.port import Admin
+from keyshard.broker.port import BEGINS, Admin
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.topics import warn_of_existing
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Bound, Edge, fixed, parse_bounds, parse_start
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.bounds import (
+    Bound,
+    Edge,
+    fixed,
+    parse_bound,
+    parse_bounds,
+    parse_start,
+)
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import stretch
 from keyshard.errors import AdminError
 from keyshard.reading.splits import check_stored, gone
@@ -64,8 +73,8 @@ class _Begin:
         self._timeout_s = config.operation_timeout_ms / 1000
         self._fail_on_data_loss = config.fail_on_data_loss
 
-    def where(self, where: TopicPartition, bound: Bound) -> EntryId | None:
-        """The first entry that belongs to the source; ``None``: nothing is to be created."""
+    def where(self, where: TopicPartition, bound: Bound) -> MessageId | None:
+        """The first message that belongs to the source; ``None``: nothing is to be created."""
         if retry_until(
             lambda: self._admin.subscription(where, self._subscription), self._timeout_s
         ):
@@ -75,16 +84,16 @@ class _Begin:
             at = retry_until(lambda: self._admin.position_at(where, time_ms), self._timeout_s)
             if at is None:
                 raise gone(where)
-            return at
+            return MessageId(*at, 0)
         ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
         if ledgers is None:
             raise gone(where)
         check_stored(NAME, where, bound, ledgers, fail_on_data_loss=self._fail_on_data_loss)
         stays = fixed(bound, ledgers)
         # Every consumer that makes a subscription begins it at the earliest.
-        return EntryId(stays.ledger, stays.entry) if isinstance(stays, MessageId) else None
+        return stays if isinstance(stays, MessageId) else None
 
-    def create(self, where: TopicPartition, position: EntryId | None) -> None:
+    def create(self, where: TopicPartition, position: MessageId | None) -> None:
         """Create the subscription there, and look whether it stands there.
 
         The broker makes it and moves it in two steps.
@@ -102,7 +111,7 @@ class _Begin:
         if marked is None or ledgers is None:
             return
         behind = MessageId(marked.ledger, marked.entry + 1, 0)
-        passed = stretch(where, ledgers, MessageId(*position, 0), behind)
+        passed = stretch(where, ledgers, position._replace(batch_index=0), behind)
         if passed.entries:
             raise AdminError(
                 f"Subscription {self._subscription!r} of {where} was to begin at {position.ledger}:"
@@ -110,3 +119,43 @@ class _Begin:
                 f"{'' if made else '; somebody else made it meanwhile'}. Nothing was consumed: "
                 "delete the subscription, and start again."
             )
+
+
+def begun_inside(
+    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition]
+) -> dict[TopicPartition, MessageId]:
+    """The first message of each subscription that begins inside a producer batch.
+
+    That is asked at every start: options may be others by now. One whose cursor was set back to an
+    earlier entry, or that is through with this one, begins there no more.
+
+    Raises:
+        BrokerError: The admin interface does not answer, or refuses.
+    """
+    if admin is None:
+        return {}
+    timeout_s = config.operation_timeout_ms / 1000
+    asked = tuple(found)
+
+    def ask(where: TopicPartition) -> MessageId | None:
+        told = retry_until(lambda: admin.subscription(where, config.subscription), timeout_s)
+        text = (told or {}).get("subscriptionProperties", {}).get(BEGINS)
+        if text is None:
+            return None
+        position = parse_bound(f"Property {BEGINS} of {config.subscription!r}", text)
+        state = retry_until(lambda: admin.broker_state(where, config.subscription), timeout_s)
+        ledgers = retry_until(lambda: admin.ledgers(where), timeout_s)
+        marked = None if state is None else state.mark_delete
+        if marked is None or ledgers is None or not isinstance(position, MessageId):
+            return None
+        behind = MessageId(marked.ledger, marked.entry + 1, 0)
+        before = stretch(where, ledgers, behind, position._replace(batch_index=0))
+        return None if behind > position or before.entries else position
+
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-begin") as pool:
+        positions = list(pool.map(ask, asked))
+    return {
+        where: position
+        for where, position in zip(asked, positions, strict=True)
+        if position is not None
+    }

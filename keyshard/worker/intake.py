@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
-from keyshard.arrow.content import entry_block
+from keyshard.arrow.content import entry_block, only
 from keyshard.broker.port import Broker
 from keyshard.broker.refused_entries import entry_of
 from keyshard.config.source import SourceConfig
 from keyshard.core.holes.settling import Proofs
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.reception import Rest
@@ -57,13 +59,17 @@ class Intake:
         admit: Chooses what is taken; ``None``: everything.
         ahead_rows_max: Rows received and not yet taken at which receiving pauses; ``None``: never.
         unreadable: Is told of entries that cannot be read; ``None``: they are not handed out.
+        begins: The first messages of subscriptions that begin inside a producer batch: what lies
+            before in its entry is nobody's, as if somebody else had acknowledged it.
     """
 
     def __init__(
         self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
         acknowledger: Acknowledger, broker: Broker, config: SourceConfig,
         admit: Admit | None, ahead_rows_max: int | None, unreadable: Unreadable | None = None,
+        begins: Mapping[TopicPartition, MessageId] = MappingProxyType({}),
     ) -> None:  # fmt: skip
+        self._begins = begins
         self._shared = shared
         self._range_consumers = range_consumers
         self._continuity = continuity
@@ -136,11 +142,7 @@ class Intake:
             window = self._shared.window
             if not self._range_consumers.owns(owned_range) or window.known[where].holds(entry_id):
                 return None  # it could be read once: it is acknowledged with its batch
-            if not window.known[where].state.settled(entry_id):
-                window.counters.corrupt_skipped += 1
-                settled = EntrySet.of([entry_id])
-                proofs = Proofs(settled=settled, published_ms=time.time_ns() // 1_000_000)
-                window.prove(where, proofs, window.known[where].owners)
+            window.counters.corrupt_skipped += self._settle(where, entry_id)
             skipped = window.counters.corrupt_skipped
         self._oddities.corrupt(error, skipped)
         self._acknowledger.submit(where, [entry_id])
@@ -152,9 +154,46 @@ class Intake:
         if not self._continuity.may_receive(where, (block.id for block in entries)):
             # Everything comes again to the consumer that is subscribed then.
             return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
+        begins = self._begins.get(where)
+        if begins is not None:
+            entries = self._from(begins, range_consumer, entries)
         if self._admit is None:
             return Admitted(entries, None)
         return self._admit(range_consumer, entries)
+
+    def _from(
+        self, begins: MessageId, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]
+    ) -> list[EntryBlock]:
+        """What some entries have from the first message of the subscription on."""
+        found: list[EntryBlock] = []
+        for block in entries:
+            if block.id == begins[:2] and block.indices[0] < begins.batch_index:
+                own = frozenset(one for one in block.indices if one >= begins.batch_index)
+                if own:
+                    found.append(only(block, own))
+                else:
+                    self._pass_over(range_consumer.owned_range, block.id)
+            else:
+                found.append(block)
+        return found
+
+    def _pass_over(self, owned_range: OwnedRange, entry_id: EntryId) -> None:
+        """An entry that has no message of the subscription counts as settled."""
+        with self._shared.lock:
+            if not self._range_consumers.owns(owned_range):
+                return  # it is delivered again, to who owns it now
+            self._settle(owned_range.topic_partition, entry_id)
+        self._acknowledger.submit(owned_range.topic_partition, [entry_id])
+
+    def _settle(self, where: TopicPartition, entry_id: EntryId) -> bool:
+        """Count an entry as settled, under the lock; whether it was not."""
+        window = self._shared.window
+        if window.known[where].state.settled(entry_id):
+            return False
+        settled = EntrySet.of([entry_id])
+        proofs = Proofs(settled=settled, published_ms=time.time_ns() // 1_000_000)
+        window.prove(where, proofs, window.known[where].owners)
+        return True
 
     def _receive(
         self, owned_range: OwnedRange, entries: Sequence[EntryBlock], wrong: str

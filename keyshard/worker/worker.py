@@ -11,6 +11,7 @@ import pyarrow as pa
 from keyshard.arrow.columns import columns_of, record_batches
 from keyshard.broker.port import Admin, Broker, StartPosition
 from keyshard.config.source import SourceConfig
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.assignment import Assignment, slot_owners
 from keyshard.core.ring.slot_load import SlotLoad
@@ -34,13 +35,15 @@ class Worker:
         config: The source.
         shared: The window, its lock, and what ended the source.
         assignment: Who owns which ranges.
+        begins: The first messages of subscriptions that begin inside a producer batch.
     """
 
     def __init__(
         self, broker: Broker, admin: Admin | None, config: SourceConfig, shared: SharedWindow,
-        assignment: Assignment,
+        assignment: Assignment, *, begins: Mapping[TopicPartition, MessageId],
     ) -> None:  # fmt: skip
         self._broker = broker
+        self._begins = begins
         self._config = config
         self.shared = shared
         self.changing = threading.Lock()
@@ -95,7 +98,7 @@ class Worker:
         self.intake = consumers.sink = Intake(
             shared, consumers, continuity=continuity, acknowledger=self.acknowledger,
             broker=self._broker, config=config, admit=admit, ahead_rows_max=ahead_rows_max,
-            unreadable=unreadable,
+            unreadable=unreadable, begins=self._begins,
         )  # fmt: skip
         self._reconnector = Reconnector(self._broker, consumers, config, self.changing, continuity)
         consumers.serve(opened)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 
 import pytest
 from contract_harness import SUBSCRIPTION, Harness, read_to_end, receive, subscribe
 
-from keyshard.broker.memory import Message
+from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import BEGINS, Admin
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 
 T0 = 1_700_000_000_000
@@ -114,10 +117,38 @@ def test_a_subscription_is_created_where_it_begins_and_only_once(harness: Harnes
               (second, 3, 0), (second + 9, 0, 0), (first - 1, 5, 7)]  # fmt: skip
     for number, (ledger, entry, entries) in enumerate(places):
         name = f"{SUBSCRIPTION}-{number}"
-        assert admin.begin(where, name, EntryId(ledger, entry))
-        assert not admin.begin(where, name, EntryId(first, 0)), "it stays as it is"
+        assert admin.begin(where, name, MessageId(ledger, entry, 0))
+        assert not admin.begin(where, name, MessageId(first, 0, 1)), "it stays as it is"
+        assert told_to_begin(admin, where, name) is None
         assert harness.backlog(where, name) == entries
-    assert admin.begin(where, SUBSCRIPTION, EntryId(second, 3))
+    assert admin.begin(where, SUBSCRIPTION, MessageId(second, 3, 0))
     consumer = subscribe(harness.broker(), where)
     harness.publish(where.name, [Message(b"next", key="k")])
     assert receive([consumer], 1).values == [b"next"]
+
+
+def told_to_begin(admin: Admin, where: TopicPartition, subscription: str) -> str | None:
+    found = admin.subscription(where, subscription)
+    assert found is not None
+    properties: Mapping[str, str] = found["subscriptionProperties"]
+    return properties.get(BEGINS)
+
+
+def test_a_subscription_that_begins_inside_a_batch_says_so_as_long_as_it_lives(
+    harness: Harness,
+) -> None:
+    where, admin = TopicPartition(harness.create_topic()), harness.admin()
+    key = Message(b"m", key="k")
+    harness.publish(where.name, [key])
+    harness.publish(where.name, [key] * 5, Batching.BY_KEY)
+    (ledger,) = (ledger.id for ledger in admin.ledgers(where) or () if ledger.entries)
+    assert admin.begin(where, SUBSCRIPTION, MessageId(ledger, 1, 3))
+    assert told_to_begin(admin, where, SUBSCRIPTION) == f"{ledger}:1:3"
+    assert harness.backlog(where, SUBSCRIPTION) == 1
+    # By itself the broker begins with the entry.
+    consumer = subscribe(harness.broker(), where)
+    assert receive([consumer], 5).values == [b"m"] * 5
+    consumer.acknowledge([EntryId(ledger, 1)])
+    consumer.close()
+    harness.unload(where)
+    assert told_to_begin(admin, where, SUBSCRIPTION) == f"{ledger}:1:3"

@@ -6,17 +6,20 @@ import itertools
 import json
 import random
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
 
-from helpers import wait_until
+import keyshard
+from helpers import received, rows_of, wait_until
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import BEGINS
 from keyshard.coordinator.bounded import plan_read
 from keyshard.coordinator.reached import positions_of
+from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
@@ -76,6 +79,9 @@ class Topic:
     def any_position(self, where: TopicPartition) -> str:
         """Where an entry is, or the place behind one, which may be the end of a ledger."""
         ledger, entry = self.chance.choice(self.places[where])
+        if self.chance.random() < 0.5:
+            # Also behind the last message of a batch, or of what is none.
+            return f"{ledger}:{entry}:{self.chance.randrange(6)}"
         return f"{ledger}:{entry + self.chance.randrange(2)}"
 
     def source(self, **options: Any) -> KeyShardSource:
@@ -105,7 +111,7 @@ class Topic:
         return found
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_read_up_to_positions_and_a_stream_from_them_have_every_message_once(seed: int) -> None:
     topic = Topic(random.Random(seed))
     positions = {where.name: topic.any_position(where) for where in topic.partitions}
@@ -113,6 +119,96 @@ def test_a_read_up_to_positions_and_a_stream_from_them_have_every_message_once(s
     rest = len(topic.sent) - len(before)
     behind = topic.stream(rest, starting_position=json.dumps(positions))
     assert Counter(before + behind) == Counter(topic.sent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_died_before_its_first_checkpoint_begins_there_again(seed: int) -> None:
+    topic = Topic(random.Random(seed))
+    positions = {where.name: topic.any_position(where) for where in topic.partitions}
+    before = topic.read(end=positions)
+    rest = len(topic.sent) - len(before)
+    first = topic.stream(rest, commit=False, starting_position=json.dumps(positions))
+    # Whatever the options say by now.
+    again = topic.stream(rest, starting_position="earliest")
+    assert Counter(before + first) == Counter(before + again) == Counter(topic.sent)
+
+
+def batch_of_ten(seed: int) -> tuple[Topic, TopicPartition, EntryId]:
+    """A topic that ends with a producer batch."""
+    topic = Topic(random.Random(seed), partitions=1)
+    (where,) = topic.partitions
+    ((_, entry),) = topic.cluster.publish(
+        where, *(Message(b"%d" % i, key="k") for i in range(10)), batching=Batching.BY_KEY
+    )
+    topic.sent = [f"{i}" for i in range(10)]
+    return topic, where, entry
+
+
+def test_a_batch_that_begins_inside_a_producer_batch_runs_again_the_same() -> None:
+    topic, where, entry = batch_of_ten(8)
+    start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
+    first = topic.source(starting_position=start).coordinator()
+    first.start()
+    try:
+        received(first, 4)
+        end = first.batches.cut()
+        assert end is not None
+        rows = rows_of(first, end)
+    finally:
+        first.stop()
+    ids = [f"{entry.ledger}:{entry.entry}:{index}" for index in range(6, 10)]
+    (part,) = rows.values()
+    assert [row["value"] for row in part] == [b"6", b"7", b"8", b"9"]
+    assert [row["__messageId"] for row in part] == ids
+    assert end.partitions[where].partial == {entry: {6, 7, 8, 9}}
+    again = topic.source(starting_position="earliest").coordinator()
+    again.start(end, planned=True)
+    try:
+        assert rows_of(again, end) == rows
+        again.batches.release(end)
+        wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
+        assert again.batches.cut() is None
+    finally:
+        again.stop()
+
+
+def test_an_entry_of_which_nothing_is_left_ends_no_bounded_run_too_late() -> None:
+    topic, where, entry = batch_of_ten(11)
+    start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:10"})
+    coordinator = topic.source(starting_position=start).coordinator()
+    coordinator.start(available_now=True)
+    try:
+        assert coordinator.batches.cut_available(None) is None
+        wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
+    finally:
+        coordinator.stop()
+
+
+def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
+    topic, where, entry = batch_of_ten(9)
+    first = topic.places[where][0]
+    with closing(MemoryAdmin(topic.cluster)) as admin:
+        assert admin.begin(where, "s", MessageId(*first, 0))
+    told = {BEGINS: f"{entry.ledger}:{entry.entry}:6"}
+    topic.cluster.subscriptions(where)["s"].properties = told
+    everything = topic.read()
+    assert Counter(topic.stream(len(everything))) == Counter(everything)
+
+
+def test_a_handler_has_what_lies_behind_the_start_alone() -> None:
+    topic, where, entry = batch_of_ten(10)
+    start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
+    source = topic.source(starting_position=start)
+    found: list[bytes | None] = []
+
+    def note(message: keyshard.Message) -> None:
+        found.append(message.value)
+        if len(found) == 4:
+            source.stop()
+
+    source.run(note)
+    assert found == [b"6", b"7", b"8", b"9"]
+    assert topic.cluster.backlog(where, "s") == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -191,9 +287,9 @@ def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_
     begin = MemoryAdmin.begin
 
     def at_the_end(
-        self: MemoryAdmin, one: TopicPartition, subscription: str, position: EntryId
+        self: MemoryAdmin, one: TopicPartition, subscription: str, position: MessageId
     ) -> bool:
-        return begin(self, one, subscription, EntryId(position.ledger + 99, 0))
+        return begin(self, one, subscription, MessageId(position.ledger + 99, 0, 0))
 
     monkeypatch.setattr(MemoryAdmin, "begin", at_the_end)
     place = topic.places[where][0]
@@ -230,10 +326,10 @@ def test_a_gap_in_what_a_stream_had_is_named() -> None:
         positions_of(topic.source(), Checkpoint("", "s", 3, {where: state}))
 
 
-def test_where_a_stream_is_that_had_nothing_is_where_it_began() -> None:
-    topic = Topic(random.Random(6))
-    places = {where.name: topic.places[where][1] for where in topic.partitions}
-    start = {name: f"{one.ledger}:{one.entry}" for name, one in places.items()}
+@pytest.mark.parametrize("seed", range(6, 16))
+def test_where_a_stream_is_that_had_nothing_is_where_it_began(seed: int) -> None:
+    topic = Topic(random.Random(seed))
+    start = {where.name: topic.any_position(where) for where in topic.partitions}
     source = topic.source(starting_position=json.dumps(start))
     topic.stream(0, commit=False, starting_position=json.dumps(start))
     assert topic.read(end=positions_of(source, Checkpoint("", "s", 3))) == topic.read(end=start)
@@ -242,7 +338,6 @@ def test_where_a_stream_is_that_had_nothing_is_where_it_began() -> None:
 @pytest.mark.parametrize(
     ("start", "sentence"),
     [
-        ('{"orders": "7:120:3"}', "7:120:3, inside a producer batch, and a source takes whole"),
         ('{"orders": "soon"}', "starting_position of 'orders' is 'soon'; write 'earliest'"),
         ("2026-11-21", "which says no zone"),
         ("7:120", "write 'earliest' or 'latest', a position for each topic partition as JSON"),

@@ -7,7 +7,9 @@ from typing import Any
 
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.dispatch import Subscription
+from keyshard.broker.port import BEGINS
 from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
@@ -127,13 +129,17 @@ class MemoryAdmin:
             except TopicNotFoundError:
                 return None
 
-    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, position: MessageId
+    ) -> bool:
         """Create a subscription that begins at an entry; ``False`` where it exists already."""
         with self._cluster.lock:
             self._require(topic_partition)
             if subscription in self._cluster.subscriptions(topic_partition):
                 return False
-            self._cluster.open_subscription(topic_partition, subscription, position)
+            first = EntryId(position.ledger, position.entry)
+            made = self._cluster.open_subscription(topic_partition, subscription, first)
+            made.properties = {BEGINS: str(position)} if position.batch_index else {}
             return True
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
@@ -167,6 +173,7 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
         "keySharedMode": "STICKY",
         "allowOutOfOrderDelivery": False,
         "isDurable": True,
+        "subscriptionProperties": found.properties,
         "msgBacklog": found.backlog,
         "msgInReplay": len(found.replay),
         "nonContiguousDeletedMessagesRanges": found.cursor.holes,

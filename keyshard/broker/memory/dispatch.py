@@ -10,7 +10,7 @@ kept per slot, and an entry that cannot go to its owner now waits in the replay 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,6 +114,7 @@ class Subscription:
         self._limits = unacked_limits
         self._now_ms = now_ms
         self.cursor = cursor
+        self.properties: Mapping[str, str] = {}
         self.replay = ReplayQueue()
         self._members: list[Member] = []
         self._starts: list[int] = []

@@ -8,9 +8,11 @@ from urllib.parse import quote
 
 import httpx
 
+from keyshard.broker.port import BEGINS
 from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.position.ledger import Ledger, ledgers_of
 from keyshard.core.topic_schema import TopicSchema
@@ -130,11 +132,14 @@ class PulsarAdmin:
         )
         return found
 
-    def begin(self, topic_partition: TopicPartition, subscription: str, position: EntryId) -> bool:
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, position: MessageId
+    ) -> bool:
         """Create a subscription that begins at an entry; ``False`` where it exists already."""
         path = f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
         where = {"ledgerId": position.ledger, "entryId": position.entry, "partitionIndex": -1}
-        answer = self._request("PUT", path, json=where, timeout=CREATE_S)
+        properties = {"properties": {BEGINS: str(position)}} if position.batch_index else {}
+        answer = self._request("PUT", path, json=where | properties, timeout=CREATE_S)
         if answer.status_code == httpx.codes.CONFLICT:
             return False
         self._checked(path, answer)

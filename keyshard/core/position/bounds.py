@@ -190,10 +190,10 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
 
 
 def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | MessageId]:
-    """Where a subscription begins: an edge, positions of whole entries, or a publish time.
+    """Where a subscription begins: an edge, positions, or a publish time.
 
     Raises:
-        ConfigError: It is something else, or a position inside a producer batch.
+        ConfigError: It is something else.
     """
     text = given.strip() if isinstance(given, str) else ""
     if _TIME.fullmatch(text):
@@ -204,16 +204,7 @@ def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | Messa
             'partition as JSON such as {"orders-partition-0": "7:120"}, or a time with its zone '
             "such as '2026-11-21T08:00:00+01:00'."
         )
-    found = parse_offsets(name, text)
-    for key, one in found.items() if isinstance(found, dict) else ():
-        if isinstance(one, MessageId) and one.batch_index:
-            ledger, entry, _ = one
-            raise ConfigError(
-                f"{name} of {shown(key)} is {one}, inside a producer batch, and a source takes "
-                f"whole entries. Begin at {ledger}:{entry} or {ledger}:{entry + 1}, and let what "
-                "is read before end there."
-            )
-    return found
+    return parse_offsets(name, text)
 
 
 def parse_time(name: str, given: str) -> int:

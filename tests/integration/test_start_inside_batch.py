@@ -1,0 +1,80 @@
+"""A read that ends inside a producer batch, and the stream that begins there, on a real broker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from contract.pulsar_harness import PulsarHarness
+from helpers import received, rows_of, wait_until
+from keyshard import Checkpoint, KeyShardSource
+from keyshard.broker.memory import Batching, Message
+from keyshard.coordinator.bounded import plan_read
+from keyshard.core.position.entry import TopicPartition
+from keyshard.reading.split_reader import read_splits
+from keyshard.testing.devbroker import DevBroker
+
+pytestmark = [pytest.mark.broker]
+
+
+@pytest.fixture
+def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
+    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    made.keep_all()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"transport": "wire"}, {"transport": "client"}, {"workers": "processes:1"}],
+    ids=["wire", "client", "worker"],
+)
+def test_every_message_comes_once_and_the_first_batch_runs_again_the_same(
+    dev_broker: DevBroker, harness: PulsarHarness, how: dict[str, Any]
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish(where.name, [Message(b"%d" % i, key="k") for i in range(10)], Batching.BY_KEY)
+    harness.publish(where.name, [Message(b"10", key="k")])
+
+    def source(starting_position: str) -> KeyShardSource:
+        return KeyShardSource(
+            where.topic, subscription="s", service_url=dev_broker.service_url,
+            admin_url=dev_broker.admin_url, parallelism=2, starting_position=starting_position,
+            **how,
+        )  # fmt: skip
+
+    (stored,) = plan_read(source("earliest"))
+    end = f"{stored.first.ledger}:{stored.first.entry}:7"
+    split = plan_read(source("earliest"), end=end)
+    batches = read_splits(source("earliest").how_to_connect(), split, ["value"])
+    values = [value for one in batches for value in one.column(0).to_pylist()]
+    assert values == [b"%d" % i for i in range(7)]
+
+    def had(start: str, checkpoint: Checkpoint | None = None) -> tuple[Checkpoint, Any]:
+        """The first batch of a run that is gone before it was committed."""
+        coordinator = source(start).coordinator()
+        coordinator.start(checkpoint, planned=checkpoint is not None)
+        try:
+            if checkpoint is None:
+                received(coordinator, 4)
+            cut = checkpoint or coordinator.batches.cut()
+            assert cut is not None
+            rows = rows_of(coordinator, cut)
+            if checkpoint is not None:
+                coordinator.batches.release(cut)
+                wait_until(lambda: harness.backlog(where, "s") == 0)
+            return cut, rows
+        finally:
+            coordinator.stop()
+
+    _, first = had(json.dumps({where.name: end}))
+    assert [row["value"] for part in first.values() for row in part] == [b"7", b"8", b"9", b"10"]
+    # The option says nothing any more: the subscription exists.
+    planned, again = had("earliest")
+    assert again == first
+    _, replayed = had("earliest", planned)
+    assert replayed == first
