@@ -17,6 +17,7 @@ from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows, plan_of, rows_of, schema_of, wants_bytes_alone
+from spark_adapter.table_options import options_of
 from spark_adapter.wording import told_to_spark
 
 
@@ -40,13 +41,13 @@ class KeyShardDataSource(DataSource):
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
-        read = parse_bounded(self.options)
+        read = parse_bounded(options_of(schema, self.options))
         rows = self._rows(read.source, schema)
         return KeyShardBatchReader(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
-        source = parse_options(self.options)
+        source = parse_options(options_of(schema, self.options, stream=True))
         rows = self._rows(source, schema)
         return KeyShardStreamReader(rows.source_of(source), rows)
 
@@ -74,6 +75,11 @@ class KeyShardDataSource(DataSource):
 
 def _source_of(options: Mapping[str, str]) -> KeyShardSource:
     """What is read. Spark does not tell how: a stream has options that no batch read has."""
+    if {"owner", "provider"} <= {name.lower() for name in options}:
+        raise ConfigError(
+            "Spark gives the options of a table to nobody who reads it: CREATE TABLE ... USING "
+            "keyshard cannot work. Let spark_adapter.catalog.sync make tables."
+        )
     if any(map(is_of_streams, options)):
         return parse_options(options)
     return parse_bounded(options).source

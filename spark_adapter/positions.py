@@ -7,6 +7,8 @@ import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pyspark.sql.types import StructType
+
 from keyshard import Checkpoint
 from keyshard.coordinator.reached import positions_of
 from keyshard.core.position.bounds import parse_position
@@ -15,6 +17,7 @@ from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import translated
+from spark_adapter.table_options import options_of
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
@@ -112,9 +115,13 @@ def _of_query(query: Any) -> dict[str, str]:
             f"The query has {len(relations)} sources of format('keyshard') that were started; "
             "positions are those of one."
         )
-    options = dict(relations[0].options().asCaseSensitiveMap())
-    if relations[0].table().name() == "pulsar":
-        options = translated(options, stream=True).options
+    (relation,) = relations
+    given = dict(relation.options().asCaseSensitiveMap())
+    if relation.table().name() == "pulsar":
+        options = translated(given, stream=True).options
+    else:
+        columns = StructType.fromJson(json.loads(relation.table().schema().json()))
+        options = options_of(columns, given, stream=True)
     source = parse_options(options)
     progress = query.lastProgress
     for one in progress["sources"] if progress else ():

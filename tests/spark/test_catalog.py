@@ -2,15 +2,90 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import httpx
+import pulsar
 import pytest
+from pulsar.schema import BytesSchema, Integer, JsonSchema, Record, String
+from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
+import spark_adapter
+from keyshard.errors import BrokerUnavailableError, ConfigError
 from keyshard.testing.devbroker import DevBroker
-from spark_topic import SparkTopic
+from keyshard.testing.verify.workloads import create_partitioned_topic
+from spark_adapter import catalog
+from spark_topic import SparkTopic, ended
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
+NOTHING = catalog.Synced()
+
+
+class Order(Record):  # type: ignore[misc]
+    item = String()
+    count = Integer()
+
+
+class LaterOrder(Order):
+    note = String()
+
+
+class Tenant:
+    """A tenant with one namespace, and its sync."""
+
+    def __init__(self, broker: DevBroker, spark: SparkSession, name: str) -> None:
+        self.broker, self.spark, self.name = broker, spark, name
+        self.database = f"`{name}/default`"
+        self.options = {
+            "service.url": broker.service_url, "admin.url": broker.admin_url,
+            "subscription": "reports", "startingOffsets": "earliest", "parallelism": "2",
+        }  # fmt: skip
+        (cluster,) = httpx.get(f"{broker.admin_url}/admin/v2/clusters").json()[:1]
+        self.put(f"tenants/{name}", {"allowedClusters": [cluster]})
+        self.put(
+            f"namespaces/{name}/default", {"schema_compatibility_strategy": "ALWAYS_COMPATIBLE"}
+        )
+
+    def put(self, path: str, content: Any) -> None:
+        httpx.put(f"{self.broker.admin_url}/admin/v2/{path}", json=content).raise_for_status()
+
+    def topic(self, name: str) -> str:
+        return f"persistent://{self.name}/default/{name}"
+
+    def send(self, name: str, schema: Any, *values: Any, **told: Any) -> None:
+        client = pulsar.Client(
+            self.broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+        )
+        with closing(client):
+            producer = client.create_producer(self.topic(name), schema=schema)
+            for value in values:
+                producer.send(value, **told)
+
+    def delete(self, name: str) -> None:
+        path = f"persistent/{self.name}/default/{name}"
+        httpx.delete(f"{self.broker.admin_url}/admin/v2/{path}?force=true").raise_for_status()
+
+    def sync(self, **options: str) -> catalog.Synced:
+        return catalog.sync(self.spark, self.name, options=self.options | options)
+
+    def tables(self) -> list[str]:
+        return [
+            row["tableName"] for row in self.spark.sql(f"SHOW TABLES IN {self.database}").collect()
+        ]
+
+
+@pytest.fixture
+def tenant(
+    spark: SparkSession, dev_broker: DevBroker, request: pytest.FixtureRequest
+) -> Iterator[Tenant]:
+    name = f"catalog-{abs(hash(request.node.name))}"
+    yield Tenant(dev_broker, spark, name)
+    spark.sql(f"DROP DATABASE IF EXISTS `{name}/default` CASCADE")
 
 
 def test_a_session_that_was_told_nothing_finds_the_source(
@@ -22,3 +97,115 @@ def test_a_session_that_was_told_nothing_finds_the_source(
     options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
     options["topic"] = topic.name
     assert clean.read.format("keyshard").options(**options).load().count() == 3
+    spark_adapter.register(clean)  # as well, as programs do
+    assert clean.read.format("keyshard").options(**options).load().count() == 3
+
+
+def test_topics_are_tables_of_batch_reads_and_of_streams(tenant: Tenant, tmp_path: Path) -> None:
+    spark, database = tenant.spark, tenant.database
+    create_partitioned_topic(tenant.broker.admin_url, tenant.topic("orders"), 2)
+    for number in range(4):
+        order = Order(item=f"i{number}", count=number)
+        tenant.send("orders", JsonSchema(Order), order, partition_key=f"k{number}")
+    tenant.send("Odd-name.v1", BytesSchema(), b"bytes")
+    tenant.send("__system", BytesSchema(), b"not for users")
+
+    assert tenant.sync() == catalog.Synced((f"{database}.`odd-name.v1`", f"{database}.`orders`"))
+    assert tenant.sync() == NOTHING, "there was nothing to do"
+    assert tenant.tables() == ["odd-name.v1", "orders"]
+    rows = spark.sql(f"SELECT item, count, __key FROM {database}.Orders ORDER BY count").collect()
+    assert [tuple(row) for row in rows] == [(f"i{n}", n, f"k{n}") for n in range(4)]
+    assert [row["value"] for row in spark.table(f"{database}.`Odd-name.v1`").collect()] == [
+        b"bytes"
+    ]
+    # What a query says comes before what the table says.
+    assert spark.read.option("EndingOffsets", "earliest").table(f"{database}.orders").count() == 0
+
+    seen: list[Any] = []
+    query = (
+        spark.readStream.option("subscription", "mine")
+        .table(f"{database}.orders")
+        .select("item", "__key")
+        .writeStream.foreachBatch(lambda batch, _: seen.extend(map(tuple, batch.collect())))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    ended(query)
+    assert sorted(seen) == [(f"i{n}", f"k{n}") for n in range(4)]
+    assert "orders-partition-1" in spark_adapter.positions(query)
+    stats = f"{tenant.broker.admin_url}/admin/v2/{tenant.topic('orders').replace('://', '/')}"
+    found = httpx.get(f"{stats}-partition-0/stats").json()["subscriptions"]
+    assert list(found) == ["mine"]
+
+
+def test_tables_follow_their_topics_and_nobody_elses_is_touched(tenant: Tenant) -> None:
+    spark, database = tenant.spark, tenant.database
+    tenant.send("orders", JsonSchema(Order), Order(item="a", count=1))
+    tenant.send("short-lived", BytesSchema(), b"x")
+    for name in ("Twice", "TWICE", "thrice", "Thrice"):
+        tenant.send(name, BytesSchema(), name.encode())
+    definition = '{"type":"record","name":"R","fields":[{"name":"a","type":"int"}]}'
+    url = f"{tenant.broker.admin_url}/admin/v2/schemas/{tenant.name}/default/made/schema"
+    tenant.send("made", BytesSchema())
+    body = {"type": "PROTOBUF", "schema": definition, "properties": {}}
+    httpx.post(url, json=body).raise_for_status()
+
+    first = tenant.sync()
+    assert tenant.tables() == ["made", "orders", "short-lived", "thrice"]
+    assert list(first.raw) == [f"{database}.`made`"]
+    assert "descriptor" in first.raw[f"{database}.`made`"]
+    assert spark.table(f"{database}.made").schema["value"].dataType.typeName() == "binary"
+    assert sorted(first.left) == ["TWICE", "Thrice", "Twice"]
+    assert [row["value"] for row in spark.table(f"{database}.thrice").collect()] == [b"thrice"]
+
+    spark.sql(f"CREATE TABLE {database}.mine (a int) USING parquet")
+    spark.sql(f"CREATE TABLE {database}.later (a int) USING parquet")
+    tenant.delete("short-lived")
+    tenant.send("later", BytesSchema(), b"x")
+    tenant.send("newcomer", BytesSchema(), b"x")
+    tenant.send("orders", JsonSchema(LaterOrder), LaterOrder(item="b", count=2, note="n"))
+    second = tenant.sync()
+    assert second.created == (f"{database}.`newcomer`",)
+    assert second.changed == (f"{database}.`orders`",)
+    assert second.dropped == (f"{database}.`short-lived`",)
+    assert f"{database}.`later`" in second.left
+    assert tenant.tables() == ["later", "made", "mine", "newcomer", "orders", "thrice"]
+    rows = spark.sql(f"SELECT item, note FROM {database}.orders ORDER BY item").collect()
+    assert [tuple(row) for row in rows] == [("a", None), ("b", "n")]
+
+    other = dataclasses.replace(second, created=(), changed=(), dropped=())
+    assert tenant.sync(**{"service.url": "pulsar://localhost:1"}).created == ()
+    with pytest.raises(BrokerUnavailableError, match="does not answer"):
+        tenant.sync(**{"admin.url": "http://127.0.0.1:1", "operationTimeoutMillis": "1000"})
+    with pytest.raises(Exception, match=r"no-such-tenant.*(status 404|404)"):
+        catalog.sync(spark, [tenant.name, "no-such-tenant"], options=tenant.options)
+    assert tenant.sync() == other, "nothing was concluded from what did not answer"
+
+    for name in ("orders", "made", "later", "newcomer", "thrice", "Twice", "TWICE", "Thrice"):
+        tenant.delete(name)
+    path = f"namespaces/{tenant.name}/default?force=true"
+    httpx.delete(f"{tenant.broker.admin_url}/admin/v2/{path}").raise_for_status()
+    gone = tenant.sync()
+    assert len(gone.dropped) == 4
+    assert tenant.tables() == ["later", "mine"], "the database has tables of somebody else"
+
+
+def test_what_cannot_be_is_refused(spark: SparkSession, tenant: Tenant) -> None:
+    for wrong, why in (
+        ({"topic": "orders"}, "each has its topic"),
+        ({"admin.url": ""}, "admin.url"),
+        ({"owner": "me"}, "'owner' is unknown"),
+        (
+            {"pulsar.client.authPluginClassName": "token", "pulsar.client.authParams": "token:abc"},
+            "a secret itself",
+        ),
+    ):
+        options = {name: text for name, text in (tenant.options | wrong).items() if text}
+        with pytest.raises(ConfigError, match=why):
+            catalog.sync(spark, tenant.name, options=options)
+    for names in (["public"], ["a/b/c"], ["/x"]):
+        with pytest.raises(ConfigError, match="tenant/namespace"):
+            catalog.sync(spark, namespaces=names, options=tenant.options)
+    with pytest.raises(AnalysisException, match=r"spark_adapter\.catalog\.sync"):
+        spark.sql("CREATE TABLE by_hand USING keyshard OPTIONS (topic = 'orders')")
