@@ -258,12 +258,13 @@ class _Sync:
         """The columns of a topic, and why they are its bytes where it has a schema."""
         source = dataclasses.replace(self._source, topics=[topic])
         try:
-            columns = schema_of(plan_of(source))
+            columns = schema_of(plan_of(source), source.metadata_columns)
         except (SchemaError, PySparkTypeError) as exc:
-            return schema_of(None), str(exc)
+            return schema_of(None, source.metadata_columns), str(exc)
         twice = columns_alike(columns.names, case_sensitive=self._catalog.case_sensitive)
         if twice is not None:
-            return schema_of(None), f"column {twice!r} differs from another one in case only"
+            raw = schema_of(None, source.metadata_columns)
+            return raw, f"column {twice!r} differs from another one in case only"
         return columns, ""
 
 

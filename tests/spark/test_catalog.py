@@ -20,6 +20,7 @@ from keyshard.errors import BrokerUnavailableError, ConfigError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from spark_adapter import catalog
+from spark_process import eventually
 from spark_topic import SparkTopic, ended
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -31,7 +32,9 @@ class Order(Record):  # type: ignore[misc]
     count = Integer()
 
 
-class LaterOrder(Order):
+class LaterOrder(Record):  # type: ignore[misc]
+    item = String()
+    count = Integer()
     note = String()
 
 
@@ -97,6 +100,7 @@ def test_a_session_that_was_told_nothing_finds_the_source(
     options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
     options["topic"] = topic.name
     assert clean.read.format("keyshard").options(**options).load().count() == 3
+    assert "__messageProperties" in clean.read.format("pulsar").options(**options).load().columns
     spark_adapter.register(clean)  # as well, as programs do
     assert clean.read.format("keyshard").options(**options).load().count() == 3
 
@@ -184,8 +188,8 @@ def test_tables_follow_their_topics_and_nobody_elses_is_touched(tenant: Tenant) 
 
     for name in ("orders", "made", "later", "newcomer", "thrice", "Twice", "TWICE", "Thrice"):
         tenant.delete(name)
-    path = f"namespaces/{tenant.name}/default?force=true"
-    httpx.delete(f"{tenant.broker.admin_url}/admin/v2/{path}").raise_for_status()
+    url = f"{tenant.broker.admin_url}/admin/v2/namespaces/{tenant.name}/default"
+    eventually(lambda: httpx.delete(url).is_success, 60, "the namespace is gone")
     gone = tenant.sync()
     assert len(gone.dropped) == 4
     assert tenant.tables() == ["later", "mine"], "the database has tables of somebody else"

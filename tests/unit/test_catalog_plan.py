@@ -1,0 +1,114 @@
+"""Which tables a sync makes, changes and drops; which name a topic has, and which options a table.
+
+No Spark session is needed for what they decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyspark.sql.types import BinaryType, StructField, StructType
+
+from spark_adapter.catalog_plan import Steps, Table, TableName, columns_alike, named, steps
+from spark_adapter.table_options import options_of, with_options
+
+COLUMNS = StructType([StructField("value", BinaryType())])
+OPTIONS = {
+    "service.url": "pulsar://b:6650", "topic": "orders", "subscription": "mine",
+    "startingOffsets": "earliest", "endingOffsets": "latest", "pulsar.client.listenerName": "in",
+}  # fmt: skip
+
+
+def name(table: str) -> TableName:
+    return TableName("public/default", table)
+
+
+def test_only_own_tables_are_changed_and_dropped() -> None:
+    there = {
+        name("same"): Table(ours=True, columns=1),
+        name("other"): Table(ours=True, columns=1),
+        name("gone"): Table(ours=True, columns=1),
+        name("taken"): Table(ours=False, columns=1),
+        name("foreign"): Table(ours=False, columns=1),
+    }
+    wanted = dict.fromkeys(map(name, ("same", "taken", "new")), 1) | {name("other"): 2}
+    found = steps(wanted, there)
+    assert found == Steps([name("new")], [name("other")], [name("gone")], [name("taken")])
+
+
+def test_a_name_is_quoted_whatever_is_in_it() -> None:
+    assert str(TableName("a/b", "c`d.e")) == "`a/b`.`c``d.e`"
+
+
+@pytest.mark.parametrize(
+    ("topics", "chosen", "left"),
+    [
+        (["A", "b"], {"a": "A", "b": "b"}, []),
+        (["a", "A"], {"a": "a"}, ["A"]),
+        (["Aa", "aA"], {}, ["Aa", "aA"]),
+    ],
+)
+def test_a_name_does_not_go_from_one_topic_to_another(
+    topics: list[str], chosen: dict[str, str], left: list[str]
+) -> None:
+    assert named(topics, case_sensitive=False) == (chosen, left)
+    assert named(topics, case_sensitive=True) == ({one: one for one in topics}, [])
+
+
+def test_columns_that_spark_does_not_tell_apart() -> None:
+    assert columns_alike(["id", "ID"], case_sensitive=False) == "ID"
+    assert columns_alike(["id", "ID"], case_sensitive=True) is None
+    assert columns_alike(["id", "name"], case_sensitive=False) is None
+
+
+def test_a_query_has_the_options_of_its_kind_after_its_own() -> None:
+    columns = with_options(COLUMNS, OPTIONS)
+    assert columns[0].dataType == BinaryType()
+    batch = {name: text for name, text in OPTIONS.items() if name != "subscription"}
+    assert options_of(columns, {}) == batch
+    stream = {name: text for name, text in OPTIONS.items() if name != "endingOffsets"}
+    assert options_of(columns, {}, stream=True) == stream
+    assert options_of(columns, {"ENDINGOFFSETS": "earliest"})["ENDINGOFFSETS"] == "earliest"
+    assert "endingOffsets" not in options_of(columns, {"endingTime": "0"}), "it says the same"
+    assert "startingOffsets" not in options_of(columns, {"startingtime": "0"}, stream=True)
+
+
+def test_who_names_a_topic_reads_no_table() -> None:
+    given = {"topicsPattern": "o.*"}
+    assert options_of(with_options(COLUMNS, OPTIONS), given) == given
+    assert options_of(COLUMNS, {}) == {}
+
+
+def test_the_modules_that_spark_looks_for_give_sources_and_never_fail(tmp_path: Path) -> None:
+    """One that fails takes the data sources of all other packages away."""
+    found = Path(__file__).parents[2] / "spark_adapter" / "discovered"
+    old = tmp_path / "pyspark"
+    old.mkdir()
+    (old / "__init__.py").write_text("__version__ = '4.1.0'")
+    program = """
+import importlib, json, warnings
+with warnings.catch_warnings(record=True) as said:
+    modules = [importlib.import_module(name) for name in ("pyspark_keyshard", "pyspark_keyshard_pulsar")]
+sources = [getattr(one, "DefaultSource", None) for one in modules]
+print(json.dumps([[one and one.name() for one in sources], [str(one.message) for one in said]]))
+"""
+
+    def looked_up(*first: Path) -> list[list[str]]:
+        path = os.pathsep.join(map(str, (*first, found, found.parents[1])))
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        answer: list[list[str]] = json.loads(done.stdout)
+        return answer
+
+    assert looked_up()[0] == ["keyshard", "pulsar"]
+    sources, said = looked_up(tmp_path)
+    assert sources == [None, None]
+    assert all("has 4.1.0" in one for one in said)
+    assert len(said) == 2
