@@ -118,11 +118,10 @@ def _of_query(query: Any) -> dict[str, str]:
     (relation,) = relations
     given = dict(relation.options().asCaseSensitiveMap())
     if relation.table().name() == "pulsar":
-        options = translated(given, stream=True).options
+        source = parse_options(translated(given, stream=True).options)
     else:
         columns = StructType.fromJson(json.loads(relation.table().schema().json()))
-        options = options_of(columns, given, stream=True)
-    source = parse_options(options)
+        source = parse_options(options_of(columns, given, stream=True))
     progress = query.lastProgress
     for one in progress["sources"] if progress else ():
         try:

@@ -93,7 +93,8 @@ def test_the_modules_that_spark_looks_for_give_sources_and_never_fail(tmp_path: 
     program = """
 import importlib, json, warnings
 with warnings.catch_warnings(record=True) as said:
-    modules = [importlib.import_module(name) for name in ("pyspark_keyshard", "pyspark_keyshard_pulsar")]
+    names = ("pyspark_keyshard", "pyspark_keyshard_pulsar")
+    modules = [importlib.import_module(name) for name in names]
 sources = [getattr(one, "DefaultSource", None) for one in modules]
 print(json.dumps([[one and one.name() for one in sources], [str(one.message) for one in said]]))
 """
