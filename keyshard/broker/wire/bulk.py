@@ -25,7 +25,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 5
+VERSION = 6
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
@@ -51,8 +51,7 @@ _METADATA = {
     PRODUCER: (("producer_offsets", "producers"), "producers", ""),
     BROKER_PUBLISH_TIME: (("broker_times",), "broker_times", "has_broker_time"),
 }
-"""Buffers of a column, its count of values, and which rows have one; each is a bit of what is asked
-for."""
+"""Buffers of a column, its count of values, and which rows have one."""
 
 
 class _Found(ctypes.Structure):
@@ -186,8 +185,7 @@ def decode(
         *where,
         pointers(*payloads),
         numbers(*[0 if payload is None else len(payload) for payload in payloads]),
-        ctypes.c_bool(keeps_values),
-        ctypes.c_uint32(_bits(metadata) if metadata else 0),
+        ctypes.c_uint32(_wanted(metadata, keeps_values=keeps_values)),
         ctypes.byref(slots),
         ctypes.byref(rows),
     )
@@ -200,8 +198,11 @@ def decode(
     return _blocks(entries, opened, decoded, slots, content)
 
 
-def _bits(metadata: Sequence[str]) -> int:
-    return sum(1 << bit for bit, name in enumerate(_METADATA) if name in metadata)
+def _wanted(metadata: Sequence[str], *, keeps_values: bool) -> int:
+    """Bits of what the library is asked for: values, then what is beside the content."""
+    if not metadata:
+        return int(keeps_values)
+    return keeps_values | sum(1 << i for i, name in enumerate(_METADATA, 1) if name in metadata)
 
 
 def _enough(sizes: Sequence[int], opened: Sequence[int]) -> int:

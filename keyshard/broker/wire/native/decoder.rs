@@ -124,7 +124,6 @@ struct Said<'a> {
     event_ms: u64,
     properties: Vec<(&'a str, &'a str)>,
     length: Option<usize>,
-    sequence_id: Option<u64>,
 }
 
 fn property(data: &[u8]) -> Plain<(&str, &str)> {
@@ -144,6 +143,7 @@ fn property(data: &[u8]) -> Plain<(&str, &str)> {
 /// An entry whose metadata was read.
 struct Opened<'a> {
     producer: &'a [u8],
+    sequence_id: u64,
     payload: usize,
     /// 0: no batch.
     batched: bool,
@@ -155,11 +155,12 @@ struct Opened<'a> {
     schema: u64,
 }
 
-/// What may be wanted beside the content; `_METADATA` in `bulk.py`.
-const KEY_BYTES: u32 = 1;
-const SEQUENCE_ID: u32 = 2;
-const PRODUCER: u32 = 4;
-const BROKER_TIME: u32 = 8;
+/// What is wanted of the content, and beside it; `_wanted` in `bulk.py`.
+const VALUES: u32 = 1;
+const KEY_BYTES: u32 = 2;
+const SEQUENCE_ID: u32 = 4;
+const PRODUCER: u32 = 8;
+const BROKER_TIME: u32 = 16;
 
 /// When the broker stored an entry, milliseconds; 0 where it does not say so.
 fn broker_ms(frame: &[u8], at: usize) -> Plain<u64> {
@@ -196,13 +197,13 @@ fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
 fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
     let (from, size) = metadata_of(frame, at)?;
     let mut said = Said::default();
-    let (mut producer, mut publish_ms) = (None, None);
+    let (mut producer, mut sequence_id, mut publish_ms) = (None, None, None);
     let (mut count, mut compression, mut uncompressed, mut schema) = (None, 0, 0, 0);
     let mut fields = Fields::of(part(frame, from, size)?);
     while let Some((field, value)) = fields.next()? {
         match field {
             1 => producer = Some(value.bytes()?),
-            2 => said.sequence_id = Some(value.number()?),
+            2 => sequence_id = Some(value.number()?),
             3 => publish_ms = Some(value.number()?),
             4 => said.properties.push(property(value.bytes()?)?),
             6 => said.key = Some(value.bytes()?),
@@ -225,8 +226,8 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
     }
     let publish_ms = publish_ms.ok_or(Odd)?;
     let narrow = u64::from(u32::MAX);
-    let producer = producer.ok_or(Odd)?;
-    if said.sequence_id.is_none() || publish_ms >= TIME_MS_MAX || compression > narrow || uncompressed > narrow {
+    let (producer, sequence_id) = (producer.ok_or(Odd)?, sequence_id.ok_or(Odd)?);
+    if publish_ms >= TIME_MS_MAX || compression > narrow || uncompressed > narrow {
         return Err(Odd);
     }
     if count.is_some_and(|count| count < 1 || count > BYTES_MAX as u64) {
@@ -241,6 +242,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
         publish_ms,
         schema,
         producer,
+        sequence_id,
     };
     Ok((opened, said))
 }
@@ -303,6 +305,11 @@ impl Bytes {
         Bytes { offsets: vec![0], data: Vec::new() }
     }
 
+    /// Without memory where it is not wanted.
+    fn new_if(wanted: bool) -> Self {
+        if wanted { Bytes::new() } else { Bytes::default() }
+    }
+
     fn push(&mut self, value: &[u8]) -> Plain<()> {
         if self.data.len() + value.len() > BYTES_MAX {
             return Err(Odd);
@@ -335,8 +342,7 @@ impl Validity {
 }
 
 struct Columns {
-    keeps_values: bool,
-    /// Bits of what is wanted beside the content.
+    /// Bits of what is wanted.
     wanted: u32,
     values: Bytes,
     has_value: Validity,
@@ -361,9 +367,8 @@ struct Columns {
 }
 
 impl Columns {
-    fn new(keeps_values: bool, wanted: u32) -> Self {
+    fn new(wanted: u32) -> Self {
         Columns {
-            keeps_values,
             wanted,
             values: Bytes::new(),
             has_value: Validity::default(),
@@ -376,11 +381,11 @@ impl Columns {
             property_offsets: vec![0],
             property_keys: Bytes::new(),
             property_values: Bytes::new(),
-            key_bytes: Bytes::new(),
+            key_bytes: Bytes::new_if(wanted & KEY_BYTES != 0),
             has_key_bytes: Validity::default(),
             sequence_ids: Vec::new(),
             has_sequence_id: Validity::default(),
-            producers: Bytes::new(),
+            producers: Bytes::new_if(wanted & PRODUCER != 0),
             broker_us: Vec::new(),
             has_broker_time: Validity::default(),
             slots: Vec::new(),
@@ -389,7 +394,7 @@ impl Columns {
     }
 
     /// One more message; whether its key was set as bytes and routes it.
-    fn push(&mut self, said: &Said, value: &[u8]) -> Plain<bool> {
+    fn push<const METADATA: bool>(&mut self, said: &Said, sequence_id: Option<u64>, value: &[u8]) -> Plain<bool> {
         let text = |bytes| std::str::from_utf8(bytes).map(|_| ()).map_err(|_| Odd);
         let (key, ordering_key) = (said.key.unwrap_or_default(), said.ordering_key.unwrap_or_default());
         text(key)?;
@@ -397,7 +402,7 @@ impl Columns {
         if said.event_ms >= TIME_MS_MAX {
             return Err(Odd);
         }
-        if self.keeps_values {
+        if self.wanted & VALUES != 0 {
             self.values.push(if said.null_value { &[] } else { value })?;
             self.has_value.push(!said.null_value);
         }
@@ -424,14 +429,14 @@ impl Columns {
             (None, Some(key)) => slot(key),
             (Some(ordering_key), _) => slot(ordering_key),
         });
-        if self.wanted != 0 {
-            self.push_metadata(said)?;
+        if METADATA {
+            self.push_metadata(said, sequence_id)?;
         }
         Ok(of_bytes)
     }
 
     /// What is wanted of a message beside its content.
-    fn push_metadata(&mut self, said: &Said) -> Plain<()> {
+    fn push_metadata(&mut self, said: &Said, sequence_id: Option<u64>) -> Plain<()> {
         if self.wanted & KEY_BYTES != 0 {
             let key = said.key.unwrap_or_default();
             if said.of_bytes {
@@ -442,8 +447,8 @@ impl Columns {
             self.has_key_bytes.push(said.key.is_some());
         }
         if self.wanted & SEQUENCE_ID != 0 {
-            self.sequence_ids.push(said.sequence_id.unwrap_or(0) as i64);
-            self.has_sequence_id.push(said.sequence_id.is_some());
+            self.sequence_ids.push(sequence_id.unwrap_or(0) as i64);
+            self.has_sequence_id.push(sequence_id.is_some());
         }
         Ok(())
     }
@@ -465,7 +470,7 @@ impl Columns {
         Ok(())
     }
 
-    fn entry(&mut self, frame: &[u8], at: usize, unpacked: Option<&[u8]>) -> Plain<()> {
+    fn entry<const METADATA: bool>(&mut self, frame: &[u8], at: usize, unpacked: Option<&[u8]>) -> Plain<()> {
         let (opened, said) = opened(frame, at)?;
         let payload = match unpacked {
             Some(payload) => payload,
@@ -474,11 +479,11 @@ impl Columns {
         };
         let first = self.slots.len();
         let (of_bytes, size) = if opened.batched {
-            self.batch(payload, opened.count as usize)?
+            self.batch::<METADATA>(payload, opened.count as usize)?
         } else {
-            (self.push(&said, payload)?, payload.len())
+            (self.push::<METADATA>(&said, Some(opened.sequence_id), payload)?, payload.len())
         };
-        if self.wanted & (PRODUCER | BROKER_TIME) != 0 {
+        if METADATA {
             let time_ms = if self.wanted & BROKER_TIME != 0 { broker_ms(frame, at)? } else { 0 };
             self.push_of_entry(opened.producer, time_ms, self.slots.len() - first)?;
         }
@@ -491,17 +496,17 @@ impl Columns {
         Ok(())
     }
 
-    fn batch(&mut self, payload: &[u8], count: usize) -> Plain<(bool, usize)> {
+    fn batch<const METADATA: bool>(&mut self, payload: &[u8], count: usize) -> Plain<(bool, usize)> {
         if count > payload.len() / 4 + 1 {
             return Err(Odd);
         }
         let (mut at, mut size, mut of_bytes) = (0, 0, false);
         for index in 0..count {
             let said_size = size_at(payload, at)?;
-            let said = said_in_batch(part(payload, at + 4, said_size)?)?;
+            let (said, sequence_id) = said_in_batch::<METADATA>(part(payload, at + 4, said_size)?)?;
             at += 4 + said_size;
             let length = said.length.ok_or(Odd)?;
-            let routed = self.push(&said, part(payload, at, length)?)?;
+            let routed = self.push::<METADATA>(&said, sequence_id, part(payload, at, length)?)?;
             of_bytes = if index == 0 { routed } else { of_bytes };
             at += length;
             size += length;
@@ -510,8 +515,9 @@ impl Columns {
     }
 }
 
-fn said_in_batch(data: &[u8]) -> Plain<Said<'_>> {
-    let mut said = Said::default();
+/// What a batch says of a message; its sequence id only where metadata is wanted.
+fn said_in_batch<const METADATA: bool>(data: &[u8]) -> Plain<(Said<'_>, Option<u64>)> {
+    let (mut said, mut sequence_id) = (Said::default(), None);
     let mut fields = Fields::of(data);
     while let Some((field, value)) = fields.next()? {
         match field {
@@ -521,12 +527,12 @@ fn said_in_batch(data: &[u8]) -> Plain<Said<'_>> {
             5 => said.event_ms = value.number()?,
             6 => said.of_bytes = value.number()? != 0,
             7 => said.ordering_key = Some(value.bytes()?),
-            8 => said.sequence_id = Some(value.number()?),
+            8 if METADATA => sequence_id = Some(value.number()?),
             9 => said.null_value = value.number()? != 0,
             _ => {}
         }
     }
-    Ok(said)
+    Ok((said, sequence_id))
 }
 
 /// Base64 as the Java client writes it: padded, and nothing else between.
@@ -698,7 +704,7 @@ fn found(columns: Columns) -> Box<Found> {
         properties: c.property_keys.offsets.len() as u64 - 1,
         key_bytes: c.has_key_bytes.valid as u64,
         sequence_ids: c.has_sequence_id.valid as u64,
-        producers: c.producers.offsets.len() as u64 - 1,
+        producers: c.producers.offsets.len().saturating_sub(1) as u64,
         broker_times: c.has_broker_time.valid as u64,
         columns: c,
     })
@@ -707,7 +713,7 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    5
+    6
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
@@ -775,13 +781,13 @@ pub unsafe extern "C" fn keyshard_open(
 /// Decodes entries; null where one is not plain. What is found belongs to the caller.
 ///
 /// # Safety
-/// As for `keyshard_open`; `wanted` has the bits of columns beside the content; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
+/// As for `keyshard_open`; `wanted` has the bits of what is wanted; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
 /// entry, or null for what lies in the frame.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_decode(
     count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64,
-    unpacked: *const *const u8, unpacked_sizes: *const u64, keeps_values: bool, wanted: u32,
-    slots: *mut *const i32, entries: *mut *const i64,
+    unpacked: *const *const u8, unpacked_sizes: *const u64, wanted: u32, slots: *mut *const i32,
+    entries: *mut *const i64,
 ) -> *mut Found {
     let made = catch_unwind(|| {
         // SAFETY: the caller's.
@@ -794,8 +800,8 @@ pub unsafe extern "C" fn keyshard_decode(
                 slice::from_raw_parts(unpacked_sizes, count),
             )
         };
-        let mut columns = Columns::new(keeps_values, wanted);
-        if keeps_values {
+        let mut columns = Columns::new(wanted);
+        if wanted & VALUES != 0 {
             // Never more than there is: the payloads are in memory already.
             let size = (0..count).map(|one| if unpacked[one].is_null() { sizes[one] } else { unpacked_sizes[one] });
             columns.values.data.reserve_exact(size.sum::<u64>() as usize);
@@ -810,7 +816,13 @@ pub unsafe extern "C" fn keyshard_decode(
                         .then(|| slice::from_raw_parts(payload, unpacked_sizes[number] as usize)),
                 )
             };
-            if columns.entry(frame, positions[number] as usize, payload).is_err() {
+            let position = positions[number] as usize;
+            let entry = if wanted & !VALUES == 0 {
+                columns.entry::<false>(frame, position, payload)
+            } else {
+                columns.entry::<true>(frame, position, payload)
+            };
+            if entry.is_err() {
                 return None;
             }
         }
