@@ -233,7 +233,7 @@ def test_defaults_are_not_written_into_options() -> None:
     ("name", "start"),
     [
         ("startingTime", "2026-11-21T08:00:00+00:00"),
-        ("startingOffsets", '{"orders-partition-0": "7:120", "orders-partition-1": "latest"}'),
+        ("startingOffsets", '{"orders-partition-0": "7:120:3", "orders-partition-1": "latest"}'),
     ],
 )
 def test_a_start_at_a_time_and_at_positions_goes_both_ways(name: str, start: str) -> None:
@@ -250,8 +250,8 @@ def test_a_start_at_a_time_and_at_positions_goes_both_ways(name: str, start: str
         ({"startingTime": "soon"}, "startingTime is 'soon', which is no time"),
         ({"startingOffsets": "2026-11-21T08:00Z"}, "startingOffsets is '2026-11-21T08:00Z'; write"),
         (
-            {"startingOffsets": '{"orders": "7:1:2"}'},
-            "startingOffsets of 'orders' is 7:1:2, inside",
+            {"startingOffsets": '{"orders": "7:1:-2"}'},
+            "startingOffsets of 'orders' is '7:1:-2'; write",
         ),
         ({"startingTime": "0", "startingOffsets": "latest"}, "Give only one of 'startingTime' and"),
     ],
