@@ -78,7 +78,7 @@ class Catalog:
             topic: Full topic name.
             was_partitioned: Whether it had partitions before.
         """
-        plain = (TopicPartition(topic),)
+        plain = (TopicPartition.parse(topic),)  # one partition may be a topic of its own
         if self._admin is None:
             found = self._broker.partitions(topic)
             return () if found == plain and was_partitioned else found

@@ -30,7 +30,9 @@ def test_new_partitions_have_the_subscription_from_their_beginning(harness: Harn
 
 def test_partition_counts_tell_missing_plain_and_partitioned_apart(harness: Harness) -> None:
     admin = harness.admin()
-    assert admin.partition_count(harness.create_topic(partitions=4)) == 4
+    topic = harness.create_topic(partitions=4)
+    assert admin.partition_count(topic) == 4
+    assert admin.partition_count(f"{topic}-partition-3") == 0, "a topic by itself"
     assert admin.partition_count(harness.create_topic()) == 0
     assert admin.partition_count("persistent://public/default/contract-missing") is None
 

@@ -47,6 +47,28 @@ def test_a_topic_filled_before_it_is_found_is_read_from_its_beginning(world: Wor
         assert world.backlog("a-2") == world.backlog("a-3") == 0
 
 
+@pytest.mark.parametrize("admin", [True, False])
+def test_one_partition_is_read_alone_and_is_the_same_after_a_restart(
+    world: World, admin: bool
+) -> None:
+    topic = world.cluster.create_topic("a", 2)
+    one = TopicPartition(topic, 1)
+    source = world.source(one.name, admin_url="http://memory" if admin else None)
+    world.publish(one, 5)
+    with world.running(source, admin=admin) as coordinator:
+        received(coordinator, 5)
+        end = coordinator.batches.cut()
+        assert end is not None
+        assert set(end.partitions) == {one}
+        world.read(coordinator, end)
+    # Committed, and not acknowledged: the broker delivers it again.
+    with world.running(source, Checkpoint.from_json(end.to_json()), admin=admin) as coordinator:
+        world.publish(one, 3)
+        received(coordinator, 3)
+        world.take(coordinator)
+    assert world.got == world.sent
+
+
 def test_a_round_counts_what_the_broker_still_holds(world: World) -> None:
     world.cluster.create_topic("a-1", 2)
     world.publish("a-1", 3)

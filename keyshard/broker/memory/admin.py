@@ -33,10 +33,11 @@ class MemoryAdmin:
         return self._name
 
     def partition_count(self, topic: str) -> int | None:
-        found = self._cluster.topics().get(topic)
-        if found is None or TopicPartition.parse(topic).partition >= 0:
+        where = TopicPartition.parse(topic)
+        found = self._cluster.topics().get(where.topic)
+        if found is None or (where.partition >= 0 and where not in found):
             return None
-        return 0 if found[0].partition < 0 else len(found)
+        return 0 if where.partition >= 0 or found[0].partition < 0 else len(found)
 
     def namespaces(self, tenant: str) -> set[str]:
         names = [name.removeprefix("persistent://").split("/") for name in self._cluster.topics()]
