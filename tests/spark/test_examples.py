@@ -23,6 +23,8 @@ from spark_topic import SparkTopic, ended, failed, in_order
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
+WITHIN_S = 180.0
+"""Longest time of a step, with all that runs beside it, seconds."""
 ORDERS = """
 create schema shop;
 create table shop.orders (
@@ -74,7 +76,9 @@ def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_conne
         monkeypatch.setenv("KEYSHARD_TEST_POSTGRES", url)
         run = SparkProcess(options, tmp_path, module="postgres_query")
         try:
-            eventually(lambda: at() == STANDS_AT or not run.alive(), 180, "the batch is written")
+            eventually(
+                lambda: at() == STANDS_AT or not run.alive(), WITHIN_S, "the batch is written"
+            )
             assert run.alive(), run.tail()
             run.kill(run.processes()[0])
         finally:
@@ -89,10 +93,10 @@ def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_conne
                 postgres=url, table=TABLE, available_now=True,
             )  # fmt: skip
 
-        text = failed(go_on())
+        text = failed(go_on(), WITHIN_S)
         assert "psycopg" in text
         assert rows() == written
-        ended(go_on())
+        ended(go_on(), WITHIN_S)
         assert sorted(content for _, content in rows()) == sorted(topic.sent)
         assert in_order(rows())
         near = "select max(abs(extract(epoch from now() - published))) from shop.orders"
@@ -131,15 +135,17 @@ def test_windows_count_what_was_produced_with_what_is_late_but_not_too_late(
         )  # fmt: skip
 
     publish(topic, in_time)
-    ended(go_on(available_now=True))
+    ended(go_on(available_now=True), WITHIN_S)
     query = go_on(available_now=False)
     try:
         publish(topic, late)
-        eventually(lambda: rows_of(query) == len(late), 60, "they are counted")
+        eventually(lambda: rows_of(query) == len(late), WITHIN_S, "they are counted")
         publish(topic, [("now", None)])
-        eventually(lambda: ", 1 counts open, 0 too late" in told(query), 60, "the rest is written")
+        eventually(
+            lambda: ", 1 counts open, 0 too late" in told(query), WITHIN_S, "the rest is written"
+        )
         publish(topic, [("late", first)])
-        eventually(lambda: ", 1 counts open, 1 too late" in told(query), 60, "it is left out")
+        eventually(lambda: ", 1 counts open, 1 too late" in told(query), WITHIN_S, "it is left out")
     finally:
         query.stop()
     found = {
@@ -207,7 +213,7 @@ def test_orders_meet_their_payments_once_over_a_restart_and_a_topic_that_grows(
             spark, topic.options(parallelism="2"), payments.options(parallelism="2"),
             str(tmp_path / "sink"), str(topic.checkpoint), available_now=True,
         )  # fmt: skip
-        ended(query)
+        ended(query, WITHIN_S)
         payments.grow(payments.partitions + 2)
     found = spark.read.parquet(str(tmp_path / "sink")).collect()
     assert Counter((row["id"], row["amount"], row["paid"]) for row in found) == Counter(
