@@ -89,6 +89,12 @@ class PulsarStreamReader(KeyShardStreamReader):
             return offset
         if self._begun is None or self._begun[0] != offset:
             source = self._source
+            if source.admin_url is None:
+                # Each start of the JVM connector moves its cursor, which may be ahead since.
+                raise ConfigError(
+                    "The query goes on from a checkpoint of the JVM connector, and only the admin "
+                    "REST interface shows whether the subscription fits it. Set admin_url."
+                )
             # Nothing of it says when it was published: before now, by clocks that differ.
             floor_ms = time.time_ns() // 1_000_000 + CLOCK_SKEW_MS
             partitions = {

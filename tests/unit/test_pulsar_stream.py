@@ -14,10 +14,13 @@ from helpers import wait_until
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import StartPosition
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.serialized import SerializedId
-from keyshard.errors import CheckpointError
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.errors import CheckpointError, ConfigError, DataLossAckedElsewhereError
 from spark_adapter import stream_reader
 from spark_adapter.pulsar_stream import PulsarStreamReader
 from spark_adapter.structure import Rows
@@ -33,7 +36,7 @@ class MemorySource(KeyShardSource):
     cluster: MemoryCluster
 
     def coordinator(self) -> Coordinator:
-        return Coordinator(self, lambda: MemoryBroker(self.cluster))
+        return Coordinator(self, lambda: MemoryBroker(self.cluster), MemoryAdmin(self.cluster))
 
 
 class Bench:
@@ -52,10 +55,10 @@ class Bench:
                 self.sent.setdefault(where, {})[entry] = values
         self.readers: list[PulsarStreamReader] = []
 
-    def reader(self) -> PulsarStreamReader:
+    def reader(self, admin_url: str | None = "http://memory") -> PulsarStreamReader:
         """A new stream process, after the end of the one before."""
         self.stop()
-        source = MemorySource(self.topic, subscription="unit", parallelism=4)
+        source = MemorySource(self.topic, subscription="unit", parallelism=4, admin_url=admin_url)
         object.__setattr__(source, "cluster", self.cluster)
         self.readers.append(PulsarStreamReader(source, Rows(SCHEMA.names)))
         return self.readers[-1]
@@ -175,6 +178,24 @@ def test_a_batch_without_rows_is_none_and_the_very_first_one_cannot_be_planned(
     assert reader.partitions(end, dict(end)) == []
     with pytest.raises(CheckpointError, match="first batch of this checkpoint was planned by"):
         reader.partitions(reader.initialOffset(), end)
+
+
+def test_a_cursor_that_is_ahead_of_the_checkpoint_is_no_way_to_lose_what_lies_between(
+    bench: Bench,
+) -> None:
+    """Each start of the JVM connector moves its cursor to the end, until the first commit."""
+    broker = MemoryBroker(bench.cluster)
+    whole = HashRange(0, 65_535)
+    for where in bench.where:
+        broker.subscribe(
+            where, "unit", whole, start=StartPosition.LATEST, consumer_name="c",
+            receiver_queue_size=1,
+        ).close()  # fmt: skip
+    broker.close()
+    with pytest.raises(DataLossAckedElsewhereError, match="are acknowledged for 'unit'"):
+        bench.reader().latestOffset(bench.offset((2, 3)), LIMIT)
+    with pytest.raises(ConfigError, match=r"shows whether the subscription fits it\. Set admin"):
+        bench.reader(admin_url=None).latestOffset(bench.offset((2, 3)), LIMIT)
 
 
 @pytest.mark.parametrize(
