@@ -34,7 +34,13 @@ from keyshard.core.metadata_columns import (
     check_known,
 )
 from keyshard.errors import ConfigError
-from keyshard.reading.structured import CORRUPT, RAW, Decoder, Decoding, plan_decoding
+from keyshard.reading.structured import (
+    CORRUPT,
+    WITHOUT_SCHEMA,
+    Decoder,
+    Decoding,
+    plan_decoding,
+)
 from keyshard.schemas.projection import without_time_of_day
 
 if TYPE_CHECKING:
@@ -121,7 +127,7 @@ def plan_of(source: KeyShardSource) -> Decoding | None:
     connection = source.how_to_connect()
     metadata = source.metadata_columns
     plan = plan_decoding(connection, topics_of(source), source.malformed, metadata)
-    if all(schema.type in (RAW.type, "NONE") for schema in plan.schemas.values()):
+    if all(schema.type in WITHOUT_SCHEMA for schema in plan.schemas.values()):
         return None
     return plan
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
-from keyshard.errors import MalformedMessageError
-from keyshard.reading.structured import Decoding, plan_decoding, writer_of
+from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.reading.structured import WITHOUT_SCHEMA, Decoding, plan_decoding, writer_of
 from keyshard.redaction import first_line
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import codec_of
@@ -42,11 +42,17 @@ class MessageData:
             plan = plan_decoding(self._connection, [topic])
             known = self._topics[topic] = plan, codec_of(plan.schemas[topic], topic)
         plan, codec = known
+        version = message.schema_version
+        if version is not None and plan.schemas[topic].type in WITHOUT_SCHEMA:
+            raise SchemaError(
+                f"Message {message.message_id} of {topic} was written with version {version} of "
+                f"the schema of {topic}, which has none (any more). Register it again, and start "
+                "anew; its bytes are message.value.",
+                topic=topic,
+            )
         values = pa.array([message.value], pa.binary())
         keys = pa.array([message.key], pa.string())
-        found, reasons = decode_rows(
-            codec, values, keys, writer_of(plan, topic, message.schema_version)
-        )
+        found, reasons = decode_rows(codec, values, keys, writer_of(plan, topic, version))
         if reasons:
             raise self._malformed(message, reasons[0])
         try:

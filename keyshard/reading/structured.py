@@ -30,6 +30,8 @@ CORRUPT = "_corrupt_record"
 """Column of the bytes that could not be decoded; null in other rows."""
 RAW = TopicSchema("BYTES")
 """What a topic without a schema has."""
+WITHOUT_SCHEMA = (RAW.type, "NONE")
+"""Types that say of values only that they are bytes."""
 
 _METADATA = frozenset(COLUMNS.names) - {"value"}
 _other_versions: dict[tuple[str, str, int], TopicSchema] = {}

@@ -419,3 +419,18 @@ def test_a_time_that_python_does_not_have_is_malformed_for_a_handler(shop: Shop)
     with pytest.raises(MalformedMessageError, match="TIMESTAMP"):
         read(far)
     assert read(far._replace(value=None)) is None
+
+
+def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop) -> None:
+    topic = shop.topic("gone", FIRST)
+    one = keyshard.Message.for_test(avro(FIRST, {"id": 1, "name": "a"}))
+    one = one._replace(topic=topic, schema_version=0)
+    read = MessageData(shop.connection)
+    assert read(one) == {"id": 1, "name": "a"}
+    del shop.cluster.schemas[topic]
+    # What the process knows stays; another one asks.
+    assert read(one) == {"id": 1, "name": "a"}
+    other = pickle.loads(pickle.dumps(read))
+    with pytest.raises(SchemaError, match=rf"version 0 of the schema of {topic}.*message.value"):
+        other(one)
+    assert other(one._replace(schema_version=None)) == one.value
