@@ -53,9 +53,11 @@ def test_the_jvm_connectors_name_has_them_last_under_their_own_names() -> None:
     source = PulsarDataSource({**options, "metadataColumns": "__producer"})
     schema = source.schema()
     assert schema.fieldNames()[-2:] == ["__messageProperties", "__producer"]
-    assert source.reader(schema)._read.source.metadata_columns == ("__messageIdBytes", "__producer")
+    assert source.reader(schema)._read.source.metadata_columns == (
+        "__messageIdBytes", "__keyBytes", "__producer",
+    )  # fmt: skip
     plain = PulsarDataSource(options).reader(StructType().add("__key", BinaryType()))
-    assert plain._read.source.metadata_columns == ()
+    assert plain._read.source.metadata_columns == ("__keyBytes",)
 
 
 @pytest.mark.parametrize(
