@@ -9,11 +9,13 @@ SEED_START ?= 0
 MINUTES ?= 20
 PROCESSES ?= auto
 BENCH ?= ingest
+OLDEST_PYSPARK := 4.2.0
+OLDEST := $(VENV)/oldest
 
 # Everything here starts many short processes, and each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit simulate chaos lint format bench protocol help
+.PHONY: demo test oldest unit simulate chaos lint format bench protocol help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +26,14 @@ demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker kill
 
 test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 16 minutes on 2 cores; PROCESSES=0: in one process, 30)
 	@$(BIN)/python -m pytest -n $(PROCESSES)
+
+oldest: $(INSTALLED) ## the main path of Spark on the oldest PySpark that is admitted (about 5 minutes on 2 cores)
+	@$(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check pyspark==$(OLDEST_PYSPARK)
+	@# All else is that of $(VENV), behind it on the path.
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	@$(OLDEST)/bin/python -m pytest $(addprefix tests/spark/test_,exactly_once.py schemas.py batch.py catalog.py)
 
 unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"

@@ -53,9 +53,11 @@ def positions(of: DataFrame | StreamingQuery) -> str:
     """
     given: Any = of
     with told_to_spark():
-        if hasattr(given, "_jsq"):
+        # Of Spark Connect, whose DataFrames have a column of any name that is asked for.
+        remote = type(given).__module__.startswith("pyspark.sql.connect")
+        if not remote and hasattr(given, "_jsq"):
             return _text(_of_query(given))
-        if getattr(given, "_jdf", None) is None or given.isStreaming:
+        if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
             raise ConfigError(
                 f"positions() was given {shown(of)}; give it the DataFrame of a batch read, or a "
                 "streaming query, of a session that is not Spark Connect."

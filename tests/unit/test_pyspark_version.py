@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from spark_adapter.pyspark_version import check, installed
@@ -21,3 +23,10 @@ def test_one_that_is_too_old_or_missing_is_named(version: str | None, has: str) 
 
 def test_the_one_that_is_here_will_do() -> None:
     check(installed())
+
+
+def test_the_oldest_that_is_admitted_is_the_one_that_make_oldest_runs() -> None:
+    root = Path(__file__).parents[2]
+    assert 'spark = ["pyspark>=4.2,<5"]' in (root / "pyproject.toml").read_text()
+    assert "OLDEST_PYSPARK := 4.2.0\n" in (root / "Makefile").read_text()
+    check("4.2.0")
