@@ -132,6 +132,24 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="options say where in a producer batch a stream begins, not its subscription",
+        promise="Once: what a back-fill had up to a position does not come to the stream.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/starting.py",
+                "    if admin is None:\n        return {}\n",
+                "    if admin is None or not config.starting_position.startswith('{'):\n"
+                "        return {}\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_start_positions",
+                "test_a_run_that_died_before_its_first_checkpoint_begins_there_again",
+            ),
+        ),
+    ),
+    Mutant(
         name="default batching without the misroute alarm",
         promise="Order: what cannot be kept in order is counted and named.",
         edits=(
