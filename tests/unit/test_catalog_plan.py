@@ -10,10 +10,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pyspark.sql.types import BinaryType, StructField, StructType
 
+from keyshard.errors import ConfigError
+from spark_adapter import catalog
 from spark_adapter.catalog_plan import Steps, Table, TableName, columns_alike, named, steps
 from spark_adapter.table_options import options_of, with_options
 
@@ -82,6 +86,15 @@ def test_who_names_a_topic_reads_no_table() -> None:
     given = {"topicsPattern": "o.*"}
     assert options_of(with_options(COLUMNS, OPTIONS), given) == given
     assert options_of(COLUMNS, {}) == {}
+
+
+def test_the_catalog_of_hive_is_refused_by_name() -> None:
+    def get(name: str, default: str = "") -> str:
+        return "hive" if name == "spark.sql.catalogImplementation" else default
+
+    session: Any = SimpleNamespace(_jvm=object(), conf=SimpleNamespace(get=get))
+    with pytest.raises(ConfigError, match="catalog of Hive"):
+        catalog.sync(session, options={"admin.url": "http://127.0.0.1:1"})
 
 
 def test_the_modules_that_spark_looks_for_give_sources_and_never_fail(tmp_path: Path) -> None:
