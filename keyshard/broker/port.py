@@ -161,6 +161,8 @@ class HowToRead:
     """Columns of the content that are wanted, the others may be empty; ``None``: all are that every
     entry's content has. What else it can have is there where it is named, and null where the client
     does not hand it out; see :data:`keyshard.arrow.content.METADATA`."""
+    last: EntryId | None = None
+    """The last entry that is wanted; more may come. ``None``: all that is stored is."""
     encrypted_too: bool = False
     """Whether an encrypted message is an error; else the client leaves it out, as a consumer's
     does, and nobody sees that it is there."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from types import TracebackType
 
 from keyshard.broker.port import ANYHOW, Broker, HowToRead, Reader
@@ -59,7 +60,7 @@ class Scan:
         self._broker = broker
         self._topic_partition = topic_partition
         self._last = last
-        self._how = how
+        self._how = replace(how, last=last)
         self._corrupt = corrupt
         self._reader: Reader | None = None
         self._heard_s = 0.0

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import HowToRead, StartPosition
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
@@ -234,6 +234,55 @@ def test_permits_are_given_back_as_entries_are_taken(
     until(lambda: len(told.asked_for(FLOW)) > 1)
     assert [fields[2] for fields in told.asked_for(FLOW)] == [10, 5]
     assert told.asked_for(SUBSCRIBE)[0][3] == 3
+
+
+def test_a_reader_asks_for_nothing_behind_the_last_entry_that_is_wanted(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    how = HowToRead(10, last=EntryId(7, 12))
+    reader = brokers(told).reader(TOPIC, EntryId(7, 0), how)
+    (session,) = told.sessions
+
+    def permits() -> int:
+        return sum(cast("int", fields[2]) for fields in told.asked_for(FLOW))
+
+    for number in range(13):
+        until(lambda: permits() > number)  # noqa: B023
+        session.deliver(number)
+        assert next_of(reader.read) == number
+    assert permits() <= 13 + 1
+
+
+def test_what_was_asked_for_before_the_ledger_of_the_last_entry_came_may_all_come(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    reader = brokers(told).reader(TOPIC, EntryId(6, 0), HowToRead(300, last=EntryId(7, 2)))
+    (session,) = told.sessions
+    session.deliver(0)
+    assert next_of(reader.read) == 0
+    for number in range(1, 300):
+        session.deliver(number)
+    taken = 1
+    while taken < 300:
+        taken += len(reader.read(5_000))
+    assert reader.stayed_connected()
+    assert told.asked_for(FLOW)[0][2] == 300
+
+
+def test_a_reader_that_begins_behind_the_end_takes_what_the_broker_sends_from_before_it(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    reader = brokers(told).reader(TOPIC, EntryId(7, 900), HowToRead(1_000, last=EntryId(7, 900)))
+    (session,) = told.sessions
+    session.deliver(0)
+    assert next_of(reader.read) == 0
+    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [1, 900])
+    for number in range(1, 900):
+        session.deliver(number)
+    taken = 1
+    while taken < 900:
+        taken += len(reader.read(5_000))
+    assert reader.stayed_connected()
 
 
 def test_a_connection_that_is_lost_is_told_once_and_one_that_is_closed_is_not(

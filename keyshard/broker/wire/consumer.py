@@ -150,11 +150,11 @@ class WireReader(Subscribed):
     def __init__(
         self, shared: Shared, topic_partition: TopicPartition, start: EntryId, how: HowToRead
     ) -> None:
-        super().__init__(shared, topic_partition, how.receiver_queue_size, self._from_here)
         self._start = start
         self._passed: EntryId | None = None
         """The last entry that was handed out, or left out."""
         self._how = how
+        super().__init__(shared, topic_partition, self._ahead(), self._from_here)
         self._name = f"reader-{uuid.uuid4().hex[:16]}".encode()
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
@@ -163,11 +163,23 @@ class WireReader(Subscribed):
         if not entries:
             return []
         decoded = self._decode(entries)
-        self.used(decoded.messages)
+        self.used(decoded.messages, self._ahead())
         return self.handed_out(decoded, entries)
 
     def passed(self, entry_id: EntryId) -> None:
         self._passed = entry_id
+
+    def _ahead(self) -> int:
+        """Messages to ask for ahead: an entry has at least one, and none behind the last counts.
+
+        For as many messages the broker reads as many entries, and sends them whole.
+        """
+        ahead, last = self._how.receiver_queue_size, self._how.last
+        ledger, entry = self._start if self._passed is None else self._passed
+        if last is None or ledger != last.ledger:
+            return ahead
+        left = last.entry - entry + (self._passed is None)
+        return max(1, min(ahead, left))
 
     def _decode(self, entries: Sequence[RawEntry]) -> Decoded:
         decoded = decode(

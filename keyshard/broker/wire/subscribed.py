@@ -81,7 +81,7 @@ class Subscribed:
         self.losses = 0
         """How often the subscription was lost."""
         self._shared = shared
-        self._queue = queue
+        self._queue = self._queue_max = queue
         self._request = request
         self._changed = threading.Condition()
         self._entries: deque[RawEntry] = deque()
@@ -183,12 +183,22 @@ class Subscribed:
     def passed(self, entry_id: EntryId) -> None:
         """An entry that cannot be read was named."""
 
-    def used(self, messages: int) -> None:
-        """Let the broker send as many messages more as were taken last."""
+    def used(self, messages: int, ahead: int | None = None) -> None:
+        """Let the broker send as many messages more as were taken last.
+
+        Args:
+            messages: As the broker counts them.
+            ahead: Messages that it may send ahead from now on; ``None``: as many as before.
+        """
         with self._changed:
             if self._at is None or self._taken_id != self._id:
                 return
             self._used += messages
+            if ahead is not None:
+                # What was asked for stays asked for: it is used up first.
+                self._used += ahead - self._queue
+                self._queue = ahead
+                self._queue_max = max(self._queue_max, ahead)
             if 2 * self._used < self._queue:
                 return
             at, consumer_id, permits = self._at, self._id, self._used
@@ -199,6 +209,7 @@ class Subscribed:
         """Let the broker send more messages ahead."""
         with self._changed:
             more, self._queue = messages - self._queue, messages
+            self._queue_max = max(self._queue_max, messages)
             at, consumer_id = self._at, self._id
         if at is not None:
             self._permit(at, consumer_id, more)
@@ -285,7 +296,7 @@ class Subscribed:
         with self._changed:
             if consumer_id != self._id or self._closed:
                 return
-            if len(self._entries) + len(entries) > 2 * self._queue + UNASKED_MAX:
+            if len(self._entries) + len(entries) > 2 * self._queue_max + UNASKED_MAX:
                 raise ProtocolError(f"more of {self.topic_partition} than was asked for")
             self._entries.extend(entries)
             ring, self._ring = self._ring, None
