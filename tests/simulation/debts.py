@@ -18,6 +18,11 @@ class Place(NamedTuple):
     index: int | None
 
 
+def place_of(row: Mapping[str, Any]) -> Place:
+    """Where the message of a row is stored."""
+    return Place(row["__topic"], row["__partition"], *map(int, row["__messageId"].split(":")))
+
+
 class Debts:
     """Messages that are owed, committed, and forgiven."""
 
@@ -27,6 +32,10 @@ class Debts:
         self.committed: set[Place] = set()
         self.forgiven: set[Place] = set()
         """Messages that need not be committed, and may be."""
+        self.before: set[Place] = set()
+        """Messages before the start of the source, which must not be committed."""
+        self._left_out: set[tuple[Any, ...]] = set()
+        """Entries that have nothing else."""
         self.skipped: dict[tuple[TopicPartition, EntryId], bool] = {}
         """Entries that somebody else acknowledged whole; whether the source must notice it."""
         self.skipped_entries: set[tuple[Any, ...]] = set()
@@ -46,9 +55,18 @@ class Debts:
     def paid(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows are committed."""
         for row in rows:
-            ledger, entry, index = map(int, row["__messageId"].split(":"))
-            self.committed.add(Place(row["__topic"], row["__partition"], ledger, entry, index))
+            self.committed.add(place_of(row))
         self.owed -= self.committed
+        early = self.before & self.committed
+        assert not early, f"{min(early)} lies before the start of the source, and is committed"
+
+    def begin(self, known: Collection[Place], before: Collection[Place]) -> None:
+        """The source begins: of some messages those before it are nobody's, the rest is owed."""
+        self.before -= set(known)
+        self.owed |= set(known)
+        self.before |= set(before)
+        self.owed -= set(before)
+        self._left_out = {place[:4] for place in self.before} - {place[:4] for place in self.owed}
 
     def skip(self, where: TopicPartition, entry_id: EntryId, indices: Collection[int]) -> None:
         """Somebody else acknowledges messages: they may still be committed, or not."""
@@ -64,11 +82,17 @@ class Debts:
         """The broker has entries that it gives to nobody, and acknowledges by itself."""
         self._hidden.update((where, entry_id) for entry_id in entries)
 
+    def lies_before(self, where: TopicPartition, entry_id: EntryId) -> bool:
+        """Whether an entry has nothing but what lies before the start of the source."""
+        return (where.topic, where.partition, *entry_id) in self._left_out
+
     def is_given_up(self, place: Place) -> bool:
-        """Whether the source rightly takes an entry for gone, and may acknowledge it.
+        """Whether the source rightly takes an entry for gone or not its own, and acknowledges it.
 
         That of an entry that nobody receives is one that a broker forgot in a crash.
         """
+        if place[:4] in self._left_out:
+            return True
         where = TopicPartition(str(place.topic), place.partition or 0)
         entry = where, EntryId(place.ledger or 0, place.entry or 0)
         return entry in self._hidden or (self.accepted and entry in self.skipped)
@@ -95,5 +119,5 @@ class Debts:
 
     @property
     def lost(self) -> set[Place]:
-        """Forgiven messages that were not committed all the same."""
-        return self.forgiven - self.committed
+        """Messages that are not owed and were not committed all the same."""
+        return (self.forgiven | self.before) - self.committed

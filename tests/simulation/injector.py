@@ -258,13 +258,18 @@ class Injector:
         return True
 
     def _twice(self, query: Query) -> bool:
-        cluster, skipped = self._world.cluster, self._world.debts.skipped
+        cluster, debts = self._world.cluster, self._world.debts
         again = 0
         for where in sorted({one.topic_partition for one in self._consumers(query.process)}):
             log = cluster.log(where)
             newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
-            # What somebody else acknowledged and nobody was sent does not come "again".
-            ids = [log.id(one) for one in newest if (where, log.id(one)) not in skipped]
+            # What somebody else acknowledged, or lies before the start, does not come "again".
+            ids = [
+                log.id(one)
+                for one in newest
+                if (where, log.id(one)) not in debts.skipped
+                and not debts.lies_before(where, log.id(one))
+            ]
             again += cluster.deliver_again(where, SUBSCRIPTION, *ids)
         return again > 0
 

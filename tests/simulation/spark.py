@@ -100,6 +100,7 @@ class Query:
         poisoned: Called for every row that a task reads; may raise :class:`UserError`.
         check: Called between the steps with the runtime; asserts what always holds.
         bounded: Whether it ends with what is published before it starts.
+        metadata: Columns that it reads beside the usual ones.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Query:
         poisoned: Callable[[bytes], None],
         check: Callable[[Coordinator], None],
         bounded: bool,
+        metadata: Sequence[str] = (),
     ) -> None:
         self._scheduler = scheduler
         self._random = random
@@ -123,7 +125,9 @@ class Query:
         self._record = record
         self._at = at
         self._poisoned = poisoned
-        self.reader = stream_reader.KeyShardStreamReader(source, structure.Rows(COLUMNS))
+        self.reader = stream_reader.KeyShardStreamReader(
+            source, structure.Rows((*COLUMNS, *metadata))
+        )
         self._check_runtime = check
         self._bounded = bounded
         if bounded:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.port import Broker
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
@@ -35,6 +35,7 @@ from tests.simulation.record import Record, value_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
+from tests.simulation.starts import Starts
 from tests.simulation.topics import PATTERN, Topics
 from tests.simulation.wipe import Wiped
 
@@ -111,13 +112,15 @@ class World:
             self._random, small_window=small, may_end=may_end, brief=brief, forgets=forgets
         )
         self.debts = Debts()
+        self.starts = Starts(self)
         self.query: Query | None = None
         """The query while it lives."""
         self.wiped: Wiped | None = None
         """What became of the cluster, once it was wiped."""
         self._next_seq: dict[tuple[str, str], int] = {}
         self._paid: set[int] = set()
-        self._lives = 0
+        self.lives = 0
+        """Processes that ran the query."""
         self._done = False
 
     def run(self) -> Outcome:
@@ -129,7 +132,7 @@ class World:
             error, details = broken_by(self.scheduler, self.process, self._main)
         return Outcome(
             self.seed, self.shape, self.injector.faults, self.injector.reached,
-            list(self.record.trace), self.scheduler.now_s, self._lives,
+            list(self.record.trace), self.scheduler.now_s, self.lives,
             self.storage.rows_committed, error, details,
         )  # fmt: skip
 
@@ -181,6 +184,7 @@ class World:
             scheduler, Random(f"{self.seed}:network"), Random(f"{self.seed}:readers"), self.cluster,
             self.record,
         )  # fmt: skip
+        self.starts.prepare()
         scheduler.spawn(self.process, "producer", self._produce)
         scheduler.spawn(self.process, "supervisor", self._supervise)
         while scheduler.now_s < FAULTS_S and not self._all_happened():
@@ -268,6 +272,7 @@ class World:
         for batch in self.storage.commits - self._paid:
             for rows in self.storage.sink[batch].values():
                 self.debts.paid(rows)
+                self.starts.check(rows)
             self._paid.add(batch)
         return bool(self.debts.owed)
 
@@ -315,12 +320,16 @@ class World:
                     )
                 where = random.choice(self.topics.partitions())
                 if random.random() < 0.1:
-                    aborted = Message(b"aborted", key=keys[0])
                     self.topics.revive(where.topic)
-                    self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
+                    self.publish_aborted(where)
             self.scheduler.sleep(random.expovariate(5))
 
-    def publish(self, topic: str, keys: list[str]) -> None:
+    def publish_aborted(self, where: TopicPartition) -> None:
+        """Publish in a transaction that is aborted: nobody receives it."""
+        aborted = Message(b"aborted", key="k0")
+        self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
+
+    def publish(self, topic: str, keys: list[str], batching: Batching | None = None) -> None:
         messages = []
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
@@ -328,7 +337,7 @@ class World:
             messages.append(self._message(key, value_of(key, seq)))
         self.topics.revive(topic)
         published = self.cluster.publish(
-            topic, *messages, batching=self.shape.batching,
+            topic, *messages, batching=batching or self.shape.batching,
             batch_messages_max=BATCH_MESSAGES_MAX,
         )  # fmt: skip
         for where, entry_id in published:
@@ -340,6 +349,7 @@ class World:
             if self.wiped is not None:
                 self.wiped.publish(where, entry.messages)
             self.debts.sent(where, entry_id, len(entry.messages))
+            self.starts.sent(where, entry)
             self.record.sent(where, entry_id, entry.messages)
 
     def _message(self, key: str, value: bytes) -> Message:
@@ -351,8 +361,9 @@ class World:
 
     def _supervise(self) -> None:
         while not self._done:
-            self._lives += 1
-            process = self.scheduler.process(f"driver-{self._lives}")
+            self.starts.between_lives()
+            self.lives += 1
+            process = self.scheduler.process(f"driver-{self.lives}")
             self.scheduler.join(
                 self.scheduler.spawn(process, "query", lambda process=process: self._live(process))
             )
@@ -365,18 +376,20 @@ class World:
         outages, crashes = self.network.outages, self.injector.broker_crashes
         excused = not self.network.up
         ranges = self.shape.ranges[self.injector.changes % len(self.shape.ranges)]
-        self.record.note(f"life {self._lives} with {ranges} ranges")
+        self.record.note(f"life {self.lives} with {ranges} ranges")
+        source = self._source(process, ranges)
         self.query = query = Query(
             scheduler=self.scheduler,
-            random=Random(f"{self.seed}:query:{self._lives}"),
+            random=Random(f"{self.seed}:query:{self.lives}"),
             process=process,
-            source=self._source(process, ranges),
+            source=source,
             storage=self.storage,
             record=self.record,
             at=self.injector.at,
             poisoned=self.injector.poisoned,
             check=self._check,
             bounded=self.shape.bounded,
+            metadata=source.metadata_columns,
         )
         try:
             query.run()
@@ -393,7 +406,7 @@ class World:
             # that lost its connection has one again.
             late = self.shape.bounded and self.scheduler.now_s < self.network.late_until_s
             excused = excused or (isinstance(exc, BrokerUnavailableError) and late)
-            excused = excused or self._rightful(exc)
+            excused = excused or self._rightful(exc) or self.starts.is_rightful(exc)
             if not excused and self.network.outages == outages:
                 raise
         query.stop()
@@ -441,10 +454,10 @@ class World:
         topics: dict[str, Any] = {"topics": lasting}
         if shape.brief:
             topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
+        options = {"starting_position": "earliest", **shape.options, **self.starts.options()}
         return Source(
             **topics, subscription=SUBSCRIPTION, parallelism=ranges,
-            starting_position="earliest", fail_on_data_loss=not self.debts.accepted,
-            **shape.options,
+            fail_on_data_loss=not self.debts.accepted, **options,
         )  # fmt: skip
 
 

@@ -314,6 +314,18 @@ class MemoryCluster:
             raise BrokerError(f"{topic_partition} has no subscription {name!r}. Subscribe first.")
         return found
 
+    def reset_cursor(self, topic_partition: TopicPartition, name: str, first: EntryId) -> None:
+        """Let a subscription to which nobody is connected go on at an entry.
+
+        Raises:
+            BrokerError: There is no such subscription.
+        """
+        with self.lock:
+            before = self.subscription(topic_partition, name)
+            assert not before.connected, "a reset cuts consumers off first"
+            del self._subscriptions[topic_partition, name]
+            self.open_subscription(topic_partition, name, first).properties = before.properties
+
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Close the ledger of a topic partition, as a change of its broker does."""
         with self.lock:
