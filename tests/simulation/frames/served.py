@@ -375,8 +375,8 @@ class Session:
 
 def bytes_of(entry: StoredEntry) -> bytes:
     """What is stored of an entry."""
-    told = [_told(one) for one in entry.messages]
-    fields = BASE | {3: entry.publish_ms}
+    told = [_told(one, entry.sequence_id + at) for at, one in enumerate(entry.messages)]
+    fields = BASE | {1: entry.producer.encode(), 2: entry.sequence_id, 3: entry.publish_ms}
     if entry.batched:
         payload = batch_payload(told)
         return stored(protobuf(fields | {9: len(payload), 11: len(told)}), payload)
@@ -387,10 +387,10 @@ def bytes_of(entry: StoredEntry) -> bytes:
     return stored(properties_of(one, 4) + protobuf(fields), one["value"])
 
 
-def _told(one: Message) -> dict[str, Any]:
+def _told(one: Message, sequence_id: int) -> dict[str, Any]:
     hashed = one.hashed
     return {
         "value": one.value, "key": one.key, "ordering_key": one.ordering_key,
         "key_bytes": hashed if isinstance(hashed, bytes) else None,
-        "properties": one.properties, "event_ms": one.event_ms,
+        "properties": one.properties, "event_ms": one.event_ms, "sequence_id": sequence_id,
     }  # fmt: skip
