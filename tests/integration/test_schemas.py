@@ -108,6 +108,7 @@ def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevB
             batch = stream.next_batch(timeout_s=60)
             assert batch is not None
             rows += decoder.decoded(batch)
+            stream.commit(batch)
     table = pa.Table.from_batches(rows)
     assert compute.sum(table.column("id")).as_py() == count - 1
     assert table.filter(compute.is_valid(table.column("_corrupt_record"))).to_pylist() == [

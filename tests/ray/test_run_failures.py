@@ -86,7 +86,7 @@ def test_actors_that_somebody_kills_are_replaced(place: RayPlace) -> None:
 
 def test_an_actor_may_die_while_the_number_of_actors_changes(place: RayPlace) -> None:
     place.publish(keys=20, per_key=30)
-    recorded = partial(Recorded, str(place.history), dies_at="k3:12:", seconds=0.002)
+    recorded = partial(Recorded, str(place.history), dies_at="k3:2:", seconds=0.002)
     # Nobody takes results meanwhile, so what it dies of has to be in the first two portions.
     with ray_adapter.run(place.source(), recorded, parallelism=1, max_wait_s=1.0) as job:
         wait_until(lambda: Path(f"{place.history}.died").exists())

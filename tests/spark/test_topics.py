@@ -120,7 +120,7 @@ def test_topics_come_grow_and_go_while_the_query_runs(
         sent.produce(grows)
         everything_came("the other topics after the deletion")
         eventually(lambda: partitions() == 12, 30, f"12 partitions, not {partitions()}")
-        eventually(lambda: not names(goes, plain), 30, f"no {goes} and {plain}")
+        eventually(lambda: not names(goes, plain), 120, f"no {goes} and {plain}")
         stays_deleted_until = time.monotonic() + ROUNDS_AFTER_S
         while time.monotonic() < stays_deleted_until:
             assert not names(goes, plain)

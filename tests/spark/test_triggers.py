@@ -45,12 +45,13 @@ def test_available_now_ends_at_its_target_under_an_endless_producer(
     query = topic.start(topic.rows(spark, maxOffsetsPerTrigger="1500"))
     try:
         # The targets are frozen before the first row is seen; what follows comes too late.
-        eventually(lambda: bool(topic.seen), 60, "a first batch")
+        eventually(lambda: bool(topic.seen), 120, "a first batch")
         producer.start()
         ended(query)
     finally:
         stop.set()
-        producer.join()
+        if producer.ident is not None:
+            producer.join()
     assert set(topic.values()) == before
     assert set(topic.values().values()) == {1}
     assert all(map(in_order, topic.seen))
