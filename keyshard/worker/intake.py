@@ -97,7 +97,7 @@ class Intake:
     def _deliver(
         self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock], wrong: str = ""
     ) -> Rest | None:
-        entries, rest = self._admitted(range_consumer, entries)
+        entries, rest = self._admitted(range_consumer, entries, wrong)
         if entries:
             self._take(range_consumer, entries, wrong)
         return rest
@@ -148,14 +148,17 @@ class Intake:
         self._acknowledger.submit(where, [entry_id])
         return None
 
-    def _admitted(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
+    def _admitted(
+        self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock], wrong: str
+    ) -> Admitted:
         """Those of some entries that are to be taken now."""
         where = range_consumer.owned_range.topic_partition
         if not self._continuity.may_receive(where, (block.id for block in entries)):
             # Everything comes again to the consumer that is subscribed then.
             return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
         begins = self._begins.get(where)
-        if begins is not None:
+        # Of one that cannot be read nobody knows which messages are its own: all of it is.
+        if begins is not None and not wrong:
             entries = self._from(begins, range_consumer, entries)
         if self._admit is None:
             return Admitted(entries, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import pytest
 
 from helpers import commit, config, keys_of, received, rows_of, running, wait_until
 from keyshard import KeyShardSource
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.log import StoredEntry
 from keyshard.config.source import SourceConfig
@@ -212,6 +213,20 @@ def test_what_cannot_be_read_becomes_a_dead_letter_and_is_acknowledged_after_tha
     wanted = sorted(b"".join(one.value or b"" for one in entry.messages) for _, entry in wrong)
     assert sorted(letter.message.value or b"" for letter in letters) == wanted
     assert sum(map(len, place.handled.values())) == 15 - 3
+
+
+def test_where_a_stream_begins_inside_what_cannot_be_read_it_becomes_a_dead_letter() -> None:
+    """Nobody knows which messages of it are its own."""
+    place = Place("corrupt-park-begin")
+    messages = [Message(b"%d" % number, key="a") for number in range(3)]
+    ((where, entry),) = place.cluster.publish(place.topic, *messages, batching=Batching.BY_KEY)
+    place.cluster.corrupt(where, entry)
+    start = {one.name: "earliest" for one in place.cluster.partitions(place.topic)}
+    start[where.name] = f"{entry.ledger}:{entry.entry}:1"
+    options = {"admin_url": place.url, "starting_position": json.dumps(start)}
+    with place.run(on_corrupt="park", **options):
+        wait_until(lambda: place.backlog() == 0)
+    assert len(place.letters()) == 1
 
 
 def test_a_letter_that_cannot_be_written_leaves_what_cannot_be_read_unacknowledged(
