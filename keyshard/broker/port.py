@@ -353,6 +353,9 @@ class Admin(Protocol):
         itself the broker delivers the entry from its first message on.
         """
 
+    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
+        """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
+
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:

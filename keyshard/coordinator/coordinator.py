@@ -158,7 +158,7 @@ class Coordinator:
         found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
         if checkpoint is None:
             begin_subscriptions(self._admin, config, found.consumed)
-        begins = begun_inside(self._admin, config, found.consumed)
+        begins = begun_inside(self._admin, config, found.consumed, starts=True)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
             cluster=cluster, planned=planned, assignment=assignment,

@@ -55,9 +55,10 @@ def _reached(
     if broker is None or ledgers is None:
         raise gone(where)
     delivered = [one for one in (state.floor, state.delivered.last) if one is not None]
-    begins = None if state.delivered else begun_inside(admin, source, [where]).get(where)
-    if begins is not None:
-        return begins
+    if not state.delivered:
+        begins = begun_inside(admin, source, [where], starts=False).get(where)
+        if begins is not None and (broker.mark_delete or EntryId(0, -1)) < begins[:2]:
+            return begins
     last = max(delivered, default=broker.mark_delete) or EntryId(0, -1)
     missing = [
         one

@@ -122,12 +122,20 @@ class _Begin:
 
 
 def begun_inside(
-    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition]
+    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition], *, starts: bool
 ) -> dict[TopicPartition, MessageId]:
     """The first message of each subscription that begins inside a producer batch.
 
-    That is asked at every start: options may be others by now. One whose cursor was set back to an
-    earlier entry, or that is through with this one, begins there no more.
+    That is asked at every start: options may be others by now, and a broker that forgets
+    acknowledgements delivers that entry again. One whose cursor was set back to an earlier entry
+    begins there no more.
+
+    Args:
+        admin: Tells of subscriptions; ``None``: none begins there.
+        config: Names the subscription.
+        found: Topic partitions that are asked about.
+        starts: Whether the source starts: then a cursor that was set back takes the property away,
+            which would count again once the cursor is there.
 
     Raises:
         BrokerError: The admin interface does not answer, or refuses.
@@ -150,7 +158,11 @@ def begun_inside(
             return None
         behind = MessageId(marked.ledger, marked.entry + 1, 0)
         before = stretch(where, ledgers, behind, position._replace(batch_index=0))
-        return None if behind > position or before.entries else position
+        if not before.entries:
+            return position
+        if starts:
+            retry_until(lambda: admin.begins_whole(where, config.subscription), timeout_s)
+        return None
 
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-begin") as pool:
         positions = list(pool.map(ask, asked))

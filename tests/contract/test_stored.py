@@ -152,3 +152,6 @@ def test_a_subscription_that_begins_inside_a_batch_says_so_as_long_as_it_lives(
     consumer.close()
     harness.unload(where)
     assert told_to_begin(admin, where, SUBSCRIPTION) == f"{ledger}:1:3"
+    admin.begins_whole(where, SUBSCRIPTION)
+    admin.begins_whole(where, SUBSCRIPTION)
+    assert told_to_begin(admin, where, SUBSCRIPTION) is None

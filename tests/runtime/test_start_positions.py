@@ -189,10 +189,31 @@ def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
     first = topic.places[where][0]
     with closing(MemoryAdmin(topic.cluster)) as admin:
         assert admin.begin(where, "s", MessageId(*first, 0))
-    told = {BEGINS: f"{entry.ledger}:{entry.entry}:6"}
-    topic.cluster.subscriptions(where)["s"].properties = told
+    told = {BEGINS: f"{entry.ledger}:{entry.entry}:6", "team": "billing"}
+    subscription = topic.cluster.subscriptions(where)["s"]
+    subscription.properties = told
     everything = topic.read()
     assert Counter(topic.stream(len(everything))) == Counter(everything)
+    # Nor does it begin there when it stands there later.
+    assert subscription.properties == {"team": "billing"}
+
+
+def test_what_lies_before_the_start_does_not_come_when_the_broker_forgets() -> None:
+    topic, where, entry = batch_of_ten(13)
+    start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
+    assert topic.stream(4, starting_position=start) == ["6", "7", "8", "9"]
+    wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
+    again = topic.source(starting_position="earliest").coordinator()
+    again.start()
+    try:
+        topic.cluster.reset_cursor(where, "s", entry)
+        received(again, 4)
+        end = again.batches.cut()
+        assert end is not None
+        (rows,) = rows_of(again, end).values()
+        assert [row["value"] for row in rows] == [b"6", b"7", b"8", b"9"]
+    finally:
+        again.stop()
 
 
 def test_a_handler_has_what_lies_behind_the_start_alone() -> None:

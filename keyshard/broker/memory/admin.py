@@ -143,6 +143,14 @@ class MemoryAdmin:
             made.properties = {BEGINS: str(position)} if position.batch_index else {}
             return True
 
+    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
+        """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
+        with self._cluster.lock:
+            found = self._cluster.subscriptions(topic_partition)[subscription]
+            found.properties = {
+                name: text for name, text in found.properties.items() if name != BEGINS
+            }
+
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of the schema of a topic, by default the newest; ``None`` where none is."""
         with self._cluster.lock:

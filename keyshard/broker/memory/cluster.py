@@ -315,14 +315,13 @@ class MemoryCluster:
         return found
 
     def reset_cursor(self, topic_partition: TopicPartition, name: str, first: EntryId) -> None:
-        """Let a subscription to which nobody is connected go on at an entry.
+        """Let a subscription go on at an entry; its consumers reconnect.
 
         Raises:
             BrokerError: There is no such subscription.
         """
-        with self.lock:
+        with self.lock, self._disconnected({topic_partition}):
             before = self.subscription(topic_partition, name)
-            assert not before.connected, "a reset cuts consumers off first"
             del self._subscriptions[topic_partition, name]
             self.open_subscription(topic_partition, name, first).properties = before.properties
 

@@ -136,7 +136,7 @@ class PulsarAdmin:
         self, topic_partition: TopicPartition, subscription: str, position: MessageId
     ) -> bool:
         """Create a subscription that begins at an entry; ``False`` where it exists already."""
-        path = f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
+        path = _subscription_path(topic_partition, subscription)
         where = {"ledgerId": position.ledger, "entryId": position.entry, "partitionIndex": -1}
         properties = {"properties": {BEGINS: str(position)}} if position.batch_index else {}
         answer = self._request("PUT", path, json=where | properties, timeout=CREATE_S)
@@ -144,6 +144,12 @@ class PulsarAdmin:
             return False
         self._checked(path, answer)
         return True
+
+    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
+        """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
+        path = f"{_subscription_path(topic_partition, subscription)}/properties"
+        others = {name: text for name, text in self._get(path).items() if name != BEGINS}
+        self._checked(path, self._request("PUT", path, json=others))
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
@@ -234,6 +240,10 @@ class PulsarAdmin:
 
 def _namespace(tenant: str, namespace: str) -> str:
     return f"persistent/{quote(tenant)}/{quote(namespace)}"
+
+
+def _subscription_path(topic_partition: TopicPartition, subscription: str) -> str:
+    return f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
 
 
 def _path(topic: str) -> str:
