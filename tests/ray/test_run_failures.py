@@ -49,7 +49,7 @@ def failing(place: RayPlace, handler: Any, **options: Any) -> tuple[list[Any], K
         ray_adapter.run(place.source(), handler, **(given | options)) as job,
     ):
         results.extend(job)
-    assert not keyshard_threads() - before
+    wait_until(lambda: not keyshard_threads() - before)
     return results, failed.value
 
 

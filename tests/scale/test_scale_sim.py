@@ -25,7 +25,8 @@ def test_a_small_run_has_every_figure_that_the_docs_name() -> None:
     assert len(named) > 8
     for name in named:
         assert any(re.fullmatch(name.replace("*", ".*"), one) for one in figures), name
-    assert all(value >= 0 for value in figures.values())
+    # The cost of one entry is a difference of two times, which a small run does not tell apart.
+    assert all(value >= 0 for name, value in figures.items() if name != "cut_entry_us")
     assert figures["plan_workers_moved_slots"] == figures["plan_workers_fewest_slots"]
     assert figures["plan_ranges_moved_slots"] == figures["plan_ranges_fewest_slots"]
     assert figures["death_consumers"] == figures["death_subscribed_again"] == 10 * 4
