@@ -129,10 +129,19 @@ def test_ten_thousand_entries_acknowledged_before_leave_a_small_checkpoint(
     entries = stored_entries(harness, where, 20_000)
     acknowledge_elsewhere(harness, where, entries[::2])
     with Running(broker, topic) as coordinator:
-        received(coordinator, 10_000)
+        rows = 10_000
+        while coordinator.status()["rowsReceived"] < rows:
+            try:
+                wait_until(lambda: coordinator.status()["rowsReceived"] >= rows, 10)  # noqa: B023
+            except AssertionError:
+                # A broker may leave what is to be replayed until something is published
+                # (apache/pulsar#23845): 4.0.8 does, rarely, on a busy machine.
+                assert rows < 10_009
+                harness.publish(topic, messages(1))
+                rows += 1
         first = commit(coordinator)
         harness.publish(topic, messages(4))
-        received(coordinator, 10_004)
+        received(coordinator, rows + 4)
         second = commit(coordinator)
         assert coordinator.status()["ackHoles"] == 0
         wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
