@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from examples.parquet_query import session
+from examples.parquet_query import progress_of, session
 
 
 def pairs(orders: DataFrame, payments: DataFrame, within: str, delay: str) -> DataFrame:
@@ -76,16 +76,12 @@ def main() -> None:
         arguments.sink, arguments.checkpoint, within=arguments.within, delay=arguments.delay,
         available_now=arguments.available_now,
     )  # fmt: skip
-    shown = -1
-    ended: bool | None = False
-    while not ended:
-        ended = query.awaitTermination(1)
-        for progress in query.recentProgress:
-            if progress["batchId"] > shown:
-                shown = progress["batchId"]
-                read = [source["numInputRows"] for source in progress["sources"]]
-                wait = [state["numRowsTotal"] for state in progress["stateOperators"]]
-                print(f"batch {shown}: {read} messages of each topic, {wait} wait", flush=True)
+    for progress in progress_of(query):
+        read = [source["numInputRows"] for source in progress["sources"]]
+        wait = [state["numRowsTotal"] for state in progress["stateOperators"]]
+        print(
+            f"batch {progress['batchId']}: {read} messages of each topic, {wait} wait", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 import spark_adapter
 from keyshard.testing.devbroker import java_home
@@ -36,6 +39,18 @@ def session() -> SparkSession:
     spark.sparkContext.setLogLevel("ERROR")
     spark_adapter.register(spark)
     return spark
+
+
+def progress_of(query: StreamingQuery) -> Iterator[dict[str, Any]]:
+    """What Spark tells of each batch, once, until the query ends."""
+    told = -1
+    ended: bool | None = False
+    while not ended:
+        ended = query.awaitTermination(1)
+        for progress in query.recentProgress:
+            if progress["batchId"] > told:
+                told = progress["batchId"]
+                yield progress
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from examples.parquet_query import session
+from examples.parquet_query import progress_of, session
 
 
 def counts(rows: DataFrame, window: str, delay: str) -> DataFrame:
@@ -80,14 +80,8 @@ def main() -> None:
         arguments.checkpoint, window=arguments.window, delay=arguments.delay,
         available_now=arguments.available_now,
     )  # fmt: skip
-    shown = -1
-    ended: bool | None = False
-    while not ended:
-        ended = query.awaitTermination(1)
-        for progress in query.recentProgress:
-            if progress["batchId"] > shown:
-                shown = progress["batchId"]
-                print(told(progress), flush=True)
+    for progress in progress_of(query):
+        print(told(progress), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ its own (docs/adr/0029).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import BEGINS, Admin
@@ -26,6 +26,7 @@ from keyshard.core.position.bounds import (
     parse_start,
 )
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import stretch
 from keyshard.errors import AdminError
 from keyshard.reading.splits import check_stored, gone
@@ -103,14 +104,10 @@ class _Begin:
         made = retry_until(
             lambda: self._admin.begin(where, self._subscription, position), self._timeout_s
         )
-        state = retry_until(
-            lambda: self._admin.broker_state(where, self._subscription), self._timeout_s
-        )
-        ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
-        marked = None if state is None else state.mark_delete
-        if marked is None or ledgers is None:
+        cursor = _cursor(self._admin, where, self._subscription, self._timeout_s)
+        if cursor is None:
             return
-        behind = MessageId(marked.ledger, marked.entry + 1, 0)
+        behind, ledgers = cursor
         passed = stretch(where, ledgers, position._replace(batch_index=0), behind)
         if passed.entries:
             raise AdminError(
@@ -119,6 +116,22 @@ class _Begin:
                 f"{'' if made else '; somebody else made it meanwhile'}. Nothing was consumed: "
                 "delete the subscription, and start again."
             )
+
+
+def _cursor(
+    admin: Admin, where: TopicPartition, subscription: str, timeout_s: float
+) -> tuple[MessageId, Sequence[Ledger]] | None:
+    """The first message that a cursor has not passed, and what is stored; ``None``: there is none.
+
+    Raises:
+        BrokerError: The admin interface does not answer, or refuses.
+    """
+    state = retry_until(lambda: admin.broker_state(where, subscription), timeout_s)
+    ledgers = retry_until(lambda: admin.ledgers(where), timeout_s)
+    marked = None if state is None else state.mark_delete
+    if marked is None or ledgers is None:
+        return None
+    return MessageId(marked.ledger, marked.entry + 1, 0), ledgers
 
 
 def begun_inside(
@@ -151,12 +164,10 @@ def begun_inside(
         if text is None:
             return None
         position = parse_bound(f"Property {BEGINS} of {config.subscription!r}", text)
-        state = retry_until(lambda: admin.broker_state(where, config.subscription), timeout_s)
-        ledgers = retry_until(lambda: admin.ledgers(where), timeout_s)
-        marked = None if state is None else state.mark_delete
-        if marked is None or ledgers is None or not isinstance(position, MessageId):
+        cursor = _cursor(admin, where, config.subscription, timeout_s)
+        if cursor is None or not isinstance(position, MessageId):
             return None
-        behind = MessageId(marked.ledger, marked.entry + 1, 0)
+        behind, ledgers = cursor
         before = stretch(where, ledgers, behind, position._replace(batch_index=0))
         if not before.entries:
             return position

@@ -36,11 +36,11 @@ def fields_of(data: bytes) -> dict[int, Value]:
     found: dict[int, Value] = {}
     position = 0
     while position < len(data):
-        tag, position = _read_varint(data, position)
+        tag, position = read_varint(data, position)
         if tag & 7 == 0:
-            found[tag >> 3], position = _read_varint(data, position)
+            found[tag >> 3], position = read_varint(data, position)
         elif tag & 7 == 2:
-            size, position = _read_varint(data, position)
+            size, position = read_varint(data, position)
             found[tag >> 3] = data[position : position + size]
             position += size
         elif tag & 7 in (1, 5):
@@ -50,7 +50,12 @@ def fields_of(data: bytes) -> dict[int, Value]:
     return found
 
 
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """An integer as protobuf writes it, and where the next field begins.
+
+    Raises:
+        IndexError: It ends too early.
+    """
     value = shift = 0
     while True:
         byte = data[position]

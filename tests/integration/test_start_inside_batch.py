@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.pulsar_harness import PulsarHarness
+from contract.pulsar_harness import PulsarHarness, keeping
 from helpers import received, rows_of, wait_until
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import Batching, Message
@@ -22,10 +22,8 @@ pytestmark = [pytest.mark.broker]
 
 @pytest.fixture
 def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
-    made.keep_all()
-    yield made
-    made.close()
+    with keeping(dev_broker) as made:
+        yield made
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 import ray_adapter
-from contract.pulsar_harness import PulsarHarness
+from contract.pulsar_harness import PulsarHarness, keeping
 from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.arrow.columns import SCHEMA
@@ -49,10 +49,8 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture
 def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
-    made.keep_all()  # every two minutes the broker deletes ledgers that no subscription needs
-    yield made
-    made.close()
+    with keeping(dev_broker) as made:
+        yield made
 
 
 def source_of(dev_broker: DevBroker, topic: str, **options: Any) -> KeyShardSource:

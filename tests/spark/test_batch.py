@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 import spark_adapter
-from contract.pulsar_harness import PulsarHarness
+from contract.pulsar_harness import PulsarHarness, keeping
 from examples.backfill_then_stream import back_fill, run
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
@@ -37,10 +37,8 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 @pytest.fixture
 def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
-    made.keep_all()  # every two minutes the broker deletes ledgers that no subscription needs
-    yield made
-    made.close()
+    with keeping(dev_broker) as made:
+        yield made
 
 
 def load(

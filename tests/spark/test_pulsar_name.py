@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql import DataFrame, Row, SparkSession
 
 import spark_adapter
-from contract.pulsar_harness import PulsarHarness
+from contract.pulsar_harness import PulsarHarness, keeping
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
@@ -33,10 +33,8 @@ COLUMNS = (
 
 @pytest.fixture
 def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
-    made.keep_all()
-    yield made
-    made.close()
+    with keeping(dev_broker) as made:
+        yield made
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import encrypted_entry, of_entry
 from keyshard.core.metadata_columns import PRODUCER
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.protobuf import read_varint
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import ChunkedMessageError, KeyShardError
@@ -53,14 +54,7 @@ def _id_facts(data: bytes) -> _IdFacts:
         position += 1
         if field == _FIRST_CHUNK_TAG >> 3:
             return _IdFacts(batch_size, chunked=True)
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-            shift += 7
+        value, position = read_varint(data, position)
         if wire == 2:
             position += value
         elif field == _BATCH_SIZE_TAG >> 3:
