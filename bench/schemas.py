@@ -113,7 +113,7 @@ def run() -> dict[str, float]:
     }  # fmt: skip
     figures: dict[str, float] = {}
     for name, (values, loop, schema, writer) in cases.items():
-        column, keys = pa.array(values, pa.binary()), pa.nulls(len(values), pa.string())
+        column, keys = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
         one_bad = pa.array([*values[: ROWS // 3], b"\x01", *values[ROWS // 3 + 1 :]], pa.binary())
         codec = codec_of(schema, "bench")
         looped, ours, bad = [], [], []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from keyshard.config.handlers import HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.core.dead_letter.selection import Selection
+from keyshard.core.metadata_columns import NAME_KEY_BYTES
 from keyshard.core.option_checks import check_bool, check_integer, check_seconds
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.hash_range import RING_SIZE
@@ -302,15 +303,25 @@ class KeyShardSource(SourceConfig):
 
         Raises:
             SchemaError: The topics have different columns, or one has what no column can hold.
-            ConfigError: A package that is needed is missing, or there is no such column.
+            ConfigError: A package that is needed is missing, there is no such column, or keys
+                stand apart from values and ``metadata_columns`` does not name ``__keyBytes``.
             KeyShardError: The schemas cannot be asked for.
         """
+        from keyshard.arrow.columns import columns_of  # noqa: PLC0415
         from keyshard.broker.schemas import topics_of  # noqa: PLC0415
         from keyshard.reading.structured import Decoder, plan_decoding  # noqa: PLC0415
+        from keyshard.schemas.codecs import keys_apart  # noqa: PLC0415
 
         connection = self.how_to_connect()
         plan = plan_decoding(connection, topics_of(self), self.malformed, self.metadata_columns)
-        return Decoder(plan, plan.columns if columns is None else plan.only(columns))
+        made = Decoder(plan, plan.columns if columns is None else plan.only(columns))
+        apart = any(map(keys_apart, plan.schemas.values()))
+        if apart and set(made.raw_columns) - set(columns_of(self.metadata_columns)):
+            raise ConfigError(
+                "Keys of a topic of this source stand apart from their values, and a decoder needs "
+                f"the bytes that they were set as: {NAME_KEY_BYTES}"
+            )
+        return made
 
     def open(self, checkpoint: str | None = None) -> SourceStream:
         """Start consuming in this process.

@@ -20,6 +20,7 @@ from keyshard.core.lanes.failure import text_of
 from keyshard.errors import ConfigError
 from keyshard.handlers.calling import Calling, check_fits
 from keyshard.handlers.processes import Reply
+from keyshard.reading.message_data import MessageData
 from ray_adapter.wire import MessageRows, messages
 
 SLICE_S = 1.0
@@ -52,10 +53,12 @@ class HandlerActor:
 
     Args:
         handler: The handler, pickled.
+        read_data: What decodes the messages that it is given.
     """
 
-    def __init__(self, handler: bytes) -> None:
+    def __init__(self, handler: bytes, read_data: MessageData) -> None:
         self._pickled = handler
+        self._read_data = read_data
         self._handle: Calling | None = None
         self._results: list[Any] = []
 
@@ -75,7 +78,7 @@ class HandlerActor:
             if is_class(handler):
                 handler = handler()
                 check_fits(handler)
-            self._handle = Calling(handler)
+            self._handle = Calling(handler, self._read_data)
         except BaseException as exc:  # noqa: BLE001 - the user's code
             return Loaded(os.getpid(), broken=Reply.of(exc))
         return Loaded(os.getpid())

@@ -26,6 +26,7 @@ from keyshard.errors import (
     UnfitHandlerError,
     WorkerEnvironmentError,
 )
+from keyshard.reading.message_data import MessageData
 from ray_adapter.actor import HandlerActor, Loaded, Outcome
 from ray_adapter.cluster import shortage
 from ray_adapter.options import JobOptions
@@ -75,15 +76,23 @@ class Crew:
         handler: A function, or a class that makes one in each actor.
         options: Of the job.
         given_up: Whether nobody waits for actors any more.
+        read_data: What decodes messages there.
 
     Raises:
         ConfigError: The handler cannot be sent to another process, or Ray refuses an option.
     """
 
-    def __init__(self, handler: object, options: JobOptions, given_up: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        handler: object,
+        options: JobOptions,
+        given_up: Callable[[], bool],
+        read_data: MessageData,
+    ) -> None:
         self.handler_name = name_of_handler(handler)
         self._options = options
         self._given_up = given_up
+        self._read_data = read_data
         self._pickled = _pickled(handler, self.handler_name)
         # By import: the class is found in ray_adapter.actor there.
         try:
@@ -168,7 +177,7 @@ class Crew:
 
     def _made(self) -> Handle:
         try:
-            return self._class.remote(self._pickled)
+            return self._class.remote(self._pickled, self._read_data)
         except (TypeError, ValueError, AttributeError) as exc:
             raise _refused(exc) from exc
 

@@ -25,6 +25,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ClusterError, ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
 from keyshard.handlers.stop_signals import stopping_signals
+from keyshard.reading.message_data import MessageData
 from keyshard.redaction import shown
 from ray_adapter import cluster
 from ray_adapter.actor import check_handler
@@ -57,7 +58,7 @@ class Job:
         self._started, self._committed = threading.Event(), threading.Event()
         seats = [Seat(index, None) for index in range(options.parallelism)]
         self._exchange = Exchange(seats, options.max_rows, options.max_wait_s)
-        self._crew = Crew(handler, options, lambda: self._exchange.stopping)
+        self._crew = Crew(handler, options, lambda: self._exchange.stopping, MessageData.of(source))
         self._run = EntryRun(
             source.coordinator(), source, options.checkpoint,
             executor="ray", workers=lambda: len(self._exchange.seats),

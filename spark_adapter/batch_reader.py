@@ -3,9 +3,9 @@
 Spark plans once for each ``load()``, at the first action on it, and keeps the partitions: so what
 is read is fixed then, also for ``latest``. No subscription is used, and no cursor is left behind.
 
-There is no ``pushFilters``: Spark 4.3 keeps what it planned for one filter beside the loaded table,
-and reads that for every other filter of the same DataFrame, and without one. Options select: the
-times, the positions, ``keys``.
+Filters are taken from Spark where the option ``pushFilters`` says so, by a reader of its own: Spark
+4.3 keeps what it planned for one filter beside the loaded table, and reads that for every other
+filter of the same DataFrame, and without one. See ``docs/adr/0030``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.bounds import bound_text
 from keyshard.core.position.split import Split, cut
 from keyshard.reading.split_reader import read_splits
 from spark_adapter.bounded_options import BoundedRead
+from spark_adapter.pushed_filters import Pushed
 from spark_adapter.structure import Rows
 from spark_adapter.wording import told_to_spark
 
@@ -56,20 +57,26 @@ class KeyShardBatchReader(DataSourceReader):
     def __init__(self, read: BoundedRead, rows: Rows) -> None:
         self._read = read
         self._rows = rows
+        self._pushed = Pushed(keys=read.keys)
 
     def partitions(self) -> list[InputPartition]:
         """Splits by the ledger lists, one each; at least one partition, which knows the ends."""
-        read = self._read
+        read, pushed = self._read, self._pushed
         with told_to_spark(**dict(read.names)):
+            self._rows.check()
             stretches = plan_read(
-                read.source, read.start, read.end, disorder_max_s=read.disorder_max_s
+                read.source,
+                read.start,
+                read.end,
+                disorder_max_s=read.disorder_max_s,
+                published=(pushed.start_ms, pushed.end_ms),
             )
         ends = {
             one.topic_partition.name: bound_text(one.end)
             for one in stretches
             if one.end is not None
         }
-        splits = cut_for_tasks(stretches, read)
+        splits = cut_for_tasks(pushed.of(stretches), read)
         return [
             KeyShardSplit(splits[0] if splits else None, ends),
             *(KeyShardSplit(split, {}) for split in splits[1:]),
@@ -89,10 +96,24 @@ class KeyShardBatchReader(DataSourceReader):
             source.how_to_connect(),
             [split],
             self._rows.columns,
-            keys=self._read.keys,
+            keys=self._pushed.keys,
             fail_on_data_loss=source.fail_on_data_loss,
         )
         yield from self._rows.of(raw)
+
+
+class FilteringBatchReader(KeyShardBatchReader):
+    """The reader of a query whose filters are taken: Spark refuses every read where it pushes none
+    to a reader that takes them, so this is another class."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802 - Spark's name
+        """Take those that are decided before rows are made; gives back the others."""
+        for one in filters:
+            taken = self._pushed.take(one)
+            if taken is None:
+                yield one
+            else:
+                self._pushed = taken
 
 
 def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[Split]:

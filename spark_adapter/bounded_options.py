@@ -13,7 +13,7 @@ from keyshard.core.position.bounds import Edge, bound_text, parse_offsets, parse
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 from spark_adapter.option_table import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
-from spark_adapter.options import milliseconds, parse_options
+from spark_adapter.options import milliseconds, parse_options, truth
 
 PARTITIONS_MAX = 100_000
 """Most Spark partitions that anybody may ask for."""
@@ -41,6 +41,8 @@ class BoundedRead:
     rows_max: int | None = None
     """Most entries of a Spark partition."""
     keys: frozenset[str] | None = None
+    pushes_filters: bool = False
+    """Whether filters of the query are taken from Spark."""
 
 
 def is_of_streams(name: str) -> bool:
@@ -118,4 +120,5 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "minPartitions": _count,
     "maxRowsPerPartition": _count,
     "keys": _keys,
+    "pushFilters": truth,
 }

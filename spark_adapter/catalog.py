@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TOPICS = {"topic", "topics", "topicspattern"}
+_one_at_a_time = threading.Lock()
+"""Of this process, which has the only driver of its JVM: what one sync makes another would, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,9 @@ def sync(
         source = _checked(given)
         catalog = SessionCatalog(spark, source.service_url)
         scope = _Scope.of(tenants, namespaces)
-        topics = _topics(source.how_to_connect(), scope)
-        return _Sync(catalog, source, given).run(scope, topics)
+        with _one_at_a_time:
+            topics = _topics(source.how_to_connect(), scope)
+            return _Sync(catalog, source, given).run(scope, topics)
 
 
 @dataclass(frozen=True)
@@ -247,16 +251,20 @@ class _Sync:
         for table, own in self._named(by_name).items():
             name = TableName(database, table)
             options = {**self._options, "topic": by_name[own]}
-            columns, why = self._columns(by_name[own])
+            try:
+                source = dataclasses.replace(self._source, topics=[by_name[own]])
+            except ConfigError as exc:  # one that Pulsar takes must not cost all others
+                self._left[by_name[own]] = exc.message
+                continue
+            columns, why = self._columns(source)
             if why:
                 options = {n: one for n, one in options.items() if n.lower() != "valueformat"}
                 options["valueFormat"] = "raw"
                 self._raw[str(name)] = why
             self._schemas[name] = with_options(columns, options)
 
-    def _columns(self, topic: str) -> tuple[StructType, str]:
+    def _columns(self, source: KeyShardSource) -> tuple[StructType, str]:
         """The columns of a topic, and why they are its bytes where it has a schema."""
-        source = dataclasses.replace(self._source, topics=[topic])
         try:
             columns = schema_of(plan_of(source), source.metadata_columns)
         except (SchemaError, PySparkTypeError) as exc:

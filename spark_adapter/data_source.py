@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
 from keyshard.reading.structured import Decoding
-from spark_adapter.batch_reader import KeyShardBatchReader
+from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
 from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
@@ -43,7 +43,8 @@ class KeyShardDataSource(DataSource):
         """The reader of one batch; plans when Spark asks for partitions."""
         read = parse_bounded(options_of(schema, self.options))
         rows = self._rows(read.source, schema)
-        return KeyShardBatchReader(replace(read, source=rows.source_of(read.source)), rows)
+        kind = FilteringBatchReader if read.pushes_filters else KeyShardBatchReader
+        return kind(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
@@ -80,6 +81,13 @@ def _source_of(options: Mapping[str, str]) -> KeyShardSource:
             "Spark gives the options of a table to nobody who reads it: CREATE TABLE ... USING "
             "keyshard cannot work. Let spark_adapter.catalog.sync make tables."
         )
-    if any(map(is_of_streams, options)):
+    of_streams = [name for name in options if is_of_streams(name)]
+    if of_streams and "subscription" not in {name.lower() for name in options}:
+        raise ConfigError(
+            f"Option 'subscription' is missing: option {of_streams[0]!r} is one of a stream "
+            "(spark.readStream), which has to name the Pulsar subscription that holds its backlog. "
+            "A batch read has neither of them. Add 'subscription', or remove what is of streams."
+        )
+    if of_streams:
         return parse_options(options)
     return parse_bounded(options).source

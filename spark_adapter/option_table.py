@@ -239,6 +239,13 @@ BATCH_OPTIONS = (
         'Only messages with one of these keys, a JSON list: `["k1", "k2"]`. The others are '
         "dropped before columns are made of them.",
     ),
+    Option(
+        "pushFilters",
+        "pushes_filters",
+        "Whether filters of the query on `__topic`, `__partition`, `__key` (`=`, `IN`) and "
+        "`__publishTime` choose what is read. Default `false`. **For one query for each "
+        "`load()`**, and with `spark.sql.python.filterPushdown.enabled`; see below.",
+    ),
 )
 """What only a batch read has, and where it starts."""
 

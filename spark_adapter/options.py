@@ -12,7 +12,13 @@ from keyshard import Connection, KeyShardSource
 from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.source import SHORTHANDS
-from keyshard.core.position.bounds import bound_text, parse_offsets, parse_start, parse_time
+from keyshard.core.position.bounds import (
+    Edge,
+    bound_text,
+    parse_offsets,
+    parse_start,
+    parse_time,
+)
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 from spark_adapter.option_table import BATCH_OPTIONS, CLIENT, CONNECTION_OPTIONS, OPTIONS, Option
@@ -160,14 +166,10 @@ def batch_options_table() -> str:
 def _parse(option: Option, text: str) -> Any:
     if option.name in ("topics", "metadataColumns"):
         return [part for part in (piece.strip() for piece in text.split(",")) if part]
-    if option.name == "startingTime":
-        return bound_text(parse_time(option.name, text))
-    if option.name == "startingOffsets":
-        parse_offsets(option.name, text)
+    if option.name in ("startingTime", "startingOffsets"):
+        return _start(option.name, text)
     if option.field in _BOOLEANS:
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"Option {option.name!r} is {shown(text)}; it must be true or false.")
-        return text.lower() == "true"
+        return truth(option.name, text)
     if option.field == "batch_delay_max_ms":
         return milliseconds(option.name, text)
     if option.field not in _INTEGERS:
@@ -178,6 +180,24 @@ def _parse(option: Option, text: str) -> Any:
         raise ConfigError(
             f"Option {option.name!r} is {shown(text)}; it must be an integer."
         ) from None
+
+
+def _start(name: str, text: str) -> str:
+    if name == "startingTime":
+        return bound_text(parse_time(name, text))
+    start = parse_offsets(name, text)
+    return start.value if isinstance(start, Edge) else text
+
+
+def truth(name: str, text: str) -> bool:
+    """What an option says that is ``true`` or ``false``, in any case.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if text.lower() not in ("true", "false"):
+        raise ConfigError(f"Option {name!r} is {shown(text)}; it must be true or false.")
+    return text.lower() == "true"
 
 
 def milliseconds(name: str, text: str) -> int:

@@ -118,9 +118,10 @@ def _of_query(query: Any) -> dict[str, str]:
             "positions are those of one."
         )
     (relation,) = relations
-    given = dict(relation.options().asCaseSensitiveMap())
+    given, made_up = dict(relation.options().asCaseSensitiveMap()), False
     if relation.table().name() == "pulsar":
-        source = parse_options(translated(given, stream=True).options)
+        options, _, made_up = translated(given, stream=True)
+        source = parse_options(options)
     else:
         columns = StructType.fromJson(json.loads(relation.table().schema().json()))
         source = parse_options(options_of(columns, given, stream=True))
@@ -130,6 +131,6 @@ def _of_query(query: Any) -> dict[str, str]:
             checkpoint = Checkpoint.from_json(one["endOffset"])
         except CheckpointError:
             continue
-        if checkpoint.subscription == source.subscription and checkpoint.partitions:
+        if (made_up or checkpoint.subscription == source.subscription) and checkpoint.partitions:
             return {name: str(at) for name, at in positions_of(source, checkpoint).items()}
     raise NotRunningError("The query has no batch yet. Ask again when it has.")

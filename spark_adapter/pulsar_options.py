@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from spark_adapter.pulsar_table import (
 )
 
 _BY_NAME = {option.name.lower(): option for option in JVM_OPTIONS}
+MADE_UP = "spark-pulsar-"
+"""Beginning of the names that are made up, as the JVM connector makes them up."""
 _SUBSCRIPTIONS = ("subscription", "predefinedSubscription", "subscriptionPrefix")
 """Options that name it; the second comes before the third."""
 _PARTITION = re.compile(r"-partition-(\d{1,9})$", re.ASCII)
@@ -35,6 +38,8 @@ class Translated(NamedTuple):
     options: dict[str, str]
     names: dict[str, str]
     """How the user calls those that have another name, for errors."""
+    made_up: bool
+    """Whether a stream has no subscription, and so a name that was made up for it just now."""
 
 
 def seems_stream(options: Mapping[str, str]) -> bool:
@@ -70,7 +75,8 @@ def translated(options: Mapping[str, str], *, stream: bool) -> Translated:
                 found[new] = value
     if stream:
         found |= _subscription(given, names)
-    return Translated(found, {new: old for new, old in names.items() if new != old})
+    made_up = stream and "subscription" not in names
+    return Translated(found, {new: old for new, old in names.items() if new != old}, made_up)
 
 
 def _is_wanted(name: str, text: str, *, stream: bool) -> bool:
@@ -128,18 +134,19 @@ def _check_admin(name: str, text: str, given: Mapping[str, str]) -> None:
 
 
 def _subscription(given: Mapping[str, str], names: dict[str, str]) -> dict[str, str]:
-    """The name of a stream's subscription.
+    """The name of a stream's subscription; a new one where none is said.
 
     Raises:
-        ConfigError: There is none, or two.
+        ConfigError: It is empty, or there are two.
     """
     said = [name for name in _SUBSCRIPTIONS if given.get(name.lower())]
     if not said:
-        raise ConfigError(
-            "The stream has no subscription. Set option 'predefinedSubscription' to a name of its "
-            "own that stays the same over restarts: the subscription holds what is not yet "
-            "processed. (The JVM connector makes up another name at each start.)"
-        )
+        for name in _SUBSCRIPTIONS:
+            if name.lower() in given:
+                raise ConfigError(
+                    f"Option {name!r} is empty. Give the subscription a name, or remove the option."
+                )
+        return {"subscription": f"{MADE_UP}{uuid.uuid4()}"}
     if said[0] == "subscription" and len(said) > 1:
         raise ConfigError(f"Give only one of {said[0]!r} and {said[1]!r}.")
     names["subscription"] = said[0]

@@ -32,7 +32,7 @@ from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import seems_stream, translated
 from spark_adapter.pulsar_stream import PulsarStreamReader
-from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, plan_of, schema_of
+from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, plan_of, schema_of, strict_of
 from spark_adapter.wording import told_to_spark
 
 
@@ -80,11 +80,10 @@ class PulsarRows(Rows):
     names: Sequence[str] = field(kw_only=True)
     """Columns of the query."""
 
-    def of(
-        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None
+    def _made(
+        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of the query; see :meth:`Rows.of`."""
-        for batch in super().of(raw, tell):
+        for batch in super()._made(raw, tell):
             arrays = [
                 METADATA[name].make(*map(batch.column, METADATA[name].of))
                 if name in METADATA
@@ -111,7 +110,7 @@ class PulsarDataSource(KeyShardDataSource):
     def schema(self) -> StructType:
         """All columns; wrong options are refused here, when the query is built."""
         stream = seems_stream(self.options)
-        options, names = translated(self.options, stream=stream)
+        options, names, _ = translated(self.options, stream=stream)
         with told_to_spark(**names):
             source = parse_options(options) if stream else parse_bounded(options).source
             self._plan = plan_of(source)
@@ -119,7 +118,7 @@ class PulsarDataSource(KeyShardDataSource):
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
-        options, names = translated(self.options, stream=False)
+        options, names, _ = translated(self.options, stream=False)
         with told_to_spark(**names):
             read = parse_bounded(options)
             rows = self._rows(read.source, _own(schema))
@@ -128,16 +127,17 @@ class PulsarDataSource(KeyShardDataSource):
 
     def streamReader(self, schema: StructType) -> PulsarStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
-        options, names = translated(self.options, stream=True)
+        options, names, made_up = translated(self.options, stream=True)
         with told_to_spark(**names):
             source = parse_options(options)
             rows = self._rows(source, _own(schema))
             source = rows.source_of(source)
-        return PulsarStreamReader(source, _rows(schema, rows))
+        return PulsarStreamReader(source, _rows(schema, rows), made_up=made_up)
 
 
 def _rows(schema: StructType, rows: Rows) -> PulsarRows:
-    return PulsarRows(rows.columns, rows.wanted, rows.plan, names=schema.names)
+    strict = strict_of(schema)
+    return PulsarRows(rows.columns, rows.wanted, rows.plan, strict, names=schema.names)
 
 
 def _renamed(own: StructType) -> StructType:
@@ -167,7 +167,7 @@ def _own(schema: StructType) -> StructType:
         ConfigError: A column has another type than there is.
     """
     found: dict[str, StructField] = {}
-    for one in schema.fields:
+    for one in schema.toNullable().fields:
         made = METADATA.get(one.name)
         if made is None:
             found[one.name] = one

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import InputPartition
@@ -32,12 +33,25 @@ from spark_adapter.wording import told_to_spark
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from keyshard import KeyShardSource
+    from spark_adapter.structure import Rows
 
 _log = logging.getLogger(__name__)
 
 
 class PulsarStreamReader(KeyShardStreamReader):
-    """Reader of one query; see :class:`KeyShardStreamReader`."""
+    """Reader of one query; see :class:`KeyShardStreamReader`.
+
+    Args:
+        source: What to consume.
+        rows: Columns of the query's schema, and how they are made.
+        made_up: Whether the query names no subscription: it has that of its checkpoint, and at its
+            first start the source's, which nobody else knows (``docs/adr/0031``).
+    """
+
+    def __init__(self, source: KeyShardSource, rows: Rows, *, made_up: bool) -> None:
+        super().__init__(source, rows)
+        self._made_up = made_up
 
     _begun: tuple[Mapping[str, Any], dict[str, Any]] | None = None
     """The JVM connector's offsets that the query goes on from, and what they are here."""
@@ -45,6 +59,7 @@ class PulsarStreamReader(KeyShardStreamReader):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """The end of the next batch; ``start`` itself when there are no rows."""
         own = self._own(start)
+        self._take_subscription(own)
         end = super().latestOffset(own, limit)
         return start if end == own else end
 
@@ -52,6 +67,7 @@ class PulsarStreamReader(KeyShardStreamReader):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """One partition per hash range with data; of a batch of the JVM connector, splits."""
         if not _is_jvm(end):
+            self._take_subscription(end)
             return super().partitions(start, end)
         if start == end:
             return []  # Spark compares texts, and those of Python have spaces
@@ -81,6 +97,21 @@ class PulsarStreamReader(KeyShardStreamReader):
 
     def _reader(self, start: Mapping[str, str], end: Mapping[str, str]) -> KeyShardBatchReader:
         return KeyShardBatchReader(BoundedRead(self._source, start, end), self._rows)
+
+    @told_to_spark()
+    def _take_subscription(self, checkpoint: Mapping[str, Any]) -> None:
+        """Before the start: the subscription of the checkpoint, where the query names none."""
+        if not self._made_up or self._runtime:
+            return
+        name = Checkpoint.from_dict(checkpoint).subscription
+        if self._begun or not checkpoint["partitions"]:
+            _log.warning(
+                "The query names no subscription and begins with a new one, %s, which its "
+                "checkpoint keeps. Delete it when you delete the checkpoint: until then the broker "
+                "stores what it has not acknowledged. Option predefinedSubscription names one.",
+                name,
+            )
+        self._source = replace(self._source, subscription=name)
 
     @told_to_spark()
     def _own(self, offset: dict[str, Any]) -> dict[str, Any]:

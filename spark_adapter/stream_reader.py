@@ -135,6 +135,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """One partition per hash range with data in the batch that ends at ``end``."""
         runtime = self._runtime or self._start(Checkpoint.from_dict(end), planned=True)
         runtime.check_committed_before(end)
+        if runtime.topics_changed():
+            self._rows.check()
         checkpoint = runtime.checkpoint(end)
         indices, batch_id = runtime.coordinator.batches.plan(checkpoint), checkpoint.batch_id
         return [
@@ -198,6 +200,15 @@ class _Runtime:
         self._cut: dict[str, Any] | None = None
         self._end: Checkpoint | None = None
         """What ``_cut`` says."""
+        self._topics = self._changes()
+
+    def _changes(self) -> tuple[int, int]:
+        return self.coordinator.discovery.gone, self.coordinator.discovery.discovered
+
+    def topics_changed(self) -> bool:
+        """Whether topics went and came since it was asked before: one may be another."""
+        before, self._topics = self._topics, self._changes()
+        return self._topics != before and self._topics[0] > 0
 
     def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
         """Step 1: release what ends at ``start``, and the next batch's end."""

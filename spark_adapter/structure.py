@@ -6,10 +6,12 @@ The plan is made when the query is: :class:`Rows` goes with the reader to the ta
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 from pyspark.sql.types import (
     BinaryType,
     DataType,
@@ -33,19 +35,19 @@ from keyshard.core.metadata_columns import (
     SEQUENCE_ID,
     check_known,
 )
-from keyshard.errors import ConfigError
+from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.structured import (
     CORRUPT,
     WITHOUT_SCHEMA,
     Decoder,
     Decoding,
+    check_same,
     plan_decoding,
 )
+from keyshard.schemas.casting import cast, null_in
 from keyshard.schemas.projection import without_time_of_day
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from keyshard import KeyShardSource
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ class Rows:
     wanted: pa.Schema | None = None
     """What they become; ``None``: they are the query's."""
     plan: Decoding | None = None
+    strict: pa.Schema | None = None
+    """The query's columns, where it says of some that they are never null."""
 
     def source_of(self, source: KeyShardSource) -> KeyShardSource:
         """A source that has what these rows need, and decodes nothing else.
@@ -94,6 +98,15 @@ class Rows:
         metadata = [name for name in METADATA_COLUMNS if name in self.columns]
         return replace(source, metadata_columns=metadata)
 
+    def check(self) -> None:
+        """Check that what values are decoded with still is the schema of their topics.
+
+        Raises:
+            SchemaError: A topic was created anew, with another one.
+        """
+        if self.plan is not None:
+            check_same(self.plan)
+
     def of(
         self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None
     ) -> Iterator[pa.RecordBatch]:
@@ -102,7 +115,17 @@ class Rows:
         Args:
             raw: What was read.
             tell: Called with how many rows were left out, if any was.
+
+        Raises:
+            SchemaError: A value is null that the query says never is.
         """
+        made = self._made(raw, tell)
+        yield from made if self.strict is None else (never_null(one, self.strict) for one in made)
+
+    def _made(
+        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None
+    ) -> Iterator[pa.RecordBatch]:
+        """The same, with columns that may all be null."""
         if self.plan is None:
             yield from raw
             return
@@ -155,7 +178,8 @@ def _spark_type(column: pa.Field) -> DataType:
 
 def wants_bytes_alone(schema: StructType) -> bool:
     """Whether a schema has nothing but columns of a topic without a schema."""
-    return all(SELECTABLE.get(field.name) == field.dataType for field in schema.fields)
+    fields = schema.toNullable().fields
+    return all(SELECTABLE.get(field.name) == field.dataType for field in fields)
 
 
 def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
@@ -165,20 +189,61 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
         ConfigError: A column is not there, or of another type.
         SchemaError: It would lose something of what it is cast of.
     """
-    kinds = {**SELECTABLE, CORRUPT: BinaryType()}
+    _check_names(schema.names)
+    strict = strict_of(schema)
+    schema = schema.toNullable()
+    kinds = SELECTABLE if plan is None else {**SELECTABLE, CORRUPT: BinaryType()}
     for field in schema.fields:
         check_known(field.name)
         own = plan is None or (field.name in kinds and field.name != "value")
         if own and kinds.get(field.name) != field.dataType:
-            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in SELECTABLE.items())
+            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in kinds.items())
             raise ConfigError(
                 f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
                 f"keyshard's. A schema selects some of: {known}."
             )
-    names = [field.name for field in schema.fields]
     if plan is None:
-        return Rows(names)
+        return Rows(schema.names, strict=strict)
     from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
 
     wanted = to_arrow_schema(schema, timezone="UTC")
-    return Rows(Decoder(plan, wanted).raw_columns, wanted, plan)
+    return Rows(Decoder(plan, wanted).raw_columns, wanted, plan, strict)
+
+
+def strict_of(schema: StructType) -> pa.Schema | None:
+    """The columns of a schema that has some that are never null."""
+    if schema == schema.toNullable():
+        return None
+    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
+
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
+    """Rows as columns of which some are never null: Spark fails over one, in words of its own.
+
+    Raises:
+        SchemaError: A value is.
+    """
+    for field, values in zip(strict, batch.columns, strict=True):
+        missing = null_in(field, values)
+        if missing:
+            raise SchemaError(
+                f"Column {missing!r} is NOT NULL in schema(...), and a message has no value for "
+                "it. Leave NOT NULL out (nullable=True)."
+            )
+    columns = [cast(*pair) for pair in zip(batch.columns, strict.types, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=strict)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Check that rows can have columns of these names: Spark lets any list pass.
+
+    Raises:
+        ConfigError: There is none, or one twice.
+    """
+    if not names:
+        raise ConfigError("schema(...) has no column. Name some, or leave it out to have all.")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"schema(...) has column {twice[0]!r} twice. Name each once.")

@@ -162,6 +162,9 @@ class FakeConsumer:
         self.asked_connected += 1
         return self.connected
 
+    def has_given_all(self) -> bool:
+        return self.is_connected()
+
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
         self.closed = True
         self.connected = False

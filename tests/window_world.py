@@ -69,7 +69,7 @@ class Lane:
         held = self.assembly.open
         if held is None or held.id not in self.assembly.doubted:
             return False
-        indices, times = self.assembly.doubted[held.id]
+        indices, times, _ = self.assembly.doubted[held.id]
         return indices == tuple(held.indices) and times >= UNSURE_ENDS_ALIKE - 1
 
 

@@ -184,6 +184,11 @@ def _payload_bytes(block: EntryBlock, parts: Sequence[Part]) -> int:
     return sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts)
 
 
+def names_in(blocks: Sequence[EntryBlock]) -> list[str]:
+    """Columns of the content of some entries of one source, which has the same in all."""
+    return list(blocks[0].content.schema.names if blocks else CONTENT.names)
+
+
 def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
     """Columns of the content, by name, for all messages of some blocks in their order."""
     runs = runs_of(blocks) if names else []

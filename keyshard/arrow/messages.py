@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
 
-from keyshard.arrow.content import CONTENT, gather
+from keyshard.arrow.content import gather, names_in
 from keyshard.core.message import Message, MessageId
+from keyshard.core.metadata_columns import KEY_BYTES
 from keyshard.core.position.entry import EntryBlock, TopicPartition
 
 
@@ -25,11 +27,13 @@ def messages_of_each(
 
     All entries together: a column costs as much for one message as for a hundred.
     """
-    columns = gather([block for _, block in entries], CONTENT.names)
+    blocks = [block for _, block in entries]
+    columns = gather(blocks, names_in(blocks))
     rows = zip(
         columns["value"].to_pylist(), columns["__key"].to_pylist(),
         _mostly_null(columns["__orderingKey"]), _mostly_null(columns["__eventTime"]),
-        _properties(columns["__properties"]), strict=True,
+        _properties(columns["__properties"]),
+        columns[KEY_BYTES].to_pylist() if KEY_BYTES in columns else repeat(None), strict=False,
     )  # fmt: skip
     for where, block in entries:
         topic, partition = where.topic, where.partition
@@ -39,9 +43,11 @@ def messages_of_each(
         yield [
             Message(
                 value, key, ordering_key, MessageId(ledger, entry, index), topic, partition,
-                published, event_time, properties, slot, redelivered, version,
+                published, event_time, properties, slot, redelivered, version, key_bytes,
             )
-            for index, slot, (value, key, ordering_key, event_time, properties) in zip(
+            for index, slot, (
+                value, key, ordering_key, event_time, properties, key_bytes,
+            ) in zip(
                 block.indices, block.slots, rows, strict=False
             )
         ]  # fmt: skip

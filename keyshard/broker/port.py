@@ -99,6 +99,13 @@ class Consumer(Protocol):
     def is_connected(self) -> bool:
         """Whether the broker holds this consumer now; a reconnect makes this false for a while."""
 
+    def has_given_all(self) -> bool:
+        """Whether it is connected, and who idles has all that came to its client until now.
+
+        Where the client is in another process, silence alone does not show that: what came may wait
+        there, while that process stands still.
+        """
+
     def close(self, *, for_another: bool = False) -> None:
         """Flush acknowledgements and give the range back. Idempotent.
 
@@ -333,6 +340,12 @@ class Admin(Protocol):
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """What is stored, ascending, the ledger that is written to last; ``None`` for no topic."""
+
+    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that is shown to anybody, where an open transaction holds back the rest.
+
+        ``None`` where none does, and where that is not told.
+        """
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which times pass a moment; ``None`` for no topic.

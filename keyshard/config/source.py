@@ -106,7 +106,8 @@ class SourceConfig:
     metadata_columns: Sequence[str] = field(default=(), kw_only=True)
     """Columns that rows have beside the default ones, one or several: ``__orderingKey``,
     ``__keyBytes``, ``__sequenceId``, ``__producer``, ``__brokerPublishTime`` or
-    ``__messageIdBytes``; see ``docs/options.md``. Handlers have messages, and refuse it."""
+    ``__messageIdBytes``; see ``docs/options.md``. Handlers have messages, and of these
+    ``__keyBytes``, as ``message.key_bytes``."""
     malformed: str = field(default="FAILFAST", kw_only=True)
     """``FAILFAST``, ``PERMISSIVE`` or ``DROPMALFORMED`` on values that the schema of their topic
     does not fit: an error, nulls beside the bytes, or no row."""

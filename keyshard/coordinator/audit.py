@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from keyshard.broker.port import Admin, Broker
 from keyshard.broker.retry import retry_until
@@ -14,8 +15,9 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.holes.foreign_acks import acked_elsewhere, acknowledged_unknown, before_the_start
 from keyshard.core.holes.settling import Proofs
+from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.fingerprint import check_delivered, check_ledgers
 from keyshard.errors import BrokerUnavailableError
@@ -45,11 +47,14 @@ def audit(
     config: SourceConfig,
     checkpoint: Checkpoint | None,
     topic_partitions: Iterable[TopicPartition],
+    *,
+    begins: Mapping[TopicPartition, MessageId] = MappingProxyType({}),
 ) -> Audited:
     """Compare each topic partition's cursor and ledgers with the checkpoint.
 
     Where the checkpoint says nothing of a topic partition, what is acknowledged there was so before
-    the source began, and is settled.
+    the source began, and is settled. So is an entry all of which lies before the first message of a
+    subscription that begins inside it: it is acknowledged before a checkpoint says so.
 
     Raises:
         TopicRecreatedError: The checkpoint knows entries that the broker has not made yet.
@@ -83,7 +88,11 @@ def audit(
         if not found.complete and not found.existing:
             raise _unread(topic_partition)
         proofs = Proofs(settled=unknown, published_ms=_now_ms())
-        return proofs, EntrySet.of(found.existing)
+        lost = EntrySet.of(found.existing)
+        begin = begins.get(topic_partition)
+        if begin is not None and _lies_before(broker, topic_partition, begin, lost, deadline):
+            lost -= EntrySet.of([EntryId(*begin[:2])])
+        return proofs, lost
 
     names = tuple(topic_partitions)
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-audit") as pool:
@@ -103,6 +112,17 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _lies_before(
+    broker: Broker, where: TopicPartition, begin: MessageId, lost: EntrySet, deadline: float
+) -> bool:
+    """Whether one of some entries is that of a first message, and has none from there on."""
+    entry_id = EntryId(*begin[:2])
+    if entry_id not in lost:
+        return False
+    block = _read_one(broker, where, entry_id, deadline)
+    return block is not None and block.batch_size <= begin.batch_index
+
+
 def _check_newest(
     broker: Broker,
     topic_partition: TopicPartition,
@@ -114,15 +134,24 @@ def _check_newest(
     newest = state.delivered.last
     if newest is None or newest.ledger not in broker_state.ledgers:
         return
-    with Scan(broker, topic_partition, newest, newest, corrupt={}) as scan:
+    block = _read_one(broker, topic_partition, newest, deadline)
+    if block is not None:
+        check_delivered(topic_partition, state.published_ms, block)
+
+
+def _read_one(
+    broker: Broker, topic_partition: TopicPartition, entry_id: EntryId, deadline: float
+) -> EntryBlock | None:
+    """What is stored under an id; ``None``: nothing that can be read."""
+    with Scan(broker, topic_partition, entry_id, entry_id, corrupt={}) as scan:
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise _unread(topic_partition)
             for block in retry_until(scan.read, left_s):
-                if block.id == newest:
-                    check_delivered(topic_partition, state.published_ms, block)
-                    return
+                if block.id == entry_id:
+                    return block
+    return None
 
 
 def _unread(topic_partition: TopicPartition) -> BrokerUnavailableError:

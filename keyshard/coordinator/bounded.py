@@ -24,6 +24,7 @@ def plan_read(
     end: object = "latest",
     *,
     disorder_max_s: float | None = None,
+    published: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Split, ...]:
     """What lies between two bounds now, one split for each topic partition.
 
@@ -34,6 +35,7 @@ def plan_read(
         end: Up to which message, exclusive.
         disorder_max_s: How far publish times go back at most, seconds; see
             :func:`keyshard.reading.splits.stretches`.
+        published: Publish times that are wanted of what lies between; see there.
 
     Raises:
         ConfigError: A bound or option is wrong, or the source has no ``admin_url``.
@@ -59,5 +61,6 @@ def plan_read(
             parse_bounds("end", end, found),
             timeout_s,
             disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),
+            published=published,
             fail_on_data_loss=source.fail_on_data_loss,
         )

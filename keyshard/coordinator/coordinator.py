@@ -161,7 +161,7 @@ class Coordinator:
         begins = begun_inside(self._admin, config, found.consumed, starts=True)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
-            cluster=cluster, planned=planned, assignment=assignment,
+            cluster=cluster, planned=planned, assignment=assignment, begins=begins,
         )  # fmt: skip
         shared = SharedWindow(window, self._stopping, self._failed)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()

@@ -191,7 +191,7 @@ class Discovery:
         if self._admin is None:
             return
         backlog = 0
-        for topic_partition in self._known:
+        for topic_partition in sorted(self._known):
             state = self._state_of(topic_partition)
             backlog += 0 if state is None else state.backlog
             if state is not None and not state.gaps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from keyshard.broker.port import Admin, Broker, StartPosition
 from keyshard.broker.retry import retry_until
@@ -10,8 +11,10 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.audit import audit
 from keyshard.coordinator.budget import window_budget
 from keyshard.coordinator.topics import FIRST_TRIES_S, Found, warn_of_existing
+from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.window.window import Window
 from keyshard.errors import CheckpointMismatchError
@@ -68,6 +71,7 @@ def open_window(
     cluster: str,
     planned: bool,
     assignment: Assignment,
+    begins: Mapping[TopicPartition, MessageId],
 ) -> Window:
     """The window of a source that starts, audited where there is an admin interface.
 
@@ -80,6 +84,7 @@ def open_window(
         cluster: Name of the cluster.
         planned: Whether the checkpoint's batch is going to be read again.
         assignment: Who owns which ranges.
+        begins: The first messages of subscriptions that begin inside a producer batch.
 
     Raises:
         KeyShardError: What :func:`~keyshard.coordinator.audit.audit` raises.
@@ -99,7 +104,7 @@ def open_window(
     for topic_partition in found.kept | found.gone:
         window.drop_partition(topic_partition, gone=topic_partition in found.gone)
     if admin is not None:
-        audited = audit(broker, admin, config, checkpoint, window.partitions)
+        audited = audit(broker, admin, config, checkpoint, window.partitions, begins=begins)
         for topic_partition, proofs in audited.proofs.items():
             window.prove(topic_partition, proofs)
         window.counters.entries_lost += audited.entries_lost

@@ -56,23 +56,28 @@ class Message(NamedTuple):
     schema_version: int | None = None
     """Version of the topic's schema that it was written with; ``None`` where its producer says
     none."""
+    key_bytes: bytes | None = None
+    """The bytes that the partition key was set as, of a text its UTF-8, where ``metadata_columns``
+    of the source name ``__keyBytes``; else, and without key, ``None``."""
 
     @property
     def data(self) -> Any:
         """The value, decoded by the schema of its topic: a dict or a scalar; ``None`` for none.
 
-        In a handler of ``source.run``. The schema is asked for when the first message of a topic is
-        decoded, and decoding happens at each access. Without a schema it is the bytes.
+        In a handler of ``source.run`` or ``ray_adapter.run``. The schema is asked for when the
+        first message of a topic is decoded, and decoding happens at each access. Without a schema
+        it is the bytes.
 
         Raises:
             MalformedMessageError: The schema does not fit.
             SchemaError: It cannot be used.
-            ConfigError: This is no handler of ``source.run``.
+            UnfitHandlerError: Its keys stand apart, and the source does not name ``__keyBytes``.
+            ConfigError: This is no handler of one of these.
         """
         read = READ_DATA.get()
         if read is None:
             raise ConfigError(
-                "message.data is there in handlers of source.run only, in the thread or task that "
+                "message.data is there in handlers of a source only, in the thread or task that "
                 "was called; use message.value, or take message.data before."
             )
         return read(self)

@@ -26,6 +26,8 @@ METADATA_COLUMNS = (
 - ``__brokerPublishTime``: when the broker stored it, by the broker's clock; null where the broker
   adds none, or does not hand it out.
 """
+NAME_KEY_BYTES = f"give the source metadata_columns=['{KEY_BYTES}']."
+"""What to do where keys stand apart from values, as an error says it."""
 NOT_BY_CLIENT = frozenset({KEY_BYTES, SEQUENCE_ID, BROKER_PUBLISH_TIME})
 """What pulsar-client knows and does not hand out."""
 REFUSED = {
@@ -96,10 +98,11 @@ def refuse_for_handlers(names: Collection[str]) -> None:
     """Refuse columns where handlers get messages.
 
     Raises:
-        ConfigError: There are some.
+        ConfigError: There are some that no message has.
     """
-    if names:
+    if set(names) - {KEY_BYTES}:
         raise ConfigError(
             f"metadata_columns is {shown(list(names))}, and handlers get messages, which have "
-            "ordering_key and none of the others. Leave it out, or take rows: batches() or open()."
+            f"ordering_key, and of the others only {KEY_BYTES}, as key_bytes. Leave the others "
+            "out, or take rows: batches() or open()."
         )

@@ -115,13 +115,17 @@ class Rest:
 class Reception:
     """The state of one range consumer. Time comes in as an argument, in seconds of any clock."""
 
-    __slots__ = ("_heard_s", "_rest_until_s", "_silent_from_s", "state")
+    __slots__ = ("_heard_s", "_looked_s", "_rest_until_s", "_silent_from_s", "may_be_cut", "state")
 
     def __init__(self) -> None:
         self.state = State.READY
         self._rest_until_s = 0.0
         self._heard_s = 0.0
         self._silent_from_s: float | None = None
+        self._looked_s = 0.0
+        self.may_be_cut = False
+        """Whether it may have reconnected since something came: it was seen without a connection,
+        or nobody looked for long."""
 
     def turn(self, now_s: float, *, room: bool) -> Turn:
         """It is looked at."""
@@ -149,8 +153,9 @@ class Reception:
 
     def heard(self, now_s: float) -> None:
         """Something came."""
-        self._heard_s = now_s
+        self._heard_s = self._looked_s = now_s
         self._silent_from_s = None
+        self.may_be_cut = False
 
     def anew(self) -> bool:
         """It has a new consumer, which was not seen connected yet; whether it lines up now."""
@@ -159,22 +164,22 @@ class Reception:
         self.tell(Event.ANEW)
         return idle
 
-    def is_quiet(self, now_s: float, quiet_s: float) -> bool:
-        """Whether nothing has come for a while."""
-        return now_s - self._heard_s > quiet_s
-
     def is_silent(self, now_s: float, quiet_s: float, *, connected: bool) -> bool:
-        """Whether nothing has come for a while in which it was seen connected.
+        """Whether nothing has come for a while in which it was seen connected; looked at often.
 
         The silence counts from when the consumer is seen connected: before that, a reconnect may
-        have cut an entry off, and its redelivery is on the way.
+        have cut an entry off, and its redelivery is on the way. So it may be after a time in which
+        nobody looked (:attr:`may_be_cut`).
         """
+        unseen = now_s - self._looked_s > quiet_s
+        self._looked_s = now_s
+        self.may_be_cut = self.may_be_cut or unseen or not connected
         if not connected:
             self._silent_from_s = None
             return False
-        if self._silent_from_s is None:
+        if self._silent_from_s is None or unseen:
             self._silent_from_s = now_s
-        return now_s - self._silent_from_s > quiet_s
+        return now_s - max(self._silent_from_s, self._heard_s) > quiet_s
 
     def tell(self, event: Event) -> None:
         """Something happens."""

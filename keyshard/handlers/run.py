@@ -101,7 +101,7 @@ class HandlerRun:
         self._handle = handle
         self._observers = Observers(observers, self._observer_raised)
         self._mode = _mode(handling.executor, handle)
-        self._read_data = MessageData(config.how_to_connect())
+        self._read_data = MessageData.of(config)
         self._calling = Calling(handle, self._read_data)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism

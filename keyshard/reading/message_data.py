@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.config.connection import Connection
+from keyshard.config.source import SourceConfig
 from keyshard.core.message import Message
-from keyshard.errors import MalformedMessageError, SchemaError
+from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
+from keyshard.errors import MalformedMessageError, SchemaError, UnfitHandlerError
 from keyshard.reading.structured import WITHOUT_SCHEMA, Decoding, plan_decoding, writer_of
-from keyshard.redaction import first_line
+from keyshard.redaction import first_line, shown
 from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import codec_of
+from keyshard.schemas.codecs import codec_of, keys_apart
 
 
 class MessageData:
@@ -20,14 +23,22 @@ class MessageData:
 
     Args:
         connection: Where the schemas are.
+        key_bytes: Whether messages have the bytes of their keys.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, key_bytes: bool = False) -> None:
         self._connection = connection
+        self._key_bytes = key_bytes
+        self._pid = os.getpid()
         self._topics: dict[str, tuple[Decoding, Codec]] = {}
 
+    @classmethod
+    def of(cls, config: SourceConfig) -> MessageData:
+        """What decodes the messages of a source."""
+        return cls(config.how_to_connect(), key_bytes=KEY_BYTES in config.metadata_columns)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_connection": self._connection, "_topics": {}}
+        return self.__dict__ | {"_topics": {}}
 
     def __call__(self, message: Message) -> Any:
         """The value of a message: a dict, a scalar, or ``None`` where it has none.
@@ -35,7 +46,15 @@ class MessageData:
         Raises:
             MalformedMessageError: The schema does not fit.
             SchemaError: It cannot be used, or that of the version of the message is gone.
+            UnfitHandlerError: It has keys apart, and the source does not ask for their bytes; or
+                this is not the process of the in-memory cluster.
         """
+        if self._connection.in_memory and os.getpid() != self._pid:
+            raise UnfitHandlerError(
+                f"{shown(self._connection.service_url)} is a cluster of the process that made it, "
+                "so message.data cannot ask for its schemas in another. Handle "
+                "messages in that process, or take message.value."
+            )
         topic = message.topic
         known = self._topics.get(topic)
         if known is None:
@@ -50,9 +69,18 @@ class MessageData:
                 "anew; its bytes are message.value.",
                 topic=topic,
             )
+        writer = writer_of(plan, topic, plan.schemas[topic], version)
         values = pa.array([message.value], pa.binary())
-        keys = pa.array([message.key], pa.string())
-        found, reasons = decode_rows(codec, values, keys, writer_of(plan, topic, version))
+        if keys_apart(writer or plan.schemas[topic]):
+            if not self._key_bytes:
+                raise UnfitHandlerError(
+                    f"Keys of {topic} stand apart from its values, and message.data needs the "
+                    f"bytes that they were set as: {NAME_KEY_BYTES}"
+                )
+            if message.key is not None and message.key_bytes is None:
+                raise self._malformed(message, "what its key was set as is not known")
+        keys = pa.array([message.key_bytes], pa.binary())
+        found, reasons = decode_rows(codec, values, keys, writer)
         if reasons:
             raise self._malformed(message, reasons[0])
         try:
@@ -64,7 +92,8 @@ class MessageData:
         kind = self._topics[message.topic][0].schemas[message.topic].type
         return MalformedMessageError(
             f"Message {message.message_id} of {message.topic}, partition {message.partition}, "
-            f"cannot be decoded by its {kind} schema: {why}. Its bytes are message.value.",
+            f"cannot be decoded by its {kind} schema: {why}. Its bytes are "
+            "message.value, and message.key is the text of its key.",
             topic=message.topic,
             message_id=str(message.message_id),
         )

@@ -21,7 +21,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Bound, Edge, check_order, fixed
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.ledger import Ledger, shown
 from keyshard.core.position.split import Split, stretch
 from keyshard.errors import (
     BrokerError,
@@ -45,6 +45,7 @@ def stretches(
     timeout_s: float,
     *,
     disorder_ms: int | None = None,
+    published: tuple[int | None, int | None] = (None, None),
     fail_on_data_loss: bool = True,
 ) -> tuple[Split, ...]:
     """What a read takes of each topic partition, as of now; without spans where that is nothing.
@@ -58,6 +59,8 @@ def stretches(
             publish time is more than this later than its own, and where the broker adds its own
             time to entries, the two differ by no more. Then what is outside of the bounds by more
             is not read. ``None``: not known; everything is read.
+        published: First publish time that is wanted of what lies between the bounds, and the one
+            that is not wanted any more, milliseconds since the epoch.
         fail_on_data_loss: Whether a position of what is not there is an error; else what is there
             between the bounds is read, with a warning.
 
@@ -75,30 +78,38 @@ def stretches(
         ledgers = retry_until(lambda: admin.ledgers(topic_partition), timeout_s)
         if ledgers is None:
             raise gone(topic_partition)
+        # Asked for second: what an open transaction holds back now was in the list, or came later.
+        last = retry_until(lambda: admin.held_back_behind(topic_partition), timeout_s)
+        ledgers = shown(ledgers, last)
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
             check_stored(name, topic_partition, bound, ledgers, fail_on_data_loss=fail_on_data_loss)
         if start is Edge.LATEST or end is Edge.EARLIEST:
             return Split(topic_partition, (), end=fixed(end, ledgers))
 
-        def pruned(bound: Bound, margin_ms: int | None) -> MessageId | None:
-            if isinstance(bound, MessageId):
-                return bound
-            if isinstance(bound, Edge) or margin_ms is None:
+        def at(time_ms: int | None, side: int) -> MessageId | None:
+            if time_ms is None or disorder_ms is None:
                 return None
-            time_ms = max(0, bound + margin_ms)
-            at = retry_until(lambda: admin.position_at(topic_partition, time_ms), timeout_s)
-            return None if at is None else MessageId(*at, 0)
+            time_ms = max(0, time_ms + side * disorder_ms)
+            found = retry_until(lambda: admin.position_at(topic_partition, time_ms), timeout_s)
+            return None if found is None else MessageId(*found, 0)
 
+        start_ms, end_ms = published
+        if isinstance(start, int):
+            start_ms = start if start_ms is None else max(start, start_ms)
+        if isinstance(end, int):
+            end_ms = end if end_ms is None else min(end, end_ms)
         # What the entry before the first position shows, of a time earlier by the disorder, is
         # that all entries before are earlier than the start; and the other way round.
+        starting = [one for one in (start, at(start_ms, -1)) if isinstance(one, MessageId)]
+        ending = [one for one in (end, at(end_ms, 1)) if isinstance(one, MessageId)]
         found = stretch(
             topic_partition,
             ledgers,
-            pruned(start, None if disorder_ms is None else -disorder_ms),
-            pruned(end, disorder_ms),
-            start_ms=start if isinstance(start, int) else None,
-            end_ms=end if isinstance(end, int) else None,
+            max(starting, default=None),
+            min(ending, default=None),
+            start_ms=start_ms,
+            end_ms=end_ms,
         )
         return replace(found, end=fixed(end, ledgers), created=created(admin, topic_partition))
 
@@ -144,17 +155,20 @@ def _loss(
     name: str, topic_partition: TopicPartition, position: MessageId, ledgers: Sequence[Ledger]
 ) -> KeyShardError | None:
     """What is wrong where neither what is at a position is there, nor what would come next."""
-    ledger, entry, _ = position
+    ledger, entry, index = position
+    # Of an entry that a place is inside, messages were there.
+    end = entry + (index > 0)
     sizes = {one.id: one.entries for one in ledgers}
     oldest, newest = min(sizes, default=-1), max(sizes, default=-1)
     says = f"{name} of {topic_partition} is {position}, but "
     facts = {"topic_partition": topic_partition.name, "missing": str(position)}
     wayout = "or set fail_on_data_loss to false to read what is there."
-    if (ledger, entry) > (newest, sizes.get(newest, 0)):
+    if (ledger, end) > (newest, sizes.get(newest, 0)):
         return PositionAheadError(
             f"{says}nothing is stored there yet: its newest ledger is {newest} with "
-            f"{sizes.get(newest, 0)} entries. It is a position of another topic, or of one that "
-            f"was deleted and created anew. Correct it, {wayout}",
+            f"{sizes.get(newest, 0)} entries, without those that an open transaction holds back. "
+            "It is a position of another topic, or of one that was deleted and created anew. "
+            f"Correct it, {wayout}",
             **facts,
         )
     if ledger < oldest:
@@ -165,7 +179,7 @@ def _loss(
             **facts,
         )
     # A ledger that closes without entries is removed; its place is that of the next one.
-    if entry > sizes.get(ledger, 0):
+    if end > sizes.get(ledger, 0):
         has = f"has {sizes[ledger]} entries" if ledger in sizes else "is none of its ledgers"
         return TopicRecreatedError(
             f"{says}ledger {ledger} {has}. It is a position of another topic, or of one that was "

@@ -16,12 +16,13 @@ from pyarrow import compute
 
 from keyshard.arrow.columns import COLUMNS, SCHEMA
 from keyshard.broker.schemas import schema_of
-from keyshard.config.connection import Connection
+from keyshard.config.connection import CLIENT, Connection
+from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.redaction import shown
 from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import codec_of
+from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
 from keyshard.schemas.projection import cast, check, columns_of
 
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
@@ -117,6 +118,29 @@ def plan_decoding(
     return Decoding(connection, schemas, mode, metadata)
 
 
+def check_same(plan: Decoding) -> None:
+    """Check that a plan's versions are what they were: a topic that is created anew counts anew.
+
+    One that is not there any more is no error: what is read was fixed in the plan.
+
+    Raises:
+        SchemaError: One is another schema now, by which the plan's values would be others.
+        BrokerUnavailableError: Nobody answers.
+        BrokerError: Who answers refuses.
+    """
+    for topic, schema in plan.schemas.items():
+        if schema.type in WITHOUT_SCHEMA:
+            continue
+        now = schema_of(plan.connection, topic, schema.version)
+        if now is not None and not now.says_the_same(schema):
+            raise SchemaError(
+                f"{topic} was created anew since the query was built: version {schema.version} of "
+                "its schema is another one now, and its values would be read wrong. Build the "
+                "query again.",
+                topic=topic,
+            )
+
+
 class Decoder:
     """Makes decoded rows of raw ones, by a plan.
 
@@ -131,11 +155,16 @@ class Decoder:
     def __init__(self, plan: Decoding, wanted: pa.Schema) -> None:
         self._plan = plan
         self._wanted = wanted
-        self._codecs: dict[str, tuple[TopicSchema, Codec, pa.Schema]] = {}
+        self._codecs: dict[str, tuple[TopicSchema, Codec, pa.Schema | None]] = {}
+        """With what values are cast to: ``None`` where bytes are wanted."""
         self._payload = pa.schema([one for one in wanted if one.name not in {*_METADATA, CORRUPT}])
+        tells_corrupt = plan.mode == PERMISSIVE and CORRUPT in wanted.names
+        self._needs_values = bool(len(self._payload)) or tells_corrupt
         for topic in plan.schemas:
             self._codec(topic)
-        self._decodes = any(len(payload) for _, _, payload in self._codecs.values())
+        self._decodes = self._needs_values and any(
+            payload is not None for _, _, payload in self._codecs.values()
+        )
         self.dropped = 0
         """Rows that were left out."""
 
@@ -146,10 +175,12 @@ class Decoder:
         if len(self._payload) or CORRUPT in self._wanted.names:
             names.append("value")
         if self._decodes:
-            kinds = {schema.type for schema, _, _ in self._codecs.values()}
+            schemas = [schema for schema, _, _ in self._codecs.values()]
+            # Messages of another version may have theirs apart where the newest has not.
+            pairs = any(schema.type == KEY_VALUE for schema in schemas)
             names += ["__topic", "__schemaVersion"]
             names += ["__messageId", "__partition"] if self._plan.mode == FAILFAST else []
-            names += ["__key"] if "KEY_VALUE" in kinds else []
+            names += [KEY_BYTES] if pairs and not _by_client(self._plan.connection) else []
         return tuple(dict.fromkeys(names))
 
     def decoded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -206,28 +237,37 @@ class Decoder:
     def _decode_alike(
         self, batch: pa.RecordBatch, topic: str, version: int | None
     ) -> tuple[dict[str, pa.Array], dict[int, str]]:
-        _, codec, payload = self._codec(topic)
-        if not len(payload):
+        schema, codec, payload = self._codec(topic)
+        if payload is None:
             return {one.name: batch.column("value") for one in self._payload}, {}
-        keys = (
-            batch.column("__key")
-            if "__key" in batch.schema.names
-            else pa.nulls(len(batch), pa.string())
-        )
-        writer = writer_of(self._plan, topic, version)
+        writer = writer_of(self._plan, topic, schema, version)
+        if not keys_apart(writer or schema):
+            keys = pa.nulls(len(batch), pa.binary())
+        elif KEY_BYTES in batch.schema.names:
+            keys = batch.column(KEY_BYTES)
+        else:
+            raise SchemaError(
+                f"Keys of messages of {topic} stand apart from their values, and the bytes that "
+                "they were set as are not here: pulsar-client does not hand them out, and no other "
+                "transport was asked, since no topic had such a schema. Start anew without "
+                f"transport='client'; in Python {NAME_KEY_BYTES} Or set valueFormat=raw.",
+                topic=topic,
+            )
         values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
         return cast(values, payload), reasons
 
-    def _codec(self, topic: str) -> tuple[TopicSchema, Codec, pa.Schema]:
-        """How values of a topic are decoded, and to which columns: none where bytes are wanted."""
+    def _codec(self, topic: str) -> tuple[TopicSchema, Codec, pa.Schema | None]:
+        """How values of a topic are decoded, and to which columns."""
         found = self._codecs.get(topic)
         if found is None:
             schema = self._plan.schemas.get(topic)
             if schema is None:  # a topic that was found later
                 schema = schema_of(self._plan.connection, topic) or RAW
             codec = codec_of(schema, topic)
-            payload = pa.schema([]) if self._wants_bytes(codec) else self._payload
-            check(codec.type, payload, topic)
+            payload = None if self._wants_bytes(codec) else self._payload
+            if self._needs_values and payload is not None and keys_apart(schema):
+                _check_transport(self._plan.connection, topic)
+            check(codec.type, payload or _NONE, topic)
             found = self._codecs[topic] = schema, codec, payload
         return found
 
@@ -246,28 +286,50 @@ class Decoder:
         return MalformedMessageError(
             f"Message {message_id} of {topic}, partition {partition}, cannot be decoded by its "
             f"{schema.type} schema (version {schema.version}{written}): {why}. Set "
-            f"mode={PERMISSIVE} to get its bytes in {CORRUPT}, mode={DROPMALFORMED} to leave it "
-            "out, or valueFormat=raw.",
+            f"mode={PERMISSIVE} (malformed in Python) to get its bytes in {CORRUPT}, "
+            f"mode={DROPMALFORMED} to leave it out, or valueFormat=raw.",
             topic=topic,
             message_id=message_id,
         )
 
 
-def writer_of(plan: Decoding, topic: str, version: int | None) -> TopicSchema | None:
-    """The schema that messages of a version were written with; ``None``: that of the plan.
+def _by_client(connection: Connection) -> bool:
+    """Whether pulsar-client consumes and reads."""
+    return connection.transport == CLIENT and not connection.in_memory
+
+
+def _check_transport(connection: Connection, topic: str) -> None:
+    if _by_client(connection):
+        raise SchemaError(
+            f"Keys of {topic} stand apart from its values, and pulsar-client does not tell whether "
+            "a key was set as bytes or as text that looks like them. Set transport='wire', or "
+            "valueFormat=raw to get the bytes.",
+            topic=topic,
+        )
+
+
+def writer_of(
+    plan: Decoding, topic: str, schema: TopicSchema, version: int | None
+) -> TopicSchema | None:
+    """The schema that messages of a version were written with; ``None``: the one they are read by.
+
+    Args:
+        plan: Of the query.
+        topic: Full name.
+        schema: What its values are decoded to.
+        version: Of the messages.
 
     Raises:
         SchemaError: It is not there any more.
     """
-    schema = plan.schemas.get(topic)
-    if version is None or (
-        schema is not None and (version == schema.version or schema.type not in _VERSIONED)
-    ):
+    if version is None or version == schema.version or schema.type in _TELL_THEMSELVES:
         return None
     key = (plan.name, topic, version)
     found = _other_versions.get(key)
     if found is None:
         found = schema_of(plan.connection, topic, version)
+        if found is None and schema.type in _BY_NUMBER:
+            found = schema
         if found is None:
             raise SchemaError(
                 f"Version {version} of the schema of {topic} is not there (any more), and "
@@ -280,8 +342,12 @@ def writer_of(plan: Decoding, topic: str, version: int | None) -> TopicSchema | 
 
 
 _BYTES = pa.schema([pa.field("value", pa.binary())])
-_VERSIONED = ("AVRO", "KEY_VALUE")
-"""Types whose values are read with the schema that they were written with."""
+_NONE = pa.schema([])
+_TELL_THEMSELVES = ("JSON", *WITHOUT_SCHEMA)
+"""Types whose values need no schema of the version that they were written with. All others may be
+of another type there, where the broker was told to let any follow, and look like these."""
+_BY_NUMBER = ("PROTOBUF_NATIVE",)
+"""Types whose fields are known without the schema of a version, which may be gone."""
 
 
 def _groups(batch: pa.RecordBatch) -> Iterator[tuple[str, int | None, pa.Array]]:

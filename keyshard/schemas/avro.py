@@ -15,11 +15,15 @@ import pyarrow as pa
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
+from keyshard.schemas.avro_defaults import read_defaults
 from keyshard.schemas.avro_resolution import resolution
 from keyshard.schemas.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
-from keyshard.schemas.codec import UndecodableError, library
+from keyshard.schemas.casting import cast
+from keyshard.schemas.codec import UndecodableError, library, panics_as_errors
 
-_COMPILED_LACKS = {"bytes", "fixed", "decimal", "null", "nothing", "union of one"}
+_COMPILED_LACKS = {
+    "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of many",
+}  # fmt: skip
 """Types that pyruhvro does not know; it panics over them."""
 
 
@@ -35,6 +39,7 @@ class AvroCodec:
         ConfigError: The packages are missing.
     """
 
+    kind = "AVRO"
     has_null = False
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
@@ -57,7 +62,8 @@ class AvroCodec:
         definition = (writer or self._own).definition
         reader = self._readers.get(definition)
         if reader is None:
-            reader = self._readers[definition] = self._reader(parse(definition, self._topic))
+            written = parse(definition, self._topic, unions=True)
+            reader = self._readers[definition] = self._reader(written)
         stored = reader.read(values.to_pylist())
         try:
             return self._wanted.as_column(stored)
@@ -90,7 +96,8 @@ class _Reader:
         self._wanted = wanted
         self._same = written.schema == wanted.schema
         self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
-        self._text = json.dumps(written.schema)
+        # Compiled code cuts an int of more than 32 bits off; both are written alike.
+        self._text = json.dumps(_with_longs(written.schema))
         self._by_compiled_code = (
             self._resolve is not None
             and isinstance(written.schema, dict)
@@ -101,8 +108,9 @@ class _Reader:
         if not self._by_compiled_code:
             parsed = fastavro.parse_schema
             self._parsed = (
-                parsed(written.schema), None if self._same else parsed(wanted.schema)
-            )  # fmt: skip
+                parsed(written.schema),
+                None if self._same else read_defaults(parsed(wanted.schema), _decimal),
+            )
 
     def read(self, values: list[bytes]) -> pa.Array:
         """Values in the types that are stored.
@@ -112,9 +120,11 @@ class _Reader:
         """
         if self._by_compiled_code and self._resolve is not None and values:
             try:
-                found = self._deserialize(values, self._text).to_struct_array()
+                with panics_as_errors():
+                    found = self._deserialize(values, self._text).to_struct_array()
                 # It takes any bytes for text.
                 found.validate(full=True)
+                found = cast(found, self._written.stored)
             except ValueError as exc:
                 raise UndecodableError(first_line(exc)) from exc
             return self._resolve(found)
@@ -125,7 +135,8 @@ class _Reader:
 
     def _compiles(self) -> bool:
         try:
-            self._deserialize([], self._text)
+            with panics_as_errors():
+                self._deserialize([], self._text)
         except ValueError:
             return False
         return True
@@ -133,6 +144,22 @@ class _Reader:
     def _row(self, value: bytes) -> Any:
         written, wanted = self._parsed
         return self._fastavro.schemaless_reader(io.BytesIO(value), written, wanted)
+
+
+def _with_longs(schema: Any) -> Any:
+    """The schema with a long for each int."""
+    if isinstance(schema, list):
+        return [_with_longs(one) for one in schema]
+    if not isinstance(schema, dict):
+        return "long" if schema == "int" else schema
+    made = {
+        key: _with_longs(one) if key in ("items", "values") else one for key, one in schema.items()
+    }
+    if "fields" in made:
+        made["fields"] = [
+            {"name": one["name"], "type": _with_longs(one["type"])} for one in made["fields"]
+        ]
+    return made
 
 
 def _decimal(data: bytes, schema: Any, _wanted: Any) -> Decimal:

@@ -75,14 +75,20 @@ class AvroType(NamedTuple):
         return made
 
 
-def parse(definition: bytes, topic: str) -> AvroType:
+def parse(definition: bytes, topic: str, *, unions: bool = False) -> AvroType:
     """Read a definition.
+
+    Args:
+        definition: Its JSON.
+        topic: For errors.
+        unions: Whether it may have unions of several types, which are no columns: what values were
+            written with may, since another schema says what they become.
 
     Raises:
         SchemaError: It is none, or has what no column can hold.
     """
     try:
-        return _Parser(topic).type_of(json.loads(definition), "", "")
+        return _Parser(topic, unions=unions).type_of(json.loads(definition), "", "")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(
             f"The schema of {topic} is no Avro schema ({exc!r}). Set valueFormat=raw to get the "
@@ -91,8 +97,9 @@ def parse(definition: bytes, topic: str) -> AvroType:
 
 
 class _Parser:
-    def __init__(self, topic: str) -> None:
+    def __init__(self, topic: str, *, unions: bool) -> None:
         self._topic = topic
+        self._unions = unions
         self._named: dict[str, AvroType | None] = {}
         """``None`` while it is read."""
         self._fields = 0
@@ -126,12 +133,13 @@ class _Parser:
     def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:
         found = [self.type_of(one, namespace, path) for one in branches]
         others = [one for one in found if one.kinds != {"null"}]
-        if len(others) > 1:
+        if len(others) > 1 and not self._unions:
             raise self._refuse(path, f"is a union of {len(others)} types")
         kept = others[0] if others else found[0]
-        plain = len(found) == 2 and len(others) == 1
+        name = "union" if len(found) == 2 else "union of one"
         kinds = frozenset().union(
-            {"union" if plain else "union of one"}, *(one.kinds for one in others or found)
+            {name if len(others) == 1 else "union of many"},
+            *(one.kinds for one in others or found),
         )
         return kept._replace(schema=[one.schema for one in found], kinds=kinds)
 

@@ -27,3 +27,22 @@ def cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
         keys, items = cast(values.keys, kind.key_type), cast(values.items, kind.item_type)
         return pa.MapArray.from_arrays(values.offsets, keys, items, type=kind, mask=mask)
     return values.cast(kind)
+
+
+def null_in(field: pa.Field, values: pa.Array) -> str:
+    """The path of a value that is null where the field, or one inside of it, never is; or none."""
+    if values.null_count and not field.nullable:
+        return str(field.name)
+    types, kind = pa.types, field.type
+    if not (types.is_struct(kind) or types.is_list(kind) or types.is_map(kind)):
+        return ""
+    values = values.drop_null()
+    if types.is_struct(kind):
+        within = [(one, values.field(one.name)) for one in kind]
+    elif types.is_list(kind):
+        within = [(kind.value_field, values.flatten())]
+    else:
+        items = pa.ListArray.from_arrays(values.offsets, values.items).flatten()
+        within = [(kind.item_field, items)]
+    found = next((path for one in within if (path := null_in(*one))), "")
+    return found and f"{field.name}.{found}"

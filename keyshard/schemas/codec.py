@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -10,8 +12,12 @@ from pyarrow import compute
 
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
+from keyshard.redaction import first_line
 
 INSTALL = "pip install 'keyshard[schemas]'"
+_PARTS = 8
+"""Into how many parts values go of which one cannot be decoded: of few, all values but a few are
+decoded three times, of many the last ones one by one."""
 
 
 class UndecodableError(Exception):
@@ -21,6 +27,8 @@ class UndecodableError(Exception):
 class Codec(Protocol):
     """Decodes values of one schema."""
 
+    kind: str
+    """Pulsar's name of the type of its schema."""
     type: pa.DataType
     """Of a decoded value; a struct becomes columns."""
     has_null: bool
@@ -31,7 +39,7 @@ class Codec(Protocol):
 
         Args:
             values: Payloads; without null unless :attr:`has_null`.
-            keys: Partition keys of the messages as text.
+            keys: The bytes that partition keys of the messages were set as.
             writer: The schema they were written with; ``None``: this one.
 
         Raises:
@@ -55,13 +63,28 @@ def library(name: str, purpose: str) -> Any:
         ) from exc
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Inside, compiled packages may panic: over some lengths that cannot be, and some schemas.
+
+    Raises:
+        ValueError: One did. What it raises is no :class:`Exception`, and would end a process.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        if type(exc).__name__ != "PanicException":
+            raise
+        raise ValueError(f"its decoder gave up: {first_line(exc)}") from exc
+
+
 def decode_rows(
     codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None = None
 ) -> tuple[pa.Array, dict[int, str]]:
     """Decode values; null stays null, but for a key beside it. What cannot be decoded is null,
     and it is said why.
 
-    All are tried together. Where one fails the halves are, so that one bad value among many costs
+    All are tried together. Where one fails the eighths are, so that one bad value among many costs
     about as much again as all the others.
 
     Returns:
@@ -72,6 +95,9 @@ def decode_rows(
         rows = compute.indices_nonzero(there)
         decoded, wrong = decode_rows(codec, values.take(rows), keys.take(rows), writer)
         return spread(decoded, there), {rows[row].as_py(): why for row, why in wrong.items()}
+    if writer is not None and writer.type != codec.kind:
+        why = f"it was written as {writer.type}"
+        return pa.nulls(len(values), codec.type), dict.fromkeys(range(len(values)), why)
     reasons: dict[int, str] = {}
     parts: list[pa.Array] = []
     left = [(0, len(values))]
@@ -84,8 +110,11 @@ def decode_rows(
                 reasons[start] = str(exc)
                 parts.append(pa.nulls(1, codec.type))
                 continue
-            half = count // 2
-            left += [(start + half, count - half), (start, half)]
+            size = -(-count // _PARTS)
+            left += [
+                (at, min(size, start + count - at))
+                for at in reversed(range(start, start + count, size))
+            ]
     if len(parts) == 1:
         return parts[0], reasons
     return pa.concat_arrays(parts or [pa.nulls(0, codec.type)]), reasons

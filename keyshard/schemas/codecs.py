@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from base64 import b64decode
-from binascii import Error as NotBase64Error
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +18,15 @@ from keyshard.schemas.primitives import PRIMITIVES, PrimitiveCodec
 from keyshard.schemas.protobuf import ProtobufCodec, without_descriptor
 
 _SIZE = struct.Struct(">i")
+_NULL = -1
+"""Size of a key or value that is null."""
 KEY_VALUE = "KEY_VALUE"
+
+
+def keys_apart(schema: TopicSchema) -> bool:
+    """Whether its keys are those of the messages, and not in their values."""
+    encoding = schema.properties.get("kv.encoding.type")
+    return schema.type == KEY_VALUE and encoding == "SEPARATED"
 
 
 def codec_of(schema: TopicSchema, topic: str) -> Codec:
@@ -60,40 +66,34 @@ class KeyValueCodec:
         topic: For errors.
     """
 
+    kind = KEY_VALUE
+
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._topic = topic
         key, value = parts_of(schema, topic)
-        self._separated = schema.properties.get("kv.encoding.type") == "SEPARATED"
         # A key alone says that it has no value any more.
-        self.has_null = self._separated
+        self.has_null = keys_apart(schema)
         self._key = codec_of(key, f"keys of {topic}")
         self._value = codec_of(value, f"values of {topic}")
         self.type = pa.struct([("key", self._key.type), ("value", self._value.type)])
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         writers = (None, None) if writer is None else parts_of(writer, self._topic)
-        raw_keys, raw_values = _separated(values, keys) if self._separated else _split(values)
+        separated = self.has_null if writer is None else keys_apart(writer)
+        raw_keys, raw_values = (keys, values) if separated else _split(values)
         columns = []
         for codec, raw, written in zip(
             (self._key, self._value), (raw_keys, raw_values), writers, strict=True
         ):
-            decoded, reasons = decode_rows(codec, raw, pa.nulls(len(raw), pa.string()), written)
+            decoded, reasons = decode_rows(codec, raw, pa.nulls(len(raw), pa.binary()), written)
             if reasons:
                 raise UndecodableError(next(iter(reasons.values())))
             columns.append(decoded)
         return pa.StructArray.from_arrays(columns, fields=list(self.type))
 
 
-def _separated(values: pa.Array, keys: pa.Array) -> tuple[pa.Array, pa.Array]:
-    try:
-        raw = [None if key is None else b64decode(key, validate=True) for key in keys.to_pylist()]
-    except (NotBase64Error, ValueError) as exc:
-        raise UndecodableError("its key was not set as bytes") from exc
-    return pa.array(raw, pa.binary()), values
-
-
 def _split(values: pa.Array) -> tuple[pa.Array, pa.Array]:
-    pairs = [_pair(value) for value in values.to_pylist()]
+    pairs = [(None, None) if one is None else _pair(one) for one in values.to_pylist()]
     return (
         pa.array([key for key, _ in pairs], pa.binary()),
         pa.array([value for _, value in pairs], pa.binary()),
@@ -109,7 +109,9 @@ def _pair(value: bytes) -> list[bytes | None]:
             position += 4
             if size > len(value) - position:
                 raise UndecodableError("its key or value ends too early")
-            found.append(value[position : position + size] if size >= 0 else None)
+            if size < _NULL:
+                raise UndecodableError(f"its key or value has a size of {size}")
+            found.append(None if size == _NULL else value[position : position + size])
             position += max(0, size)
     except struct.error as exc:
         raise UndecodableError("its key or value ends too early") from exc

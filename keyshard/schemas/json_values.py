@@ -5,11 +5,12 @@ docs/adr/0023 says why not by Arrow's reader.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import pyarrow as pa
 
@@ -19,10 +20,21 @@ from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import DECIMAL_DIGITS_MAX, parse
 from keyshard.schemas.codec import UndecodableError, library
 
-_PLAIN: Mapping[Any, type] = {
+_NO_NUMBER = "NaN", "Infinity", "-Infinity"
+"""Floats that JSON lacks: Pulsar's Java client writes them as texts, its Python client bare."""
+_BARE = "\x01"
+"""Stands before those that were bare and are quoted, for which no other text is mistaken."""
+_TEXTS = _NO_NUMBER + tuple(_BARE + one for one in _NO_NUMBER)
+_FLOAT: Any = float | Literal[_TEXTS]
+_PLAIN: Mapping[Any, Any] = {
     pa.null(): type(None), pa.bool_(): bool, pa.int32(): int, pa.int64(): int,
-    pa.float32(): float, pa.float64(): float, pa.string(): str, pa.binary(): bytes,
+    pa.float32(): _FLOAT, pa.float64(): _FLOAT, pa.binary(): bytes,
 }  # fmt: skip
+_FEW = 64
+"""Most values that are looked through for bare ones: of more that fail, parts are tried."""
+_TEXT_OR_BARE = re.compile(rb'"(?:[^"\\]|\\.)*"?|-?\b(?:NaN|Infinity)\b(?=\s*[],}])', re.DOTALL)
+"""A text may lack its end, as that of a value that was cut off: else the search would begin again
+at each quote in it, and take hours."""
 _dict: Any = TypedDict
 _Record = Callable[[list[tuple[str, Any]]], Any]
 
@@ -41,6 +53,7 @@ class JsonCodec:
         ConfigError: The package is missing.
     """
 
+    kind = "JSON"
     has_null = False
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
@@ -55,9 +68,16 @@ class JsonCodec:
         self._fields = list(self._wanted.stored)
         plain = str(self._wanted.stored).isascii()
         record: _Record = _typed_dict if plain else partial(_struct, msgspec)
+        no_bare = Annotated[str, msgspec.Meta(pattern=f"^[^{_BARE}]|^$")]
         try:
-            kinds = [(one.name, _kind(one.type, record)) for one in self._fields]
-            self._read = msgspec.json.Decoder(_struct(msgspec, kinds)).decode
+            self._read, self._read_quoted = (
+                msgspec.json.Decoder(
+                    _struct(
+                        msgspec, [(one.name, _kind(one.type, record, text)) for one in self._fields]
+                    )
+                ).decode
+                for text in (str, no_bare)
+            )
         except (ValueError, TypeError, RecursionError) as exc:
             raise SchemaError(
                 f"The JSON schema of {topic} cannot be used ({first_line(exc)}). Set "
@@ -78,30 +98,66 @@ class JsonCodec:
         writer: TopicSchema | None,  # noqa: ARG002 - an object names its fields
     ) -> pa.Array:
         try:
-            rows = list(map(self._read, values.to_pylist()))
-            columns = [
-                self._array(list(map(column, rows)), field.type)
-                for column, field in zip(self._columns, self._fields, strict=True)
-            ]
-            # Without a field there is nothing to tell how many rows there are.
-            stored = (
-                pa.StructArray.from_arrays(columns, fields=self._fields)
-                if columns
-                else pa.array([{}] * len(rows), self._wanted.stored)
-            )
-            return self._wanted.as_column(stored)
+            values.cast(pa.string())  # msgspec takes any bytes in what it passes over, and in names
+        except pa.ArrowInvalid as exc:
+            raise UndecodableError("it is no UTF-8 text") from exc
+        given = values.to_pylist()
+        try:
+            return self._decoded(given, self._read)
+        except self._wrong as exc:
+            quoted = list(map(_bare_quoted, given)) if len(given) <= _FEW else given
+            if quoted == given:
+                raise UndecodableError(first_line(exc)) from exc
+        try:
+            return self._decoded(quoted, self._read_quoted)
         except self._wrong as exc:
             raise UndecodableError(first_line(exc)) from exc
+
+    def _decoded(self, values: list[bytes], read: Callable[[bytes], Any]) -> pa.Array:
+        rows = list(map(read, values))
+        columns = [
+            self._array(list(map(column, rows)), field.type)
+            for column, field in zip(self._columns, self._fields, strict=True)
+        ]
+        # Without a field there is nothing to tell how many rows there are.
+        stored = (
+            pa.StructArray.from_arrays(columns, fields=self._fields)
+            if columns
+            else pa.array([{}] * len(rows), self._wanted.stored)
+        )
+        return self._wanted.as_column(stored)
 
     def _array(self, values: list[Any], kind: pa.DataType) -> pa.Array:
         if self._made_plain is not None:
             values = self._made_plain(values)
         if "decimal" in str(kind):
             _check_decimals(values)
-        return pa.array(values, kind)
+        try:
+            return pa.array(values, kind)
+        except (pa.ArrowException, TypeError):
+            return pa.array([_without_texts(one, kind) for one in values], kind)
 
 
 _WRONG = (pa.ArrowException, ValueError, TypeError, ArithmeticError, RecursionError)
+
+
+def _bare_quoted(value: bytes) -> bytes:
+    return _TEXT_OR_BARE.sub(
+        lambda found: found[0] if found[0].startswith(b'"') else b'"\\u0001%s"' % found[0], value
+    )
+
+
+def _without_texts(value: Any, kind: pa.DataType) -> Any:
+    """A value with floats for :data:`_NO_NUMBER`."""
+    if pa.types.is_floating(kind) and isinstance(value, str):
+        return float(value.removeprefix(_BARE))
+    if pa.types.is_struct(kind) and value:
+        return {one.name: _without_texts(value.get(one.name), one.type) for one in kind}
+    if pa.types.is_list(kind) and value:
+        return [_without_texts(one, kind.value_type) for one in value]
+    if pa.types.is_map(kind) and value:
+        return {key: _without_texts(one, kind.item_type) for key, one in value.items()}
+    return value
 
 
 def _typed_dict(fields: list[tuple[str, Any]]) -> Any:
@@ -126,15 +182,15 @@ def _check_decimals(value: Any) -> None:
             _check_decimals(one)
 
 
-def _kind(stored: pa.DataType, record: _Record) -> Any:
+def _kind(stored: pa.DataType, record: _Record, text: Any) -> Any:
     """What msgspec is to read for a type."""
     found: Any = Decimal
     if pa.types.is_struct(stored):
-        found = record([(one.name, _kind(one.type, record)) for one in stored])
+        found = record([(one.name, _kind(one.type, record, text)) for one in stored])
     elif pa.types.is_map(stored):
-        found = dict[str, _kind(stored.item_type, record)]  # type: ignore[misc]
+        found = dict[str, _kind(stored.item_type, record, text)]  # type: ignore[misc]
     elif pa.types.is_list(stored):
-        found = list[_kind(stored.value_type, record)]  # type: ignore[misc]
+        found = list[_kind(stored.value_type, record, text)]  # type: ignore[misc]
     elif not pa.types.is_decimal(stored):
-        found = _PLAIN[stored]
+        found = text if pa.types.is_string(stored) else _PLAIN[stored]
     return found | None

@@ -155,6 +155,7 @@ class PrimitiveCodec:
     has_null = False
 
     def __init__(self, schema: TopicSchema) -> None:
+        self.kind = schema.type
         self.type, self._decode = PRIMITIVES[schema.type]
 
     def decode(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.message import DecodeError
+from pyarrow import compute
 
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import FIELDS_MAX
-from keyshard.schemas.codec import UndecodableError, library
+from keyshard.schemas.codec import UndecodableError, library, panics_as_errors
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
+_SATURATED = {-(2**63), 2**63 - 1}
+"""What ptars makes of moments and durations that microseconds cannot say."""
 
 
 class ProtobufCodec:
@@ -33,6 +37,7 @@ class ProtobufCodec:
         ConfigError: The package is missing.
     """
 
+    kind = "PROTOBUF_NATIVE"
     has_null = False
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
@@ -43,8 +48,10 @@ class ProtobufCodec:
         try:
             descriptor = _descriptor(schema.definition)
             _count_fields(descriptor, (), topic, {})
-            self._handler = ptars.HandlerPool([descriptor.file], how).get_for_message(descriptor)
-            found = self._handler.array_to_record_batch(pa.nulls(0, pa.binary())).schema
+            with panics_as_errors():
+                pool = ptars.HandlerPool([descriptor.file], how)
+                self._handler = pool.get_for_message(descriptor)
+                found = self._handler.array_to_record_batch(pa.nulls(0, pa.binary())).schema
         except (
             ValueError,
             LookupError,
@@ -68,7 +75,11 @@ class ProtobufCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> pa.Array:
         try:
-            found = self._handler.array_to_record_batch(values).to_struct_array()
+            with panics_as_errors():
+                found = self._handler.array_to_record_batch(values).to_struct_array()
+            for times in _times(found):
+                if set(compute.min_max(times.view(pa.int64())).as_py().values()) & _SATURATED:
+                    raise UndecodableError("a time is out of range")
             return found.cast(self.type)
         except ValueError as exc:
             raise UndecodableError(first_line(exc)) from exc
@@ -85,7 +96,10 @@ def without_descriptor(topic: str) -> SchemaError:
 def _descriptor(definition: bytes) -> Any:
     told = json.loads(definition)
     files = descriptor_pb2.FileDescriptorSet.FromString(b64decode(told["fileDescriptorSet"]))
-    by_name = {file.name: file for file in files.file}
+    by_name: dict[str, Any] = {}
+    for file in files.file:
+        if by_name.setdefault(file.name, file) != file:
+            raise ValueError(f"two files {file.name!r}")
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
 
@@ -111,6 +125,13 @@ def _count_fields(
             f"Message {descriptor.full_name} of the schema of {topic} contains its own type, which "
             "no column can hold. Set valueFormat=raw to get the bytes."
         )
+    for one in descriptor.fields:
+        if one.type == one.TYPE_GROUP:
+            # ptars passes over them.
+            raise SchemaError(
+                f"Field {one.full_name} of the schema of {topic} is a group, which is not read. "
+                "Make it a message, or set valueFormat=raw to get the bytes."
+            )
     if descriptor.full_name not in known:
         inside = [one.message_type for one in descriptor.fields if one.message_type is not None]
         path = (*within, descriptor.full_name)
@@ -124,6 +145,20 @@ def _count_fields(
     return known[descriptor.full_name]
 
 
+def _times(values: pa.Array) -> Iterator[pa.Array]:
+    """The moments and durations among values, on all levels."""
+    types = pa.types
+    if types.is_timestamp(values.type) or types.is_duration(values.type):
+        yield values
+    elif types.is_struct(values.type):
+        for place in range(values.type.num_fields):
+            yield from _times(values.field(place))
+    elif types.is_map(values.type):
+        yield from _times(values.items)
+    elif types.is_list(values.type):
+        yield from _times(values.values)
+
+
 def _as_column(kind: pa.DataType) -> pa.DataType:
     """The type with everything nullable, and no unsigned numbers, which Spark does not have."""
     if pa.types.is_struct(kind):
@@ -131,5 +166,5 @@ def _as_column(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_as_column(kind.value_type))
     if pa.types.is_map(kind):
-        return pa.map_(kind.key_type, _as_column(kind.item_type))
+        return pa.map_(_as_column(kind.key_type), _as_column(kind.item_type))
     return _UNSIGNED.get(kind, kind)

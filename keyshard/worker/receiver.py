@@ -21,8 +21,9 @@ from keyshard.errors import BrokerError, CorruptEntryError, KeyShardError, Runti
 
 PAUSED_WAIT_S = 0.02
 """Pause of a thread whose topic partitions are all full, seconds."""
-ENTRY_QUIET_S = 1.0
-"""Silence after which an entry without its last index is doubted, seconds."""
+ENTRY_QUIET_S = 2.0
+"""Silence after which an entry without its last index is doubted, seconds; a quarter of it lies
+between two looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Receiver:
         self._paused: list[RangeConsumer] = []
         """Also those that rest."""
         self._paused_looked_s = 0.0
+        self._early_ends_looked_s = 0.0
         self._idle: dict[int, RangeConsumer] = {}
         self._drops: deque[Drop] = deque()
         self.range_consumers = 0
@@ -217,7 +219,7 @@ class Receiver:
         """Serve every ready range consumer once; without one, wait until one rings or may go on."""
         with self._changed:
             if not self._ready and not self._drops:
-                self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 2)
+                self._changed.wait(PAUSED_WAIT_S if self._paused else ENTRY_QUIET_S / 4)
             serving = list(self._ready)
             self._ready.clear()
         now = time.monotonic()
@@ -229,7 +231,8 @@ class Receiver:
             if self._stopping:
                 return
             self._serve(range_consumer)
-        if not serving:
+        if not serving or now - self._early_ends_looked_s >= ENTRY_QUIET_S / 4:
+            self._early_ends_looked_s = now
             self._look_for_early_ends()
 
     def _serve(self, range_consumer: RangeConsumer) -> None:
@@ -336,24 +339,25 @@ class Receiver:
                 self._paused.append(range_consumer)
 
     def _look_for_early_ends(self) -> None:
-        """Doubt entries whose last index does not come though their consumer is connected."""
+        """Doubt entries whose last index does not come though their consumer has given all."""
         now = time.monotonic()
         with self._changed:
-            quiet = [
+            open_ended = [
                 range_consumer
                 for range_consumer in self._idle.values()
                 if range_consumer.assembly.open is not None
-                and range_consumer.reception.is_quiet(now, ENTRY_QUIET_S)
             ]
-        for range_consumer in quiet:
-            connected = range_consumer.consumer.is_connected()
-            if range_consumer.reception.is_silent(now, ENTRY_QUIET_S, connected=connected):
+        for range_consumer in open_ended:
+            consumer, reception = range_consumer.consumer, range_consumer.reception
+            silent = reception.is_silent(now, ENTRY_QUIET_S, connected=consumer.is_connected())
+            if silent and consumer.has_given_all():
                 self._end_early(range_consumer)
 
     def _end_early(self, range_consumer: RangeConsumer) -> None:
         # Its consumer was asked to ring, so nobody receives from it meanwhile.
         try:
-            rest = self._sink.deliver(range_consumer, [range_consumer.assembly.end_early()])
+            entry = range_consumer.assembly.end_early(unsure=range_consumer.reception.may_be_cut)
+            rest = self._sink.deliver(range_consumer, [entry])
         except RedeliveryNeeded as need:
             rest = self._ask_again(range_consumer, [], need)
         if rest is not None:

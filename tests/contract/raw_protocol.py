@@ -19,7 +19,7 @@ from keyshard.core.protobuf import Value, fields_of, message
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
 PING, PONG = 18, 19
 NEW_TXN, ADD_PARTITION, END_TXN, COORDINATOR_CONNECT = 50, 52, 56, 62
-ABORT = 1
+COMMIT, ABORT = 0, 1
 TIMEOUT_S = 20.0
 
 
@@ -54,6 +54,15 @@ class RawConnection:
 
     def abort(self, topic: str, keys: Sequence[str]) -> None:
         """Publish one message for each key in a transaction, and abort it."""
+        self.end(self.begin(topic, keys), ABORT)
+
+    def end(self, transaction: tuple[Value, Value], how: int) -> None:
+        """End a transaction."""
+        least, most = transaction
+        self._request(END_TXN, END_TXN + 1, {1: 5, 2: least, 3: most, 4: how})
+
+    def begin(self, topic: str, keys: Sequence[str]) -> tuple[Value, Value]:
+        """Publish one message for each key in a transaction that stays open; its id."""
         self._request(COORDINATOR_CONNECT, COORDINATOR_CONNECT + 1, {1: 1, 2: 0})
         begun = self._request(NEW_TXN, NEW_TXN + 1, {1: 2, 2: 60_000, 3: 0})
         least, most = begun.get(2, 0), begun.get(3, 0)
@@ -73,7 +82,7 @@ class RawConnection:
             )
             payload = struct.pack(">I", len(metadata)) + metadata + b"value"
             self._request(SEND, RECEIPT, {1: 0, 2: number, 4: least, 5: most}, payload)
-        self._request(END_TXN, END_TXN + 1, {1: 5, 2: least, 3: most, 4: ABORT})
+        return least, most
 
     def _request(
         self, kind: int, answer: int, fields: dict[int, Value], payload: bytes = b""

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
-from tests.fuzz import checkpoints, exceptions, messages, options
+from tests.fuzz import (
+    avro_values,
+    checkpoints,
+    exceptions,
+    json_values,
+    messages,
+    options,
+    protobuf_values,
+)
 
 TARGETS: tuple[Callable[[Random, str], None], ...] = (
     options.source_options,
@@ -22,6 +30,9 @@ TARGETS: tuple[Callable[[Random, str], None], ...] = (
     checkpoints.checkpoints,
     messages.messages,
     exceptions.exceptions,
+    avro_values.avro_values,
+    protobuf_values.protobuf_values,
+    json_values.json_values,
 )
 """A seed attacks one of them, in turns."""
 HANG_S = 120

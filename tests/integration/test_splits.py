@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from contract.pulsar_harness import PulsarHarness
+from contract.raw_protocol import COMMIT, RawConnection
 from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
@@ -42,6 +43,7 @@ def broker() -> Iterator[DevBroker]:
         "managedLedgerMinLedgerRolloverTimeMinutes": "0",
         "defaultRetentionTimeInMinutes": "0",
         "defaultRetentionSizeInMB": "0",
+        "transactionCoordinatorEnabled": "true",
     }
     with DevBroker(settings=settings) as started:
         yield started
@@ -214,3 +216,25 @@ def test_times_out_of_order_select_exactly_with_and_without_a_known_disorder(
         assert values(source, plan_read(source, start, end)) == expected
         pruned = plan_read(source, start, end, disorder_max_s=1)
         assert values(source, pruned) == expected
+
+
+def test_what_an_open_transaction_holds_back_is_in_the_read_behind_it(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    """1. before; 2. in a transaction, open; 3. behind it, without one; planned; 4. committed."""
+    where = TopicPartition(harness.create_topic())
+    source = source_of(broker, where.topic)
+    harness.publish(where.name, [Message(b"1", key="k")])
+    coordinator = "persistent/pulsar/system/transaction_coordinator_assign-partition-0"
+    # A coordinator begins where somebody looked for it.
+    httpx.get(f"{broker.admin_url}/lookup/v2/topic/{coordinator}").raise_for_status()
+    with RawConnection("127.0.0.1", broker.port) as connection:
+        transaction = connection.begin(where.name, ["k"])
+        harness.publish(where.name, [Message(b"3", key="k")])
+        (first,) = plan_read(source)
+        assert values(source, [first]) == [b"1"]
+        with pytest.raises(PositionAheadError, match="an open transaction holds back"):
+            plan_read(source, end=f"{first.first.ledger}:3")
+        connection.end(transaction, COMMIT)
+    wait_until(lambda: values(source, plan_read(source)) == [b"1", b"value", b"3"])
+    assert values(source, plan_read(source, str(first.end))) == [b"value", b"3"]

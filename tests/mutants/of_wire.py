@@ -6,6 +6,7 @@ from table import Edit, Mutant, killer
 
 CONNECTION = "unit/test_wire_connection"
 SUBSCRIBED = "keyshard/broker/wire/subscribed.py"
+PERMITS = "keyshard/broker/wire/permits.py"
 
 OF_WIRE = (
     Mutant(
@@ -30,12 +31,37 @@ OF_WIRE = (
         promise="No more comes than the queue holds, however slow its consumer is.",
         edits=(
             Edit(
-                SUBSCRIBED,
-                "            self._used += messages\n",
-                "            self._used += 2 * messages\n",
+                PERMITS,
+                "        self._used += messages\n",
+                "        self._used += 2 * messages\n",
             ),
         ),
         killers=(killer(CONNECTION, "test_permits_are_given_back_as_entries_are_taken"),),
+    ),
+    Mutant(
+        name="leave a broker parked that sent something",
+        promise="A broker that leaves what is to be sent again is given a word.",
+        edits=(
+            Edit(
+                "keyshard/broker/wire/consumer.py",
+                "        super().used(messages, ahead)\n        self._watch()\n",
+                "        super().used(messages, ahead)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                CONNECTION,
+                "test_a_broker_that_sends_nothing_is_given_a_word_now_and_then_and_no_more_for_it",
+            ),
+        ),
+    ),
+    Mutant(
+        name="lend a silent broker one more for ever",
+        promise="However long nothing comes, the queue is exceeded by a few messages only.",
+        edits=(Edit(PERMITS, "        if -self._used >= LENT_MAX:\n            return 0\n", ""),),
+        killers=(
+            killer("unit/test_wire_permits", "test_what_was_lent_is_subtracted_from_what_is_used"),
+        ),
     ),
     Mutant(
         name="take what comes for a subscription that has ended",

@@ -63,6 +63,23 @@ OF_WORKERS = (
         ),
     ),
     Mutant(
+        name="take the silence of a worker for the end of an entry",
+        promise="No loss: a worker that stands still has what came to it, and tells nothing.",
+        edits=(
+            Edit(
+                "keyshard/broker/hosted/consumer.py",
+                "        return self._gave_all and self.is_connected()\n",
+                "        return self.is_connected()\n",
+            ),
+        ),
+        killers=(
+            killer(
+                HOSTED,
+                "test_a_consumer_has_given_all_when_its_worker_says_so_and_not_from_silence",
+            ),
+        ),
+    ),
+    Mutant(
         name="acknowledge through any worker",
         promise="The backlog becomes empty: a lost acknowledgement is made again.",
         edits=(

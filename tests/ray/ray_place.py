@@ -87,6 +87,14 @@ def key_and_seq(message: Message) -> Result:
     return parse_value(message.value)
 
 
+def data_and_version(message: Message) -> tuple[Any, int | None]:
+    return message.data, message.schema_version
+
+
+def version(message: Message) -> tuple[int | None]:
+    return (message.schema_version,)
+
+
 async def soon(message: Message) -> Result:
     return key_and_seq(message)
 

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import httpx
+import pulsar
 import pyarrow as pa
 import pytest
 
 import ray_adapter
 from helpers import keyshard_threads, wait_until
-from keyshard import Message
+from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.ring.hash_range import range_index
-from keyshard.errors import ConfigError, DrainTimeoutError, NotRunningError
+from keyshard.errors import ConfigError, DrainTimeoutError, HandlerFailedError, NotRunningError
+from keyshard.testing.devbroker import DevBroker
 from tests.ray.ray_place import (
     CountsFrom,
     RayPlace,
     Recorded,
+    data_and_version,
     even_only,
     key_and_seq,
     rows_and_keys,
     slowly,
     soon,
+    version,
 )
 
 pytestmark = [pytest.mark.ray]
@@ -75,6 +81,38 @@ def test_a_function_of_this_program_travels_by_value(place: RayPlace) -> None:
     with ray_adapter.run(place.source(), lambda one: one.value + suffix, parallelism=1) as job:
         results = [result for _, result in zip(range(20), job, strict=False)]
     assert min(results) == b"k0:0:!"
+
+
+@pytest.mark.broker
+def test_a_handler_has_the_data_of_a_message_whose_key_stands_apart(
+    dev_broker: DevBroker, topic_name: str
+) -> None:
+    kinds = {"key.schema.type": "STRING", "value.schema.type": "STRING"}
+    body = {
+        "type": "KEY_VALUE", "schema": '{"key": "", "value": ""}',
+        "properties": {**kinds, "kv.encoding.type": "SEPARATED"},
+    }  # fmt: skip
+    url = f"{dev_broker.admin_url}/admin/v2/schemas/public/default/{topic_name}/schema"
+    httpx.post(url, json=body).raise_for_status()
+    with closing(pulsar.Client(dev_broker.service_url)) as client:
+        client.create_producer(topic_name).send("né".encode(), partition_key="abcd")
+    source = KeyShardSource(
+        topic_name, service_url=dev_broker.service_url, starting_position="earliest",
+        metadata_columns=["__keyBytes"],
+    )  # fmt: skip
+    with ray_adapter.run(source, data_and_version, parallelism=1) as job:
+        assert next(iter(job)) == ({"key": "abcd", "value": "né"}, None)
+
+
+def test_a_handler_knows_the_version_and_no_schema_of_another_process(place: RayPlace) -> None:
+    place.cluster.publish(place.topic, Stored(b"x", "k", schema_version=3))
+    with ray_adapter.run(place.source(), version, parallelism=1) as job:
+        assert next(iter(job)) == (3,)
+    with (
+        ray_adapter.run(place.source(), data_and_version, parallelism=1) as job,
+        pytest.raises(HandlerFailedError, match=r"failed once.*of the process that made it"),
+    ):
+        next(iter(job))
 
 
 def test_arrow_batches_are_of_one_part_of_the_ring_in_key_order(place: RayPlace) -> None:

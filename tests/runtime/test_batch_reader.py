@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
-from pyspark.sql.datasource import DataSourceReader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNotNull,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+    StringStartsWith,
+)
+from pyspark.sql.types import BinaryType, StructField, StructType
 
 from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import ConfigError, DataLossTrimmedError
 from keyshard.reading import scan as scan_module
-from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplit
+from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader, KeyShardSplit
 from spark_adapter.bounded_options import parse_bounded
+from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.structure import Rows
 
 _names = itertools.count()
 T0 = 1_700_000_000_000
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +184,119 @@ def test_what_is_trimmed_is_named_or_left_out(topic: Topic) -> None:
     assert topic.rows(topic.reader())
 
 
-def test_no_filters_are_taken_from_spark() -> None:
+def test_filters_are_taken_where_somebody_asked_for_it_alone() -> None:
     """Spark 4.3 would read what it planned for one filter for every other; see tests/spark."""
     assert KeyShardBatchReader.pushFilters is DataSourceReader.pushFilters
+    options = {"topic": "t", "admin.url": "http://broker:8080"}
+    kinds = [
+        type(
+            KeyShardDataSource(options | more).reader(
+                StructType([StructField("value", BinaryType())])
+            )
+        )
+        for more in ({}, {"PUSHFILTERS": "True"})
+    ]
+    assert kinds == [KeyShardBatchReader, FilteringBatchReader]
+
+
+_KEYS = st.sampled_from(["k0", "k3", "none", None])
+_PARTITIONS = st.sampled_from([-1, 0, 1, 2, None])
+_TIMES = st.integers(-3_000, 34_000).map(lambda us: EPOCH + timedelta(microseconds=T0 * 1000 + us))
+_FILTERS = st.one_of(
+    st.builds(EqualTo, st.just(("__key",)), _KEYS),
+    st.builds(In, st.just(("__key",)), st.lists(_KEYS).map(tuple)),
+    st.builds(EqualTo, st.just(("__partition",)), _PARTITIONS),
+    st.builds(In, st.just(("__partition",)), st.lists(_PARTITIONS).map(tuple)),
+    st.builds(
+        EqualTo, st.just(("__topic",)), st.sampled_from(["persistent://public/default/orders", "x"])
+    ),
+    st.builds(IsNotNull, st.sampled_from([("__partition",), ("__topic",)])),
+    *(
+        st.builds(kind, st.just(("__publishTime",)), _TIMES)
+        for kind in (GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual, EqualTo)
+    ),
+)
+
+
+def _passes(row: dict[str, Any], one: Any) -> bool:
+    value = row[one.attribute[0]]
+    if value is None or (not isinstance(one, IsNotNull) and one.value is None):
+        return False
+    if isinstance(one, IsNotNull):
+        return True
+    compared: dict[type[Filter], Callable[[Any, Any], bool]] = {
+        EqualTo: operator.eq,
+        In: lambda left, right: left in right,
+        GreaterThan: operator.gt,
+        GreaterThanOrEqual: operator.ge,
+        LessThan: operator.lt,
+        LessThanOrEqual: operator.le,
+    }
+    return compared[type(one)](value, one.value)
+
+
+@pytest.fixture(scope="module")
+def filtered() -> tuple[Topic, Topic]:
+    """One whose times go back by 23 ms at most, and one that has none and others that are none."""
+    made = Topic(), Topic()
+    for topic, times in zip(made, ((T0 + 7, T0 + 29), (0, 2**62, T0 + 7)), strict=True):
+        for time_ms in times:
+            topic.publish(topic.cluster.partitions(topic.topic)[0], 3, time_ms)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(filters=st.lists(_FILTERS, max_size=4), prunes=st.booleans(), cuts=st.integers(1, 9))
+def test_what_filters_leave_is_what_they_would_leave_of_all(
+    filtered: tuple[Topic, Topic], filters: list[Filter], prunes: bool, cuts: int
+) -> None:
+    names = ["__partition", "__messageId", "__key", "__topic", "__publishTime"]
+    topic = filtered[0] if prunes else filtered[1]
+    every: Any = topic.reader(names)
+    options = {"maxTimeDisorder": "23ms"} if prunes else {}
+    plain = topic.reader(names, minPartitions=str(cuts), **options)
+    reader = FilteringBatchReader(plain._read, plain._rows)
+    assert list(reader.pushFilters(filters)) == [], "all of these are taken"
+    rows = [
+        row
+        for part in every.partitions()
+        for batch in every.read(part)
+        for row in batch.to_pylist()
+    ]
+    left = [(row["__partition"], row["__messageId"]) for row in rows
+            if all(_passes(row, one) for one in filters)]  # fmt: skip
+    assert topic.rows(reader) == left
+    (first, *_), (whole, *_) = reader.partitions(), every.partitions()
+    assert first.ends == whole.ends
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Not(EqualTo(("__key",), "k1")),
+        EqualTo(("value",), b"k1"),
+        EqualTo(("__key",), b"k1"),
+        EqualTo(("__key", "of"), "k1"),
+        EqualTo(("__partition",), value=True),
+        IsNotNull(("__key",)),
+        GreaterThan(("__partition",), 0),
+        StringStartsWith(("__topic",), "persistent"),
+        EqualTo(("__publishTime",), datetime(2023, 11, 14)),  # noqa: DTZ001 - without a zone
+        In(("__publishTime",), (EPOCH,)),
+    ],
+)
+def test_other_filters_stay_with_spark(topic: Topic, one: Filter) -> None:
+    plain = topic.reader()
+    reader = FilteringBatchReader(plain._read, plain._rows)
+    assert list(reader.pushFilters([one])) == [one]
+    assert topic.rows(reader) == list(topic.sent)
+
+
+def test_entries_of_other_times_and_partitions_are_not_read(topic: Topic) -> None:
+    plain = topic.reader(maxTimeDisorder="2ms")
+    reader = FilteringBatchReader(plain._read, plain._rows)
+    at = EPOCH + timedelta(milliseconds=T0 + 9)
+    list(reader.pushFilters([EqualTo(("__partition",), 1), EqualTo(("__publishTime",), at)]))
+    (part,) = reader.partitions()
+    assert part.split.entries <= 6, "of 60"  # type: ignore[attr-defined]
+    assert len(topic.rows(reader)) == 4

@@ -18,6 +18,7 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Messag
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId
 from keyshard.errors import BatchReleasedError
 from keyshard.worker.flight import BatchServer, read_batch
 
@@ -29,11 +30,11 @@ KEYS = keys_of(16)
 class Place:
     """A source whose two workers keep content, and the server that its tasks ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.cluster = MemoryCluster(entries_per_ledger=100)
         self.topic = self.cluster.create_topic("orders", partitions=3)
         self.workers: list[LocalWorker] = []
-        source = config(self.topic, metadata_columns=METADATA_COLUMNS)
+        source = config(self.topic, metadata_columns=METADATA_COLUMNS, **options)
         self.coordinator = Coordinator(source, self._broker, None)
         self.sent = 0
 
@@ -88,8 +89,8 @@ class Place:
 
 
 @pytest.fixture
-def at() -> Iterator[Place]:
-    place = Place()
+def at(request: pytest.FixtureRequest) -> Iterator[Place]:
+    place = Place(**getattr(request, "param", {}))
     place.coordinator.start(None)
     place.server = BatchServer(place.coordinator.batches, "127.0.0.1")
     try:
@@ -167,6 +168,20 @@ def test_a_batch_of_a_worker_that_died_has_the_same_rows(at: Place, known: bool)
     at.coordinator.batches.release(end)
     at.publish(200)
     assert values(at.read(at.cut())) == list(range(ROWS, ROWS + 200))
+
+
+@pytest.mark.parametrize("at", [{"fail_on_data_loss": False}], indirect=True)
+def test_a_partition_that_is_lost_with_its_worker_is_empty_where_loss_is_accepted(
+    at: Place,
+) -> None:
+    at.publish()
+    end = at.cut()
+    layout = at.coordinator.batches.plan(end)
+    for where in at.cluster.partitions(at.topic):
+        at.cluster.trim(where, EntryId(10**9, 0))
+    for worker in list(at.workers):
+        at.kill(worker)
+    assert at.read(end) == {index: [] for index in layout}
 
 
 def test_a_task_that_had_some_rows_goes_on_behind_them(

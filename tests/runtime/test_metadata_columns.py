@@ -128,5 +128,5 @@ def test_splits_have_what_is_named(topic: Topic) -> None:
 
 
 def test_handlers_are_refused_what_their_messages_do_not_have(topic: Topic) -> None:
-    with pytest.raises(ConfigError, match="handlers get messages, which have ordering_key and"):
+    with pytest.raises(ConfigError, match="handlers get messages, which have ordering_key, and"):
         topic.source().run(lambda _: None)

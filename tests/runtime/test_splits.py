@@ -359,6 +359,21 @@ def test_a_position_of_what_is_not_there_is_named_or_what_is_stored_is_read(  # 
     assert planned.entries == rest[bound]
 
 
+@pytest.mark.parametrize("bound", ["start", "end"])
+@pytest.mark.parametrize(("ledger", "error"), [(1, TopicRecreatedError), (2, PositionAheadError)])
+def test_a_place_inside_an_entry_that_is_not_there_is_named(
+    topic: Topic, bound: str, ledger: int, error: type[KeyShardError]
+) -> None:
+    """A read up to there has not one of its messages, and a stream from there would skip some."""
+    where, *others = topic.partitions
+    span = topic.plan()[0].spans[ledger]
+    given = {where: f"{span.ledger}:{span.end}:2", **dict.fromkeys(others, "latest")}
+    with pytest.raises(error, match=f"{bound} of {where} is {span.ledger}:{span.end}:2"):
+        topic.plan(**{bound: given})
+    inside = given | {where: f"{span.ledger}:{span.end - 1}:999"}
+    assert topic.plan(**{bound: inside})[0].end is not None
+
+
 def test_the_place_of_an_empty_ledger_that_the_broker_removed_is_the_next_one(
     topic: Topic,
 ) -> None:

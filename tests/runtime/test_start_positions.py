@@ -6,7 +6,8 @@ import itertools
 import json
 import random
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from keyshard.core.position.split import cut
 from keyshard.errors import (
     AdminError,
     ConfigError,
+    DataLossAckedElsewhereError,
     DataLossTrimmedError,
     KeyShardError,
     NotRunningError,
@@ -184,6 +186,39 @@ def test_an_entry_of_which_nothing_is_left_ends_no_bounded_run_too_late() -> Non
         coordinator.stop()
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_an_entry_of_which_nothing_is_left_is_no_loss_where_no_checkpoint_has_it(left: int) -> None:
+    """Found by ``python -m tests.simulation --world workers --seed-start 91391483325405``.
+
+    1. A batch is planned of what other ranges have.
+    2. The entry that the source begins behind comes, and is acknowledged: nothing of it is owed.
+    3. The process dies, and the batch is the newest that anybody knows.
+    """
+    topic, where, entry = batch_of_ten(11)
+    topic.publish(where, 1)
+    start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:{10 - left}"})
+    first = topic.source(starting_position=start).coordinator()
+    first.start()
+    try:
+        received(first, 1 + left)
+        end = first.batches.cut()
+        assert end is not None
+        first.batches.release(end)
+        wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
+    finally:
+        first.stop()
+    state = end.partitions[where]
+    known = state.batch - EntrySet.of([entry])
+    before = EntryId(entry.ledger, entry.entry - 1)
+    older = replace(state, floor=before, delivered=known, batch=known, partial={})
+    again = topic.source(starting_position=start).coordinator()
+    try:
+        with pytest.raises(DataLossAckedElsewhereError) if left else nullcontext():
+            again.start(replace(end, partitions={where: older}))
+    finally:
+        again.stop()
+
+
 def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
     topic, where, entry = batch_of_ten(9)
     first = topic.places[where][0]
@@ -297,6 +332,23 @@ def test_nothing_is_created_where_one_position_is_wrong(
     assert not any(topic.cluster.subscriptions(where) for where in topic.partitions)
     if error is not ConfigError:
         topic.stream(0, starting_position=json.dumps(start), fail_on_data_loss=False)
+
+
+@pytest.mark.parametrize("ahead", ["{ledger}:{end}:2", "{ledger}:99", "9999:7:1"])
+def test_what_comes_before_a_position_that_was_ahead_is_not_left_out(ahead: str) -> None:
+    """Whoever accepts that nothing is there yet gets all that comes."""
+    topic = Topic(random.Random(6), partitions=1, markers=0)
+    topic.cluster._store._entries_per_ledger = 1_000
+    (where,) = topic.partitions
+    stored = plan_read(topic.source())[0].end
+    assert isinstance(stored, MessageId)
+    position = {where.name: ahead.format(ledger=stored.ledger, end=stored.entry)}
+    lenient = {"fail_on_data_loss": False}
+    assert plan_read(topic.source(**lenient), end=position)[0].end == stored
+    assert topic.stream(0, starting_position=json.dumps(position), **lenient) == []
+    before = len(topic.sent)
+    topic.publish(where, 5)
+    assert topic.stream(len(topic.sent) - before, **lenient) == topic.sent[before:]
 
 
 def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_consumed(

@@ -133,6 +133,50 @@ def test_each_message_is_read_with_the_schema_it_was_written_with(shop: Shop) ->
     ]
 
 
+KINDS: list[tuple[str, Any, bytes]] = [
+    ("AVRO", FIRST, avro(FIRST, {"id": 49, "name": "a"})),
+    ("JSON", FIRST, b'{"id": 49, "name": "a"}'),
+    ("STRING", None, b"12345678"),
+    ("INT64", None, b"12345678"),
+    ("DOUBLE", None, b"12345678"),
+]
+
+
+@pytest.mark.parametrize(("kind", "schema", "value"), KINDS)
+def test_what_was_written_as_another_type_is_malformed_and_no_other_value(
+    shop: Shop, kind: str, schema: Any, value: bytes
+) -> None:
+    """A broker that is told to lets any schema follow any other."""
+    topic = shop.topic("orders")
+    for one, of, _ in KINDS:
+        shop.add(topic, of, one)
+    shop.add(topic, schema, kind)
+    plan = shop.plan(topic, mode="PERMISSIVE")
+    others = [(data, version) for version, (_, _, data) in enumerate(KINDS)]
+    rows = rows_of(plan, [raw(topic, *others, (value, len(KINDS)))])
+    right = {len(KINDS), next(at for at, one in enumerate(KINDS) if one[0] == kind)}
+    assert {at for at, row in enumerate(rows) if row[CORRUPT] is None} == right
+    data = MessageData(shop.connection)
+    if kind != "JSON":
+        bad = next(at for at in range(len(KINDS)) if at not in right)
+        found = keyshard.Message.for_test(KINDS[bad][2])._replace(topic=topic, schema_version=bad)
+        with pytest.raises(MalformedMessageError, match=f"it was written as {KINDS[bad][0]}"):
+            data(found)
+
+
+def test_a_union_of_a_version_before_is_no_matter_of_columns(shop: Shop) -> None:
+    of_many = {"name": "u", "type": ["null", "int", "string"]}
+    before = FIRST | {"fields": [*FIELDS, of_many, of_many | {"name": "v"}]}
+    kept = {"name": "v", "type": ["null", "string"]}
+    topic = shop.topic("orders", before, SECOND | {"fields": [*SECOND["fields"], kept]})
+    first = {"id": 1, "name": "a", "u": 5, "v": "x"}
+    batch = raw(topic, *((avro(before, first | {"v": v}), 0) for v in ("x", 7, None)))
+    rows = rows_of(shop.plan(topic, mode="PERMISSIVE"), [batch])
+    assert [(row["id"], row["v"], row[CORRUPT] is None) for row in rows] == [
+        (1, "x", True), (None, None, False), (1, None, True),
+    ]  # fmt: skip
+
+
 def test_a_version_that_is_gone_is_named(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST)
     batch = raw(topic, (avro(FIRST, {"id": 1, "name": "a"}), 9))
@@ -181,6 +225,17 @@ def test_permissive_rows_are_null_beside_their_bytes(shop: Shop) -> None:
         {"id": None, CORRUPT: BAD, "__messageId": "7:1:0"},
         {"id": None, CORRUPT: None, "__messageId": "7:2:0"},
     ]
+
+
+def test_what_is_corrupt_is_told_without_a_column_of_the_value(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    good = avro(FIRST, {"id": 1, "name": "a"})
+    wanted = only("__messageId", **{CORRUPT: pa.binary()})
+    batch = raw(topic, (good, 0), (BAD, 0))
+    rows = rows_of(shop.plan(topic, mode="PERMISSIVE"), [batch], wanted)
+    assert [row[CORRUPT] for row in rows] == [None, BAD]
+    plain = Decoder(shop.plan(topic), wanted)
+    assert "__schemaVersion" not in plain.raw_columns, "without the mode it has nothing to tell"
 
 
 def test_malformed_rows_can_be_left_out_and_are_counted(shop: Shop) -> None:
@@ -369,7 +424,7 @@ def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
 
 
 def test_outside_of_a_handler_there_is_no_data() -> None:
-    with pytest.raises(ConfigError, match=r"in handlers of source.run only"):
+    with pytest.raises(ConfigError, match=r"in handlers of a source only"):
         _ = keyshard.Message.for_test(b"x").data
 
 

@@ -362,6 +362,9 @@ class Consumer:
         self._network.scheduler.point()
         return self._inner.is_connected()
 
+    def has_given_all(self) -> bool:
+        return self.is_connected()
+
     def close(self, *, for_another: bool = False) -> None:
         if not self.closed:
             self._network.travel()

@@ -110,6 +110,19 @@ class Record:
         """How many topic partitions under this name were deleted."""
         return self._deletions[where]
 
+    def set_cursor(self, debts: Debts) -> None:
+        """Somebody sets a cursor: what was acknowledged as lying before the start may be owed now.
+
+        Args:
+            debts: Tells where the source began until now.
+        """
+        self.events[:] = [
+            one
+            for one in self.events
+            if one.kind != "acked"
+            or not debts.is_given_up(Place(one.topic, one.partition, one.ledger, one.entry, 0))
+        ]
+
     def judged(
         self, debts: Debts, existing: Iterable[TopicPartition], until: int | None = None
     ) -> list[Event]:

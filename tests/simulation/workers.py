@@ -30,7 +30,7 @@ from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client, C
 from tests.simulation.scheduler import Process
 from tests.simulation.spark import Step
 from tests.simulation.worker_faults import Trouble
-from tests.simulation.world import Outcome, World
+from tests.simulation.world import TRACE_MAX, Outcome, World
 
 START_S = (0.1, 1.0)
 """Time that a worker takes to start, seconds."""
@@ -211,8 +211,8 @@ class _WorkerClient(Client):
 class WorkersWorld(World):
     """A run whose query has its consumers in worker processes."""
 
-    def __init__(self, seed: int, trace_max: int | None = None) -> None:
-        super().__init__(seed, *([] if trace_max is None else [trace_max]))
+    def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
+        super().__init__(seed, trace_max=trace_max)
         self.strikes = Random(f"{seed}:workers")
         self._count = self.strikes.choice((1, 2, 2, 3))
         self.keeps = Random(f"{seed}:keeps").random() < 0.5

@@ -36,6 +36,8 @@ class Kind:
     """A type that holds the values of several such types, for a schema of the user's."""
     encoded: bool = False
     """Whether py4j has no way to hand over a value: Java encodes it first."""
+    by_text: Mapping[str, tuple[bytes, Any]] = field(default_factory=dict)
+    """Messages behind those whose key is set as text: their values as bytes, and what they are."""
     registered: str = ""
     """Type that is registered beforehand; the others register themselves."""
     topic: str = field(default_factory=lambda: full_topic_name(f"matrix-{uuid.uuid4().hex}"))
@@ -44,13 +46,17 @@ class Kind:
         """The data of all messages, for a handler."""
         # Where the key is apart, one is shown also beside nothing, as Java does.
         nothing = dict.fromkeys(self.columns) if "SEPARATED" in self.name else None
-        return [*self.wanted, nothing]
+        return [*self.wanted, nothing, *self._by_text]
 
     def rows(self) -> list[dict[str, Any]]:
         """Decoded rows, as they are in Arrow."""
         alone = list(self.columns) == ["value"]
         rows = [{"value": one} if alone else one for one in self.wanted]
-        return [*rows, dict.fromkeys(self.columns)]
+        return [*rows, dict.fromkeys(self.columns), *self._by_text]
+
+    @property
+    def _by_text(self) -> list[Any]:
+        return [wanted for _, wanted in self.by_text.values()]
 
     def spark_rows(self, *, projected: bool) -> list[dict[str, Any]]:
         """The same in Spark, which has no type for a time of day."""
@@ -139,7 +145,10 @@ def _pair(encoding: str) -> Kind:
 
     wanted = {"key": -7, "value": date(2024, 1, 1)}, {"key": 8, "value": None}
     name = f"KEY_VALUE {encoding}"
-    return Kind(name, schema, values, wanted, {"key": "int", "value": "date"})
+    # The same four bytes, as Java reads them; as base64 the text would be three others.
+    day = {"abcd": (bytes(8), {"key": 0x61626364, "value": date(1970, 1, 1)})}
+    by_text = day if encoding == "SEPARATED" else {}
+    return Kind(name, schema, values, wanted, {"key": "int", "value": "date"}, by_text=by_text)
 
 
 _AT = 1_700_000_000_123
@@ -229,6 +238,11 @@ def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
             _message(producer, kind).value(value).send()
         _message(producer, kind).send()
         producer.close()
+        if kind.by_text:
+            producer = java.client.newProducer(java.api.Schema.BYTES).topic(kind.topic).create()
+            for key, (value, _) in kind.by_text.items():
+                producer.newMessage().key(key).value(value).send()
+            producer.close()
 
 
 def _message(producer: Any, kind: Kind) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from pyspark.sql.datasource import (
     DataSourceReader,
     EqualTo,
     Filter,
+    GreaterThanOrEqual,
     InputPartition,
 )
+from pyspark.sql.functions import col
 from pyspark.sql.types import StructType
 
 import spark_adapter
@@ -29,6 +33,9 @@ from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
+from spark_adapter.batch_reader import FilteringBatchReader
+from spark_adapter.bounded_options import parse_bounded
+from spark_adapter.structure import Rows
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -116,6 +123,55 @@ def test_what_is_wrong_is_one_sentence_before_any_job_runs(
     assert "Job aborted" not in str(caught.value)
 
 
+def test_filters_choose_what_is_read_where_the_option_says_so(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic(2)
+    messages = [Message(b"%d" % number, key=f"k{number % 7}") for number in range(140)]
+    harness.publish(topic, messages[:70])
+    harness.publish(topic, messages[70:], Batching.MIXED)
+
+    def loaded(**options: str) -> DataFrame:
+        return load(spark, dev_broker, topic, minPartitions="8", pushFilters="true", **options)
+
+    with pytest.raises(pyspark.errors.PySparkException, match=PUSHDOWN):
+        loaded().count()
+    everything = load(spark, dev_broker, topic).collect()
+    middle = sorted(row["__publishTime"] for row in everything)[70]
+    spark.conf.set(PUSHDOWN, "true")
+    try:
+        chosen = loaded().where("__key in ('k3', 'k5') and __partition = 1 and value <> '3'")
+        chosen = chosen.where(col("__publishTime") >= middle)
+        with redirect_stdout(StringIO()) as plan:
+            chosen.explain(mode="formatted")
+        for pushed in ("In(__key, [k3,k5])", "EqualTo(__partition,1)", "GreaterThanOrEqual(__pub"):
+            assert pushed in plan.getvalue()
+        rows = chosen.collect()
+        wanted = [
+            row
+            for row in everything
+            if row["__key"] in ("k3", "k5") and row["__partition"] == 1
+            and row["__publishTime"] >= middle and row["value"] != b"3"
+        ]  # fmt: skip
+        assert sorted(rows) == sorted(wanted)
+        assert wanted
+        # Times are in order here. Of all entries, those before the middle are not read.
+        sizes = []
+        for options in ({}, {"maxTimeDisorder": "0ms"}):
+            reader = FilteringBatchReader(
+                parse_bounded({"topic": topic, "service.url": dev_broker.service_url,
+                               "admin.url": dev_broker.admin_url} | options),
+                Rows(["value"]),
+            )  # fmt: skip
+            for bound in ((), (GreaterThanOrEqual(("__publishTime",), middle.astimezone()),)):
+                list(reader.pushFilters([EqualTo(("__partition",), 1), *bound]))
+                parts = reader.partitions()
+                sizes.append(sum(part.split.entries for part in parts))  # type: ignore[attr-defined]
+        assert sizes[0] == sizes[1] == sizes[2] > sizes[3] > 0
+    finally:
+        spark.conf.unset(PUSHDOWN)
+
+
 def three() -> type[DataSource]:
     """A source of three partitions with one row each, which takes filters from Spark.
 
@@ -157,7 +213,7 @@ def three() -> type[DataSource]:
 def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
     """1. A query with a filter; 2. one without it, on the same DataFrame: it has too few rows.
 
-    When this fails, Spark plans each of them by itself, and ``pushFilters`` may be offered.
+    When this fails, Spark plans each of them by itself, and ``pushFilters`` is for every query.
     """
     spark.dataSource.register(three())
     spark.conf.set(PUSHDOWN, "true")

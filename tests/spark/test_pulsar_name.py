@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pulsar
 import pyspark
 import pytest
@@ -16,6 +17,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 
 import spark_adapter
 from contract.pulsar_harness import PulsarHarness, keeping
+from helpers import wait_until
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
@@ -160,12 +162,45 @@ def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
         sorted(bytes(row["__messageId"]) for row in plain[1:] + batched)
     )
 
-    query, _ = stream(spark, tmp_path / "none", given)
-    assert "The stream has no subscription. Set option 'predefinedSubscription'" in failed(query)
+    query, _ = stream(spark, tmp_path / "none", {**given, "predefinedSubscription": ""})
+    assert "Option 'predefinedSubscription' is empty. Give the subscription a name" in failed(query)
+    sure = reader.schema("value binary NOT NULL, __topic string NOT NULL").load()
+    assert sure.count() == len(between)
+    everything = spark.read.format("pulsar").options(**given)  # one has no key
+    with pytest.raises(pyspark.errors.PySparkException, match="Column '__key' is NOT NULL"):
+        everything.schema("__topic string, __key binary NOT NULL").load().count()
     with pytest.raises(pyspark.errors.PySparkException, match="reads, and does not write"):
         spark.range(1).write.format("pulsar").mode("append").options(**given).save()
     with pytest.raises(pyspark.errors.PySparkException, match="'__key' of type string is not one"):
         reader.schema("__key string").load().count()
+
+
+def test_a_stream_that_names_no_subscription_keeps_one_with_its_checkpoint(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, topic: str, tmp_path: Path
+) -> None:
+    """As the README of the JVM connector reads a topic: nothing but URLs and the topic."""
+    given = options(dev_broker, topic, startingOffsets="earliest")
+    query, found = stream(spark, tmp_path, given)
+    ended(query)
+    assert len(found) == 10
+    where = TopicPartition(topic, 0).name
+    harness.publish(where, [Message(b"meanwhile", key="k0")])
+    query, found = stream(spark, tmp_path, given)
+    ended(query)
+    assert [bytes(row["value"]) for row in found] == [b"meanwhile"]
+    assert topic in spark_adapter.positions(query)
+    path = where.replace("://", "/")
+    stats = httpx.get(f"{dev_broker.admin_url}/admin/v2/{path}/stats").json()
+    ((name, subscription),) = stats["subscriptions"].items()
+    assert name.startswith("spark-pulsar-")
+    wait_until(lambda: backlog(dev_broker, path, name) == 0)
+    assert subscription["type"] == "Key_Shared"
+
+
+def backlog(broker: DevBroker, path: str, name: str) -> int:
+    stats = httpx.get(f"{broker.admin_url}/admin/v2/{path}/stats").json()
+    found: int = stats["subscriptions"][name]["msgBacklog"]
+    return found
 
 
 def write_checkpoint(directory: Path, offsets: list[str], committed: int) -> None:

@@ -22,6 +22,7 @@ from pyspark.errors import AnalysisException, PythonException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sql
 from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.types import StringType, StructField, StructType
 
 import keyshard
 from keyshard import KeyShardSource
@@ -91,16 +92,14 @@ def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
     found = rows_by_topic([rows.toArrow()], by_columns)
     assert found == {kind.topic: kind.spark_rows(projected=False) for kind in KINDS}
 
-    # All other tests have streams of topics without a schema.
-    streamed = [kind for kind in KINDS if kind.columns != {"value": "binary"}]
-    by_type = in_groups(streamed, lambda kind: kind.projected or str(kind.columns))
+    by_type = in_groups(KINDS, lambda kind: kind.projected or str(kind.columns))
     frames = [(stream(spark, matrix, kinds), kinds) for kinds in by_type]
     tables: list[pa.Table] = []
     query = united(frames).writeStream.foreachBatch(lambda rows, _: tables.append(rows.toArrow()))
     checkpoint = query.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True)
     ended(checkpoint.start(), DEADLINE_S)
     assert rows_by_topic(tables, by_type) == {
-        kind.topic: kind.spark_rows(projected=bool(kind.projected)) for kind in streamed
+        kind.topic: kind.spark_rows(projected=bool(kind.projected)) for kind in KINDS
     }
     assert decoded(matrix) == {kind.topic: kind.rows() for kind in KINDS}
     assert handled(matrix) == {kind.topic: kind.data() for kind in KINDS}
@@ -137,6 +136,7 @@ def source_of(broker: DevBroker, topics: list[str], subscription: str) -> KeySha
     return KeyShardSource(
         topics, service_url=broker.service_url, admin_url=broker.admin_url,
         subscription=subscription, starting_position="earliest", parallelism=1,
+        metadata_columns=["__keyBytes"],
     )  # fmt: skip
 
 
@@ -188,7 +188,9 @@ def send(topic: SparkTopic, schema: Any, *values: Any) -> None:
             producer.send(value, partition_key="k")
 
 
-def table(spark: SparkSession, topic: SparkTopic, schema: str = "", **options: str) -> DataFrame:
+def table(
+    spark: SparkSession, topic: SparkTopic, schema: str | StructType = "", **options: str
+) -> DataFrame:
     """What a topic holds."""
     reader = spark.read.format("keyshard").option("service.url", topic.broker.service_url)
     given = {"admin.url": topic.broker.admin_url, "topic": topic.name} | options
@@ -246,6 +248,16 @@ def test_two_versions_and_a_message_that_is_none(spark: SparkSession, topic: Spa
     raw = table(spark, topic, valueFormat="raw").select("value").collect()
     assert len(raw) == 3
     assert raw[-1]["value"] == MALFORMED
+    # Columns that are never null: bytes, a struct, one that is null after all.
+    sure = "value binary NOT NULL, __key string NOT NULL, __topic string NOT NULL"
+    assert table(spark, topic, schema=sure).count() == 3
+    inner = StructType([StructField("sku", StringType(), nullable=False)])
+    some = StructType(
+        [StructField("name", StringType(), nullable=False), StructField("item", inner)]
+    )
+    assert len(table(spark, topic, schema=some, mode="DROPMALFORMED").collect()) == 2
+    with pytest.raises(PythonException, match=r"'name' is NOT NULL in schema\(\.\.\.\)"):
+        table(spark, topic, schema="name string NOT NULL", mode="PERMISSIVE").collect()
     with pytest.raises(PythonException) as caught:
         table(spark, topic, schema="id bigint, __key string").collect()
     for part in ("KEYSHARD_MALFORMED_MESSAGE", topic.name, "AVRO", "mode=PERMISSIVE"):
@@ -290,6 +302,64 @@ def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
     assert topic.name in text
     assert "Register it again, or set valueFormat=raw" in text
     assert names == ["a", "b", "c", "d"]
+
+
+class Alike(Record):
+    _avro_namespace = "shop"
+    number = Integer()
+    text = String()
+
+
+Alike.__name__ = "First"
+
+
+def test_a_topic_that_is_created_anew_is_not_read_by_the_schema_that_it_had(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    names: list[str | None] = []
+    send(topic, AvroSchema(First), First(id=1, name="a"))
+    before = table(spark, topic)
+    how = topic.options(parallelism="1", partitionDiscoveryIntervalMillis="300")
+    rows = spark.readStream.format("keyshard").options(**how).load().select("name")
+    query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
+    query = query.foreachBatch(
+        lambda batch, _: names.extend(row["name"] for row in batch.collect())
+    ).start()
+    try:
+        until(query, lambda: names == ["a"])
+        url = f"{topic.broker.admin_url}/admin/v2/persistent/public/default/{topic.name}/partitions"
+        httpx.delete(url, params={"force": True}).raise_for_status()
+        until(query, lambda: partitions(query, "partitionsGone") >= 1)
+        until(query, lambda: is_created(url))
+        # Version 0 again, and its bytes read as one of those before as well.
+        send(topic, AvroSchema(Alike), Alike(number=2, text="b"))
+        text = failed(query)
+    finally:
+        query.stop()
+    assert names == ["a"]
+    with pytest.raises(AnalysisException) as caught:
+        before.collect()
+    for told in (text, str(caught.value)):
+        assert f"{topic.name} was created anew since the query was built" in told
+    assert [row["text"] for row in table(spark, topic).collect()] == ["b"]
+
+
+def is_created(url: str) -> bool:
+    """Create a topic of one partition; whether it is there, whatever the first answer was."""
+    if httpx.put(url, json=1, timeout=30).is_success:
+        return True
+    if httpx.get(url, timeout=30).json().get("partitions") == 1:
+        return True
+    # A reconnect of the query may have made the partition by itself.
+    leftover = url.removesuffix("/partitions") + "-partition-0"
+    httpx.delete(leftover, params={"force": True}, timeout=30)
+    return False
+
+
+def partitions(query: StreamingQuery, count: str) -> int:
+    """A count of topic partitions, as the newest progress tells."""
+    told = query.lastProgress
+    return int(json.loads((told and told["sources"][0]["latestOffset"]) or "{}").get(count, 0))
 
 
 def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:

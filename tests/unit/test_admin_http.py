@@ -10,8 +10,11 @@ import pytest
 
 from keyshard import Basic, Connection, OAuth2, Token
 from keyshard.broker.pulsar import admin_http
+from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.ledger import Ledger, shown
 from keyshard.errors import AdminError, AuthenticationError, AuthorizationError, TlsError
 
 SECRET = "s3cr3t-of-nobody"
@@ -31,9 +34,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
     return use
 
 
-def ask(url: str = "https://a:8443") -> httpx.Response:
+def ask(url: str = "https://a:8443", of: str = "clusters") -> httpx.Response:
     with closing(AdminHttp(Connection(admin_url=url, authentication=Token(SECRET)))) as admin:
-        return admin.request("GET", "/admin/v2/clusters")
+        return admin.request("GET", f"/admin/v2/{of}")
 
 
 def test_who_is_sent_on_to_another_broker_says_who_it_is_there_too(
@@ -87,6 +90,13 @@ def test_nobody_is_sent_on_without_tls_or_in_circles(answers: Callable[[Answer],
         ask()
 
 
+def test_a_name_that_no_url_takes_is_said(answers: Callable[[Answer], None]) -> None:
+    answers(lambda _: httpx.Response(200, json=[]))
+    with pytest.raises(AdminError, match="URL too long") as caught:
+        ask(of="x" * 1_000_000)
+    assert len(str(caught.value)) < 2_000
+
+
 def test_what_is_refused_is_said_by_kind(answers: Callable[[Answer], None]) -> None:
     answers(lambda _: httpx.Response(401, text="<html> Authentication required </html>"))
     with pytest.raises(AuthenticationError, match="does not accept"):
@@ -107,3 +117,53 @@ def test_basic_is_a_header(answers: Callable[[Answer], None]) -> None:
     connection = Connection(admin_url="https://a:1", authentication=Basic("ann", "b"))
     with closing(AdminHttp(connection)) as admin:
         assert admin.request("GET", "/x").json() == "Basic YW5uOmI="
+
+
+@pytest.mark.parametrize(
+    ("told", "last", "asked"),
+    [
+        ((200, {"ongoingTxnSize": 1, "maxReadPosition": "7:-1"}), EntryId(7, -1), 2),
+        ((200, {"ongoingTxnSize": 0, "maxReadPosition": "7:3"}), None, 2),
+        ((404, {"reason": "Topic not found"}), None, 2),
+        (
+            (401, {"reason": "Unauthorized to validateTopicOperation for operation [GET_STATS]"}),
+            None,
+            2,
+        ),
+        (
+            (
+                503,
+                {"reason": "It is not configured with transactionCoordinatorEnabled=true."},
+            ),
+            None,
+            1,
+        ),
+    ],
+)
+def test_what_an_open_transaction_holds_back_is_told_where_there_are_any(
+    answers: Callable[[Answer], None],
+    told: tuple[int, dict[str, object]],
+    last: EntryId | None,
+    asked: int,
+) -> None:
+    paths: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        return httpx.Response(told[0], json=told[1])
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        for _ in range(2):
+            where = TopicPartition("persistent://public/default/t", 1)
+            assert admin.held_back_behind(where) == last
+    name = "/admin/v3/transactions/transactionBufferStats/public/default/t-partition-1"
+    assert paths == [name] * asked
+
+
+def test_what_is_not_shown_is_not_stored_yet() -> None:
+    ledgers = [Ledger(3, 10, 1_000), Ledger(5, 4, 400), Ledger(7, 2, 200)]
+    assert shown(ledgers, None) == tuple(ledgers)
+    assert shown(ledgers, EntryId(7, 1)) == tuple(ledgers)
+    assert shown(ledgers, EntryId(5, 0)) == (ledgers[0], Ledger(5, 1, 100))
+    assert shown(ledgers, EntryId(3, -1)) == (Ledger(3, 0, 0),)

@@ -108,6 +108,19 @@ def test_connections_that_break_twice_at_the_same_index_prove_nothing() -> None:
     assert entries[0].whole
 
 
+def test_a_connection_that_broke_and_a_silence_at_the_same_index_prove_nothing() -> None:
+    """Where a broker keeps back for long what it has to send again, its rest is still to come."""
+    assembly = EntryAssembly()
+    feed(assembly, part(0, 0, 1, of=3))
+    with pytest.raises(RedeliveryNeeded):
+        assembly.add(block(1, 1), after_gap=True)
+    feed(assembly, part(0, 0, 1, of=3))
+    with pytest.raises(RedeliveryNeeded):
+        assembly.end_early()
+    feed(assembly, part(0, 0, 1, of=3))
+    assert assembly.end_early().indices == [0, 1]
+
+
 def test_an_entry_that_always_ends_with_a_receive_is_partial_at_last() -> None:
     assembly = EntryAssembly()
     for _ in range(assembly_module.UNSURE_ENDS_ALIKE - 1):

@@ -156,3 +156,19 @@ def test_the_docs_contain_the_table_as_it_is_now() -> None:
 @pytest.mark.parametrize("name", [option.name for option in BATCH_OPTIONS])
 def test_hostile_values_are_refused(name: str, value: str) -> None:
     assert len(refused(**{name: value})) < 1_000
+
+
+def test_edges_are_words_in_any_case_as_elsewhere_in_spark() -> None:
+    read = parse_bounded(MINIMAL | {"startingOffsets": " Earliest ", "endingOffsets": "LATEST"})
+    assert (read.start, read.end) == (Edge.EARLIEST, Edge.LATEST)
+    of_partitions = '{"orders-partition-0": "Latest"}'
+    assert parse_bounded(MINIMAL | {"startingOffsets": of_partitions}).start == {
+        "orders-partition-0": Edge.LATEST
+    }
+    source = parse_options({"topic": "t", "subscription": "s", "startingOffsets": "EARLIEST"})
+    assert source.starting_position == "earliest"
+
+
+def test_an_option_of_streams_in_a_batch_read_is_told_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"option 'Parallelism' is one of a stream .* A batch"):
+        KeyShardDataSource({"topic": "t", "Parallelism": "3"}).schema()

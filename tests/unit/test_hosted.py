@@ -19,12 +19,13 @@ from pyarrow import flight
 import keyshard
 from helpers import wait_until
 from keyshard.arrow.content import entry_block
+from keyshard.broker.hosted import host as hosted_host
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import LOOPBACK, Lease, Setup, WorkerServer, at, begun
-from keyshard.broker.hosted.wire import Delivery, heard, keys_of, packed, told, unpacked
+from keyshard.broker.hosted.wire import NOTHING, Delivery, heard, keys_of, packed, told, unpacked
 from keyshard.broker.hosted.worker import Worker
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.refused_entries import corrupt_entry
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -331,6 +332,69 @@ def test_a_host_tells_a_lost_connection_between_what_came_before_and_after() -> 
         assert [len(one.blocks) if one.connected is None else one.connected for one in came] == [
             True, 1, False, True, 1,
         ]  # fmt: skip
+
+
+def test_a_consumer_has_given_all_when_its_worker_says_so_and_not_from_silence() -> None:
+    where = TopicPartition("persistent://a/b/c")
+    consumer = HostedConsumer(Wanted(where, "s", split_ring(1)[0], "c", 10), Ends(), 1, Holders())
+    half = Delivery(1, [block_of(Random(1))])
+    said = packed([Delivery(1, (), gave_all=True)])[0]
+    (gave_all,) = unpacked(json.loads(json.dumps(said)), NOTHING)
+    after: list[Callable[[], object]] = [
+        lambda: consumer.arrived(half),
+        lambda: consumer.arrived(Delivery(1, (), connected=True)),
+        consumer.lost,
+        lambda: consumer.regaining(2),
+    ]
+    for what in after:
+        consumer.arrived(Delivery(1, (), connected=True))
+        assert consumer.is_connected()
+        assert not consumer.has_given_all()
+        consumer.arrived(gave_all)
+        assert consumer.has_given_all(), "also on the other side"
+        what()
+        assert not consumer.has_given_all()
+    consumer.arrived(gave_all)
+    assert not consumer.receive(0), "there is nothing to receive of what was only told"
+
+
+def test_a_host_says_that_it_gave_all_where_that_ends_inside_an_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for each connection, and not of an entry that came whole."""
+    monkeypatch.setattr(hosted_host, "QUIET_S", 0.02)
+    monkeypatch.setattr(hosted_host, "LOOK_S", 0.0)
+    seq, came = 0, []
+    with place() as at:
+
+        def ask() -> bool:
+            nonlocal seq
+            taken = sum(block.rows for one in came for block in one.blocks)
+            answer, content = at.host.take(seq := seq + 1, {1: taken}, 0.01)
+            new = unpacked(answer["deliveries"], content)
+            came.extend(new)
+            return any(one.gave_all for one in new)
+
+        at.publish(1)
+        wait_until(lambda: not ask() and any(one.blocks for one in came))
+        for _ in range(10):
+            threading.Event().wait(0.01)
+            assert not ask(), "of an entry that came whole there is nothing to say"
+        ((_, half),) = at.cluster.publish(
+            at.topic, Message(b"0", key="k"), Message(b"1", key="k"), batching=Batching.BY_KEY
+        )
+        at.cluster.acknowledge_indices(TopicPartition(at.topic, -1), "s", half, [1])
+        at.broker.drop()
+        at.broker.reconnect()
+        wait_until(ask)
+        last = came[-2].blocks[-1]
+        assert (last.id, list(last.indices)) == (half, [0])
+        assert not ask()
+        at.broker.drop()
+        wait_until(lambda: not ask() and came[-1].connected is False)
+        at.broker.reconnect()
+        wait_until(ask)
+        assert sum(one.gave_all for one in came) == 2
 
 
 class Broken(MemoryBroker):

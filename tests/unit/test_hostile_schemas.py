@@ -48,7 +48,7 @@ def nested(levels: int) -> dict[str, Any]:
 def rows_of(kind: str, schema: Any, *values: bytes) -> tuple[list[Any], dict[int, str]]:
     codec = codec_of(TopicSchema(kind, json.dumps(schema).encode()), TOPIC)
     found, reasons = decode_rows(
-        codec, pa.array(values, pa.binary()), pa.nulls(len(values), pa.string())
+        codec, pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     )
     found.validate(full=True)
     return found.to_pylist(), reasons

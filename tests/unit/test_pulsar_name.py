@@ -151,10 +151,13 @@ def test_the_subscription_is_named_by_its_user() -> None:
     assert name(subscriptionPrefix="p", predefinedSubscription="s") == "s"
     assert name(subscriptionPrefix="p", predefinedSubscription="") == "p"
     assert name(subscription="own") == "own"
-    with pytest.raises(
-        ConfigError, match=r"The stream has no subscription\. Set option 'predefined"
-    ):
+    with pytest.raises(ConfigError, match="Option 'predefinedSubscription' is empty"):
         name(predefinedSubscription="")
+    assert not translated({**BASE, "subscriptionPrefix": "p"}, stream=True).made_up
+    assert not translated(BASE, stream=False).made_up
+    one, other = (translated(BASE, stream=True) for _ in range(2))
+    assert one.made_up
+    assert one.options["subscription"] != other.options["subscription"]
     with pytest.raises(ConfigError, match="only one of 'subscription' and 'subscriptionPrefix'"):
         name(subscription="own", subscriptionPrefix="p")
 
@@ -273,7 +276,7 @@ def test_whatever_the_options_say_it_is_a_source_or_one_error(
     base = {"subscription": "s"} if data.draw(st.booleans()) else {}
     for stream in (True, False):
         with suppress(KeyShardError):
-            found, names = translated({**base, **options}, stream=stream)
+            found, names, _ = translated({**base, **options}, stream=stream)
             assert names.keys() <= found.keys()
             if stream:
                 parse_options(found)

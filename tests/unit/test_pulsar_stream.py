@@ -55,13 +55,18 @@ class Bench:
                 self.sent.setdefault(where, {})[entry] = values
         self.readers: list[PulsarStreamReader] = []
 
-    def reader(self, admin_url: str | None = "http://memory") -> PulsarStreamReader:
+    def reader(
+        self, admin_url: str | None = "http://memory", made_up: str | None = None
+    ) -> PulsarStreamReader:
         """A new stream process, after the end of the one before."""
         self.stop()
-        source = MemorySource(self.topic, subscription="unit", parallelism=4, admin_url=admin_url)
-        object.__setattr__(source, "cluster", self.cluster)
-        self.readers.append(PulsarStreamReader(source, Rows(SCHEMA.names)))
-        return self.readers[-1]
+        source = type("Source", (MemorySource,), {"cluster": self.cluster})(
+            self.topic, subscription=made_up or "unit", parallelism=4, admin_url=admin_url,
+            starting_position="latest" if made_up is None else "earliest",
+        )  # fmt: skip
+        made = PulsarStreamReader(source, Rows(SCHEMA.names), made_up=made_up is not None)
+        self.readers.append(made)
+        return made
 
     def stop(self) -> None:
         for reader in self.readers:
@@ -211,3 +216,36 @@ def test_offsets_that_are_none_are_refused_by_name(bench: Bench, last: list[Any]
     with pytest.raises(CheckpointError, match=f"The JVM connector's offset of {name} is "):
         reader.latestOffset({name: last}, LIMIT)
     assert reader._runtime is None
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("from_jvm", [True, False])
+def test_a_subscription_that_nobody_named_is_kept_by_the_checkpoint(
+    bench: Bench, caplog: pytest.LogCaptureFixture, committed: bool, from_jvm: bool
+) -> None:
+    read = (2, 0) if from_jvm else (0, 0)
+    first = bench.reader(made_up="spark-pulsar-1")
+    start = bench.offset(read) if from_jvm else first.initialOffset()
+    ends: list[Offset] = []
+
+    def cut() -> bool:
+        ends[:] = [first.latestOffset(start, ReadMaxRows(5))]
+        return ends[0] != start
+
+    wait_until(cut)
+    (end,) = ends
+    had = values(first, start, end)
+    if committed:
+        first.commit(end)
+    assert [one.levelname for one in caplog.records if "spark-pulsar-1" in one.message] == [
+        "WARNING"
+    ]
+    second = bench.reader(made_up="spark-pulsar-2")
+    if not committed:
+        assert values(second, start if from_jvm else second.initialOffset(), end) == had
+        second.commit(end)
+    rest, _ = all_behind(second, end, len(bench.behind(read)) - len(had))
+    assert sorted(had + rest) == bench.behind(read)
+    assert "spark-pulsar-2" not in caplog.text
+    for where in bench.where:
+        assert set(bench.cluster.subscriptions(where)) == {"spark-pulsar-1"}

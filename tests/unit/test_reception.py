@@ -95,18 +95,32 @@ def test_only_who_is_idle_lines_up_with_a_new_consumer(state: State) -> None:
 def test_silence_counts_from_when_the_consumer_is_seen_connected() -> None:
     reception = in_state(State.IDLE)
     reception.heard(100.0)
-    assert not reception.is_quiet(101.0, 1.0)
-    assert reception.is_quiet(101.1, 1.0)
-    assert not reception.is_silent(101.1, 1.0, connected=True)
-    assert not reception.is_silent(102.1, 1.0, connected=True)
-    assert reception.is_silent(102.2, 1.0, connected=True)
+    assert not reception.is_silent(100.5, 1.0, connected=True)
+    assert not reception.is_silent(101.5, 1.0, connected=True)
+    assert reception.is_silent(101.6, 1.0, connected=True)
+    assert not reception.may_be_cut
     assert not reception.is_silent(102.3, 1.0, connected=False)
+    assert reception.may_be_cut
     assert not reception.is_silent(102.4, 1.0, connected=True), "it reconnected"
+    assert not reception.is_silent(103.0, 1.0, connected=True)
     assert reception.is_silent(103.5, 1.0, connected=True)
+    assert reception.may_be_cut, "since something came"
     reception.heard(103.6)
-    assert not reception.is_silent(105.0, 1.0, connected=True)
+    assert not reception.may_be_cut
+    assert not reception.is_silent(104.0, 1.0, connected=True)
     reception.anew()
-    assert not reception.is_silent(107.0, 1.0, connected=True), "it has another consumer"
+    assert not reception.is_silent(104.9, 1.0, connected=True), "it has another consumer"
+
+
+def test_where_nobody_looked_for_long_it_may_have_reconnected() -> None:
+    reception = in_state(State.IDLE)
+    reception.heard(100.0)
+    assert not reception.is_silent(101.5, 1.0, connected=True)
+    assert reception.may_be_cut
+    assert not reception.is_silent(102.4, 1.0, connected=True)
+    assert not reception.is_silent(103.5, 1.0, connected=True), "nobody looked again"
+    assert not reception.is_silent(104.4, 1.0, connected=True)
+    assert reception.is_silent(104.6, 1.0, connected=True)
 
 
 @pytest.mark.parametrize(

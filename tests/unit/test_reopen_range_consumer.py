@@ -31,7 +31,7 @@ class OneOwner:
 def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> None:
     old = FakeConsumer()
     broker: Any = OneOwner(old)
-    assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1)})
+    assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1, 1)})
     range_consumer = RangeConsumer(
         OwnedRange(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly
     )
@@ -39,7 +39,7 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
     assert broker.overlaps == 0
     assert range_consumer.consumer is broker.held
     assert range_consumer.assembly.open is None
-    assert range_consumer.assembly.doubted == {EntryId(1, 0): ((0,), 1)}, (
+    assert range_consumer.assembly.doubted == {EntryId(1, 0): ((0,), 1, 1)}, (
         "what ended early is remembered"
     )
 

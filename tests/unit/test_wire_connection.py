@@ -29,6 +29,7 @@ from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
+from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.config.connection import Connection, Token
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.protobuf import Value, fields_of, message
@@ -178,6 +179,12 @@ def told() -> Iterator[ToldBroker]:
     broker.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may be so busy that a broker seems silent."""
+    monkeypatch.setattr(consuming, "QUIET_S", 3_600.0)
+
+
 @pytest.fixture
 def brokers() -> Iterator[Callable[..., WireBroker]]:
     made: list[WireBroker] = []
@@ -234,6 +241,44 @@ def test_permits_are_given_back_as_entries_are_taken(
     until(lambda: len(told.asked_for(FLOW)) > 1)
     assert [fields[2] for fields in told.asked_for(FLOW)] == [10, 5]
     assert told.asked_for(SUBSCRIBE)[0][3] == 3
+
+
+def test_a_broker_that_sends_nothing_is_given_a_word_now_and_then_and_no_more_for_it(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "QUIET_S", 0.01)
+    monkeypatch.setattr(brokering, "NUDGE_LONGEST_WAIT_S", 0.02)
+    consumer = subscribed(brokers(told))
+
+    def granted() -> int:
+        return sum(cast(int, fields[2]) for fields in told.asked_for(FLOW))
+
+    used = 0
+    for count in (0, 2, 1, 30):
+        for number in range(used, used + count):
+            told.sessions[0].deliver(number)
+            used += 1
+            until(lambda: consumer.receive(100))
+            assert granted() <= 10 + used + LENT_MAX
+        until(lambda: granted() == 10 + used + LENT_MAX)  # noqa: B023 - called at once
+        until(lambda: not consumer._watched)
+    assert granted() == 10 + used + LENT_MAX, "nobody asks for ever"
+    before = granted()
+    told.sessions[0].cut()
+    # The new subscription begins with its queue.
+    until(lambda: granted() == before + 10 + LENT_MAX)
+
+
+def test_a_broker_whose_entries_nobody_takes_is_given_no_word(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "QUIET_S", 0.2)
+    told.answers[FLOW] = lambda session, *_: session.deliver(0)
+    consumer = subscribed(brokers(told))
+    until(lambda: not consumer._watched)
+    assert len(told.asked_for(FLOW)) < 1 + LENT_MAX
+    assert consumer.receive(1_000)
+    assert consumer._watched
 
 
 def test_a_reader_asks_for_nothing_behind_the_last_entry_that_is_wanted(

@@ -12,6 +12,7 @@ from typing import Any
 import google_crc32c
 
 from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
@@ -77,6 +78,8 @@ class Member:
     permits: int = 0
     queue: int = 0
     """What it may be sent at first."""
+    parked: int = 0
+    """How often something must happen until it is sent what it has permits for."""
     told: frozenset[int] = frozenset()
     """What its application had acknowledged by then: its client says so before it asks for more."""
 
@@ -88,6 +91,8 @@ class Model:
     draw: random.Random
     topics: list[TopicPartition]
     lock: threading.RLock = field(default_factory=threading.RLock)
+    parks: float = 0.0
+    """Chance that a consumer is parked, between two entries that it is sent."""
 
     def __post_init__(self) -> None:
         names = [where.name for where in self.topics]
@@ -109,8 +114,14 @@ class Model:
     def publish(self, name: str) -> None:
         log = self.logs[name]
         log.append(stored(len(log), self.draw))
+        self.stir(name)
+
+    def stir(self, name: str) -> None:
+        """Something happened to the subscription of a topic partition."""
         for member in list(self.members.values()):
-            self.dispatch(member)
+            if member.topic == name:
+                member.parked = max(0, member.parked - 1)
+                self.dispatch(member)
 
     def subscribe(self, member: Member) -> bool:
         """Whether nobody else has its range."""
@@ -133,13 +144,13 @@ class Model:
             return
         member.queue = member.queue or permits
         member.permits += permits
-        if member.permits > member.queue:
+        if member.permits > member.queue + LENT_MAX:
             self.broken.append(f"{member.permits} permits of a queue of {member.queue}")
-        self.dispatch(member)
+        self.stir(member.topic)
 
     def dispatch(self, member: Member) -> None:
         log, acked = self.logs[member.topic], self.acked[member.topic]
-        while member.permits > 0 and member.position < len(log):
+        while member.permits > 0 and member.position < len(log) and not member.parked:
             one = log[member.position]
             member.position += 1
             if member.hash_range is not None and (
@@ -150,6 +161,8 @@ class Model:
                 self.broken.append(f"{one.number} was acknowledged before, and comes again")
             member.permits -= one.messages
             member.send("message", message(member.consumer_id, one.number, one.ack_set), one.data)
+            if member.hash_range is not None and self.draw.random() < self.parks:
+                member.parked = self.draw.choice([1, 1, 1, 2])
 
     def acknowledge(self, session: object, consumer_id: int, numbers: list[int]) -> bool:
         """Whether anybody listens; who is gone is not answered."""
@@ -161,6 +174,7 @@ class Model:
                 self.broken.append(f"entry {number} is acknowledged, and nobody has it")
             self.acked[member.topic].add(number)
             self.taken.add((member.topic, number))
+        self.stir(member.topic)
         return True
 
     def unload(self, name: str) -> list[Member]:

@@ -14,9 +14,12 @@ from unittest.mock import patch
 from keyshard.broker.port import StartPosition
 from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.retry import retry_until
+from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import comebacks, connection, receipts, subscribed
+from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer
+from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
@@ -80,6 +83,8 @@ def hurried(draw: random.Random) -> Iterator[None]:
         # Threads and time are real: an absence may take long because the machine is busy.
         (receipts, "SENT_AGAIN_WITHIN_S", RUN_S),
         (scanning, "READ_WAIT_MS", 20),
+        (consuming, "QUIET_S", 0.02),
+        (brokering, "NUDGE_LONGEST_WAIT_S", 0.1),
         (connection, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
         (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
     ]
@@ -136,6 +141,7 @@ class World:
         self.ranges = draw.choice([1, 2, 4])
         self.queue = draw.choice([1, 2, 10, 1_000])
         self.events = draw.randrange(6)
+        self.model.parks = random.Random(f"{seed}:parks").choice([0.0, 0.0, 0.1, 0.5])
         self.entries = self.losses = 0
         self.firsts: dict[WireConsumer, int] = {}
         """The newest entry that came for the first time."""
@@ -232,7 +238,9 @@ class World:
             members = list(self.model.members.values())
             least = self.queue - (self.queue - 1) // 2
             return len(members) == len(self.consumers) and all(
-                one.permits >= least for one in members if one.hash_range is not None
+                least <= one.permits <= self.queue + LENT_MAX
+                for one in members
+                if one.hash_range is not None
             )
 
     def _receive(self, consumer: WireConsumer) -> int:

@@ -105,6 +105,8 @@ class HostedConsumer:
         self._queue: deque[Delivery] = deque()
         self._taken = 0
         self._connected = True
+        self._gave_all = False
+        """Whether its worker says so, of all that came here."""
         self._callback: Callable[[], None] | None = None
         self.closed = False
 
@@ -161,6 +163,10 @@ class HostedConsumer:
     def is_connected(self) -> bool:
         return self._connected and not self.closed
 
+    def has_given_all(self) -> bool:
+        # Not from silence: a worker that stands still has what came to it, and tells nothing.
+        return self._gave_all and self.is_connected()
+
     def close(self, *, for_another: bool = False) -> None:
         if self.ended():
             self._hosting.close_consumer(self.number, for_another=for_another)
@@ -187,9 +193,10 @@ class HostedConsumer:
         with self._changed:
             if self.closed:
                 return
+            self._gave_all = delivery.gave_all
             if delivery.connected is not None:
                 self._connected = delivery.connected
-            if delivery.connected is None:
+            elif not delivery.gave_all:
                 self._queue.append(delivery)
             if not self._connected:
                 self._let_pass()
@@ -214,11 +221,11 @@ class HostedConsumer:
     def lost(self) -> None:
         """Its worker is gone: what is unacknowledged comes again, through another one."""
         with self._changed:
-            self._connected = False
+            self._connected = self._gave_all = False
             self._queue.clear()
         self._holders.forget(self)
 
     def regaining(self, number: int) -> None:
         """A worker is about to have it, under another number."""
         with self._changed:
-            self.number, self._taken = number, 0
+            self.number, self._taken, self._gave_all = number, 0, False

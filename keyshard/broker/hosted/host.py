@@ -35,6 +35,8 @@ CLOSE_THREADS = 8
 """Consumers closed at the same time."""
 LOOK_S = 0.25
 """Time between two looks at who is connected, seconds."""
+QUIET_S = 1.0
+"""Silence after which a consumer has given all, also if that ends inside an entry, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,10 @@ class _Hosted:
         of a delivery."""
         self.connected = True
         """As it was told last."""
+        self.open = False
+        """Whether what it gave ends before the last index of an entry."""
+        self.idle_since_s: float | None = None
+        """Since when it has nothing, with the connection that it has now."""
         self.closed = False
 
 
@@ -85,6 +91,8 @@ class Host:
         """Who is looked at again after a pause."""
         self._full: set[int] = set()
         """Who waits until more of it was taken."""
+        self._open: set[int] = set()
+        """Of whom is to be told that it has given all, once it has."""
         self._waiting: deque[tuple[Delivery, int, int]] = deque()
         self._looked_s = 0.0
         self._taking = threading.Lock()
@@ -167,6 +175,7 @@ class Host:
                     return
                 hosted.closed = True
                 self._full.discard(number)
+                self._open.discard(number)
                 self._waiting = deque(one for one in self._waiting if one[0].consumer != number)
             with hosted.using:
                 hosted.consumer.close(for_another=for_another)
@@ -272,6 +281,7 @@ class Host:
                 try:
                     # Without the other lock: a client may hold one here, and where it rings.
                     self._tell(hosted, connected=hosted.consumer.is_connected())
+                    self._tell_quiet(hosted, now_s)
                 finally:
                     hosted.using.release()
 
@@ -281,6 +291,25 @@ class Host:
             if connected != hosted.connected and not hosted.closed:
                 hosted.connected = connected
                 self._waiting.append((Delivery(hosted.number, (), connected=connected), 0, 0))
+                if hosted.idle_since_s is not None:
+                    # What a connection took with it comes again with the next.
+                    hosted.idle_since_s = time.monotonic()
+                if hosted.open:
+                    self._open.add(hosted.number)
+
+    def _tell_quiet(self, hosted: _Hosted, now_s: float) -> None:
+        """Say once that it has given all, if that ends inside an entry.
+
+        Who hears nothing of it cannot know: what came may wait here, while this process stands
+        still.
+        """
+        with self._changed:
+            since_s = hosted.idle_since_s
+            if hosted.number not in self._open or not hosted.connected or since_s is None:
+                return
+            if now_s - since_s > QUIET_S:
+                self._open.discard(hosted.number)
+                self._waiting.append((Delivery(hosted.number, (), gave_all=True), 0, 0))
 
     def _next(self) -> list[Delivery]:
         deliveries: list[Delivery] = []
@@ -320,6 +349,7 @@ class Host:
                 self._give(hosted, Delivery(hosted.number, (), exc))
                 return
             if not blocks:
+                hosted.idle_since_s = time.monotonic()
                 hosted.consumer.when_ready(lambda: self._ring(hosted))
             elif connected:
                 # Before anybody tells more of its connection: it is in order with that.
@@ -352,6 +382,7 @@ class Host:
 
     def _ring(self, hosted: _Hosted) -> None:
         with self._changed:
+            hosted.idle_since_s = None
             self._ready.append(hosted)
             self._changed.notify_all()
 
@@ -362,6 +393,13 @@ class Host:
             if hosted.closed:
                 return
             self._waiting.append((delivery, rows, payload))
+            if delivery.blocks:
+                last = delivery.blocks[-1]
+                hosted.open = last.indices[-1] != last.batch_size - 1
+                if hosted.open:
+                    self._open.add(hosted.number)
+                else:
+                    self._open.discard(hosted.number)
             hosted.given += rows
             if hosted.given - hosted.taken >= hosted.ahead_max:
                 self._full.add(hosted.number)

@@ -30,6 +30,8 @@ class Delivery(NamedTuple):
     connected: bool | None = None
     """Nothing came, but it has lost its connection, or has one: what comes before is from before.
     """
+    gave_all: bool = False
+    """Nothing came, though it was connected for a while: an entry that it left open may stay so."""
 
     @property
     def goes_on(self) -> bool:
@@ -101,7 +103,7 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
     listed: list[Any] = []
     contents: list[pa.RecordBatch] = []
     rows = 0
-    for consumer, blocks, error, connected in deliveries:
+    for consumer, blocks, error, connected, gave_all in deliveries:
         entries: list[Any] = []
         base: dict[int, int] = {}
         for block in blocks:
@@ -117,7 +119,9 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
                 block.mixed_slots, block.publish_ms, block.payload_bytes, start + block.start,
                 block.redelivered, block.keys_of_bytes, block.unreadable, block.schema_version,
             ))  # fmt: skip
-        listed.append((consumer, entries, None if error is None else told(error), connected))
+        listed.append(
+            (consumer, entries, None if error is None else told(error), connected, gave_all)
+        )
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
 
 
@@ -137,8 +141,9 @@ def unpacked(
             [_block(entry, content, kept) for entry in entries],
             None if error is None else heard(error),
             connected,
+            gave_all,
         )
-        for consumer, entries, error, connected in listed
+        for consumer, entries, error, connected, gave_all in listed
     ]
 
 

@@ -122,6 +122,10 @@ class MemoryAdmin:
             except TopicNotFoundError:
                 return None
 
+    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:  # noqa: ARG002
+        """``None``: transactions of this broker have always ended."""
+        return None
+
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which publish times pass a moment; ``None`` when there is no such topic."""
         with self._cluster.lock:

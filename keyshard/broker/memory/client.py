@@ -156,6 +156,9 @@ class MemoryConsumer:
         with self._changed:
             return self._connected
 
+    def has_given_all(self) -> bool:
+        return self.is_connected()
+
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         with self._changed:
             if not self._closed:

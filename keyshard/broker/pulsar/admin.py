@@ -21,6 +21,8 @@ from keyshard.errors import AdminError, AuthorizationError
 T = TypeVar("T")
 CREATE_S = 30.0
 """Longest time to make a topic with its partitions, seconds."""
+_OFF = "transactionCoordinatorEnabled"
+"""Setting of a broker that knows no transactions, which it names then."""
 
 
 class PulsarAdmin:
@@ -35,6 +37,7 @@ class PulsarAdmin:
 
     def __init__(self, connection: Connection) -> None:
         self._http = AdminHttp(connection)
+        self._has_transactions = True
 
     def version(self) -> str:
         """Version of the broker, such as ``4.0.8``."""
@@ -170,6 +173,27 @@ class PulsarAdmin:
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """Ledgers of a topic partition; ``None`` when there is no such topic."""
         return self._from_internal_stats(topic_partition, ledgers_of)
+
+    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that is shown, where an open transaction holds back what is behind it."""
+        if not self._has_transactions:
+            return None
+        name = _path(topic_partition.name).removeprefix("persistent/")
+        path = f"transactions/transactionBufferStats/{name}"
+        try:
+            response = self._http.request("GET", f"/admin/v3/{path}")
+        except AuthorizationError:
+            return None
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
+            self._has_transactions = False
+            return None
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return None
+        found = self._checked(path, response).json()
+        if not found.get("ongoingTxnSize"):
+            return None
+        ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
+        return EntryId(ledger, entry)
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which times pass a moment; ``None`` when there is no such topic."""

@@ -96,7 +96,7 @@ class AdminHttp:
                 url = self._sent_on(answer.next_request.url)
         except httpx.TransportError as exc:
             raise self._unreachable(exc) from exc
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise AdminError(f"{method} {path} at {self.url} failed: {exc}.") from exc
         raise AdminError(f"{method} {path} at {self.url} is sent from broker to broker.")
 

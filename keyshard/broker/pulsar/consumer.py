@@ -124,6 +124,9 @@ class PulsarConsumer:
     def is_connected(self) -> bool:
         return not self._closed and bool(self._consumer.is_connected())
 
+    def has_given_all(self) -> bool:
+        return self.is_connected()
+
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         if self._closed:
             return

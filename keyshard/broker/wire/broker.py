@@ -40,6 +40,8 @@ LEAVE_S = 2.0
 """Longest wait for threads at the end, seconds."""
 CLOSE_S = 3.0
 """Longest wait for the broker's answers to an orderly end; then connections are cut, seconds."""
+NUDGE_LONGEST_WAIT_S = 60.0
+"""Longest wait between two words to a broker that sends nothing, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class WireBroker:
         self._shared = Shared(
             Cluster(connection, self._credentials),
             Comebacks(),
+            Comebacks(threads_max=1, longest_wait_s=NUDGE_LONGEST_WAIT_S),
             self._credentials,
             connection.operation_timeout_ms / 1000,
         )
@@ -143,6 +146,7 @@ class WireBroker:
         if left:
             warn_of_unconfirmed(left, "this connection")
         self._shared.comebacks.close()
+        self._shared.nudges.close()
         end_s = time.monotonic() + CLOSE_S
         for handle in handles:
             try:
@@ -151,6 +155,7 @@ class WireBroker:
                 _log.debug("closing what is open on %s: %s", handle.topic_partition, exc)
         self._shared.cluster.close(LEAVE_S)
         self._shared.comebacks.join(LEAVE_S)
+        self._shared.nudges.join(LEAVE_S)
         if self._client is not None:
             self._client.close()
 

@@ -20,9 +20,16 @@ _random = random.Random()
 
 
 class Comebacks:
-    """Calls again and again what is to come true, until it did."""
+    """Calls again and again what is to come true, until it did.
 
-    def __init__(self) -> None:
+    Args:
+        threads_max: Threads that call; one is enough for what returns at once.
+        longest_wait_s: Longest wait between two attempts, seconds; ``None``: the usual one.
+    """
+
+    def __init__(self, threads_max: int = THREADS_MAX, longest_wait_s: float | None = None) -> None:
+        self._threads_max = threads_max
+        self._longest_wait_s = longest_wait_s
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, float, Callable[[], bool]]] = []
         self._numbers = itertools.count()
@@ -58,7 +65,7 @@ class Comebacks:
                 return
             at_s = time.monotonic() + wait_s
             heapq.heappush(self._due, (at_s, next(self._numbers), next_wait_s, attempt))
-            if self._idle < len(self._due) and len(self._threads) < THREADS_MAX:
+            if self._idle < len(self._due) and len(self._threads) < self._threads_max:
                 name = f"keyshard-wire-back-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
@@ -76,7 +83,8 @@ class Comebacks:
                     return
                 _, _, wait_s, attempt = heapq.heappop(self._due)
             if not attempt():
-                self._add(attempt, _jittered(wait_s), min(LONGEST_WAIT_S, wait_s * 2))
+                longest_s = self._longest_wait_s or LONGEST_WAIT_S
+                self._add(attempt, _jittered(wait_s), min(longest_s, wait_s * 2))
 
 
 def _jittered(wait_s: float) -> float:

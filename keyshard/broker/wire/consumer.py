@@ -19,6 +19,8 @@ from keyshard.core.ring.hash_range import HashRange
 
 CONFIRM_S = 2.0
 """Longest wait at the end for the broker to say that it took what was acknowledged, seconds."""
+QUIET_S = 2.0
+"""Silence after which a broker is nudged, seconds; half as long to twice as long."""
 _EXCLUSIVE, _KEY_SHARED = 0, 3
 _STICKY = 1
 _LATEST, _EARLIEST = 0, 1
@@ -61,6 +63,10 @@ class WireConsumer(Subscribed):
         self._columns = columns
         self._receipts = Receipts(topic_partition, self.standing, shared.comebacks.until_true)
         self._told = False
+        self._watched = False
+        """Whether silence of the broker is waited for."""
+        self._stirred = False
+        """Whether something was taken since that was looked at last."""
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
         self.raise_refused()
@@ -77,6 +83,39 @@ class WireConsumer(Subscribed):
                 ledger, entry, self.topic_partition,
             )  # fmt: skip
         return self.handed_out(decoded, entries)
+
+    def used(self, messages: int, ahead: int | None = None) -> None:
+        super().used(messages, ahead)
+        self._watch()
+
+    def _watch(self) -> None:
+        """From now on the broker has permits, and may send something or be silent."""
+        with self._changed:
+            if self._watched:
+                self._stirred = True
+                return
+            self._watched = True
+        self._shared.nudges.until_true(self._nudge, QUIET_S)
+
+    def _nudge(self) -> bool:
+        """Grant a silent broker a little; whether its silence is waited for no more.
+
+        A Key_Shared dispatcher may leave what is to be sent again until something happens to its
+        subscription (apache/pulsar#23845): a grant does. Each is later than the one before, and
+        they end until something is taken again.
+        """
+        with self._changed:
+            at, consumer_id = self._at, self._id
+            stirred, self._stirred = self._stirred, False
+            silent = at is not None and not self._entries
+            permits = self._permits.nudge() if silent and not stirred else 0
+            self._watched = silent and (stirred or permits > 0)
+        if at is not None:
+            self._permit(at, consumer_id, permits)
+        if silent and stirred:
+            # The waits begin anew.
+            self._shared.nudges.until_true(self._nudge, QUIET_S)
+        return not permits
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
@@ -111,6 +150,7 @@ class WireConsumer(Subscribed):
         """Acknowledge what waited, so that it does not come again."""
         self._latest = False
         self._receipts.subscribed(at, consumer_id)
+        self._watch()
 
     def _key_shared(self) -> Any:
         where = self.hash_range

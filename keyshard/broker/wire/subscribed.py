@@ -25,6 +25,7 @@ from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of, migrated
 from keyshard.broker.wire.frames import ProtocolError, api
+from keyshard.broker.wire.permits import Permits
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import (
     BrokerError,
@@ -55,6 +56,8 @@ class Shared:
     cluster: Cluster
     comebacks: Comebacks
     """Who subscribes again."""
+    nudges: Comebacks
+    """Who says a word to brokers that may have forgotten to go on."""
     credentials: Credentials
     timeout_s: float
     """Longest time of one request, seconds."""
@@ -81,7 +84,7 @@ class Subscribed:
         self.losses = 0
         """How often the subscription was lost."""
         self._shared = shared
-        self._queue = self._queue_max = queue
+        self._permits = Permits(queue)
         self._request = request
         self._changed = threading.Condition()
         self._entries: deque[RawEntry] = deque()
@@ -92,8 +95,6 @@ class Subscribed:
         """Of the one that was lost last, perhaps before it stood."""
         self._taken_id = 0
         """Of the one that entries were taken from last."""
-        self._used = 0
-        """Messages taken that the broker has not been told of."""
         self._ring: Callable[[], None] | None = None
         self._closed = False
         self._refused: KeyShardError | None = None
@@ -193,29 +194,22 @@ class Subscribed:
         with self._changed:
             if self._at is None or self._taken_id != self._id:
                 return
-            self._used += messages
-            if ahead is not None:
-                # What was asked for stays asked for: it is used up first.
-                self._used += ahead - self._queue
-                self._queue = ahead
-                self._queue_max = max(self._queue_max, ahead)
-            if 2 * self._used < self._queue:
-                return
-            at, consumer_id, permits = self._at, self._id, self._used
-            self._used = 0
+            permits = self._permits.use(messages, ahead)
+            at, consumer_id = self._at, self._id
         self._permit(at, consumer_id, permits)
 
     def ask_ahead(self, messages: int) -> bool:
         """Let the broker send more messages ahead."""
         with self._changed:
-            more, self._queue = messages - self._queue, messages
-            self._queue_max = max(self._queue_max, messages)
+            more = self._permits.grow(messages)
             at, consumer_id = self._at, self._id
         if at is not None:
             self._permit(at, consumer_id, more)
         return True
 
     def _permit(self, at: WireConnection, consumer_id: int, messages: int) -> None:
+        if not messages:
+            return
         try:
             at.send("flow", api.Flow(consumer_id=consumer_id, permits=messages))
         except BrokerUnavailableError:
@@ -233,6 +227,10 @@ class Subscribed:
         """Whether the broker holds the subscription, as far as is known."""
         at = self._at
         return not self._closed and at is not None and at.stands
+
+    def has_given_all(self) -> bool:
+        """As the port's: its own queue is all that there is."""
+        return self.is_connected()
 
     def standing(self) -> tuple[WireConnection | None, int]:
         """The connection, while there is one, and the consumer id there."""
@@ -296,7 +294,7 @@ class Subscribed:
         with self._changed:
             if consumer_id != self._id or self._closed:
                 return
-            if len(self._entries) + len(entries) > 2 * self._queue_max + UNASKED_MAX:
+            if len(self._entries) + len(entries) > 2 * self._permits.ahead_max + UNASKED_MAX:
                 raise ProtocolError(f"more of {self.topic_partition} than was asked for")
             self._entries.extend(entries)
             ring, self._ring = self._ring, None
@@ -372,8 +370,8 @@ class Subscribed:
                 )
             closed = self._closed or self._ended is not None
             if not closed:
-                self._at, self._id, self._used = at, consumer_id, 0
-            permits = self._queue
+                self._at, self._id = at, consumer_id
+            permits = self._permits.begin()
         if closed:
             self._give_back(at, consumer_id, self._shared.timeout_s)
             return

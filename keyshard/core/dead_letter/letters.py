@@ -11,6 +11,7 @@ nothing later says that it is done, it was lost.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -108,6 +109,8 @@ class Letter:
         }
         if message.schema_version is not None:
             own["schemaVersion"] = str(message.schema_version)
+        if message.key_bytes is not None:
+            own["keyBytes"] = b64encode(message.key_bytes).decode()
         return {PREFIX + name: value for name, value in own.items()}
 
     def packed(self) -> tuple[bytes, int]:
@@ -293,6 +296,7 @@ def _original(found: Message, own: Mapping[str, str]) -> Message:
         None if key is None else key_slot(key),
         redelivered=True,
         schema_version=int(own["schemaVersion"]) if "schemaVersion" in own else None,
+        key_bytes=b64decode(own["keyBytes"], validate=True) if "keyBytes" in own else None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +28,24 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.key is not None and not isinstance(self.key, str):
-            raise ConfigError(f"key is {self.key!r}; give the routing key of messages, a text.")
+            raise ConfigError(
+                f"key is {shown(self.key)}; give the routing key of messages, a text."
+            )
         if type(self.all) is not bool:
-            raise ConfigError(f"all is {self.all!r}; it must be true or false.")
+            raise ConfigError(f"all is {shown(self.all)}; it must be true or false.")
         others = self.topic is not None or self.older_than_s is not None
         if (self.key is not None) + self.all + others != 1:
             raise ConfigError(
-                f"key is {self.key!r}, all is {self.all}. Name one key, or all, or a topic and an "
-                "age of those that are meant."
+                f"key is {shown(self.key)}, all is {self.all}. Name one key, or all, or a topic "
+                "and an age of those that are meant."
             )
         if self.topic is not None:
             if not isinstance(self.topic, str):
-                raise ConfigError(f"topic is {self.topic!r}; give the name of a topic.")
+                raise ConfigError(f"topic is {shown(self.topic)}; give the name of a topic.")
             object.__setattr__(self, "topic", full_topic_name(self.topic))
         age = self.older_than_s
-        if age is not None and (type(age) not in (int, float) or not math.isfinite(age) or age < 0):
-            raise ConfigError(f"older_than_s is {age!r}; give seconds, at least 0.")
+        if age is not None and (type(age) not in (int, float) or not 0 <= age < math.inf):
+            raise ConfigError(f"older_than_s is {shown(age)}; give seconds, at least 0.")
 
     def selects(self, key: str | None, topics: Collection[str], age_ms: int) -> bool:
         """Whether letters of a key are meant."""

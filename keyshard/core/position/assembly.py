@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from keyshard.core.position.entry import EntryBlock, EntryId
 
 ENDS_ALIKE = 2
-"""Ends at the same index that prove an entry partial."""
+"""Ends at the same index that prove an entry partial, where no reconnect can have caused them."""
 UNSURE_ENDS_ALIKE = 10
-"""The same, when a reconnect may have caused each: an entry may always end with a ``receive``."""
+"""The same of all ends: an entry may always end with a ``receive``."""
 DOUBTED_MAX = 10_000
 """Entries that ended early which are remembered; the oldest is asked about once more."""
 
@@ -32,8 +32,9 @@ class EntryAssembly:
 
     open: EntryBlock | None = None
     """The entry whose last index has not come yet."""
-    doubted: dict[EntryId, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    """Indices that came of entries which ended early, and how often, until one comes whole.
+    doubted: dict[EntryId, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
+    """Indices that came of entries which ended early, how often, and how often without a reconnect,
+    until one comes whole.
 
     They stay after an entry proved partial: until it is acknowledged, it comes again with every
     redelivery that another entry asks for, and must not be asked about a second time.
@@ -78,10 +79,12 @@ class EntryAssembly:
         assert held is not None
         self.open = None
         indices = tuple(held.indices)
-        before, times = self.doubted.get(held.id, (indices, 0))
-        times = times + 1 if before == indices else 1
-        proved = times >= (UNSURE_ENDS_ALIKE if unsure else ENDS_ALIKE)
-        self.doubted[held.id] = indices, UNSURE_ENDS_ALIKE if proved else times
+        before, times, sure = self.doubted.get(held.id, (indices, 0, 0))
+        if before != indices:
+            times = sure = 0
+        times, sure = times + 1, sure + (not unsure)
+        proved = times >= UNSURE_ENDS_ALIKE or sure >= ENDS_ALIKE
+        self.doubted[held.id] = indices, UNSURE_ENDS_ALIKE if proved else times, sure
         if len(self.doubted) > DOUBTED_MAX:
             del self.doubted[next(iter(self.doubted))]
         if not proved:

@@ -128,11 +128,12 @@ def parse_bound(name: str, given: object) -> Bound:
         given = str(given)
     if isinstance(given, str):
         text = given.strip()
-        if text in (Edge.EARLIEST.value, Edge.LATEST.value):
-            return Edge(text)
+        if text.lower() in (Edge.EARLIEST.value, Edge.LATEST.value):
+            return Edge(text.lower())
         if match := _ID.fullmatch(text):
-            ledger, entry, index = match.groups(default="0")
-            return MessageId(int(ledger), int(entry), int(index))
+            ledger, entry, index = map(int, match.groups(default="0"))
+            if max(ledger, entry) < 2**63:
+                return MessageId(ledger, entry, index)
         if match := _TIME.fullmatch(text):
             return _time(name, text, match)
     raise ConfigError(f"{name} is {shown(given)}; {_WANTED}.")
@@ -285,10 +286,16 @@ def check_order(
 
 
 def fixed(bound: Bound, ledgers: Sequence[Ledger]) -> Bound:
-    """A bound that stays where it is: for ``latest`` the position behind all that is stored."""
-    if bound is not Edge.LATEST:
+    """A bound that stays where it is: for ``latest`` the position behind all that is stored.
+
+    So it is for a position that is ahead of that: what comes until then lies behind it.
+    """
+    if isinstance(bound, int) or bound is Edge.EARLIEST:
         return bound
-    return MessageId(ledgers[-1].id, ledgers[-1].entries, 0) if ledgers else Edge.EARLIEST
+    if not ledgers:
+        return Edge.EARLIEST
+    behind = MessageId(ledgers[-1].id, ledgers[-1].entries, 0)
+    return behind if isinstance(bound, Edge) else min(bound, behind)
 
 
 def bound_text(bound: Bound) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from keyshard.core.position.entry import EntryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,22 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
             size = max(size, int(stats.get("currentLedgerSize", 0)))
         ledgers.append(Ledger(ledger, entries, size))
     return tuple(ledgers)
+
+
+def shown(ledgers: Sequence[Ledger], last: EntryId | None) -> tuple[Ledger, ...]:
+    """Ledgers without what the broker shows nobody yet.
+
+    Args:
+        ledgers: All, ascending.
+        last: The last entry that it shows; ``None``: it shows all.
+    """
+    if last is None:
+        return tuple(ledgers)
+    found = []
+    for ledger in ledgers:
+        if ledger.id == last.ledger and ledger.entries > last.entry + 1:
+            size = ledger.size_bytes * (last.entry + 1) // ledger.entries
+            found.append(replace(ledger, entries=last.entry + 1, size_bytes=size))
+        elif ledger.id <= last.ledger:
+            found.append(ledger)
+    return tuple(found)

@@ -243,6 +243,9 @@ class _RecordingConsumer:
     def is_connected(self) -> bool:
         return self.consumer.is_connected()
 
+    def has_given_all(self) -> bool:
+        return self.consumer.has_given_all()
+
     def close(self, *, for_another: bool = False) -> None:
         self._broker.give_up(self, for_another=for_another)
         self.consumer.close(for_another=for_another)

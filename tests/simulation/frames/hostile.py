@@ -475,7 +475,7 @@ class Run:
             if len(living) > TASKS_MAX:
                 raise HarmError(f"a client has {len(living)} threads")
             for handle in self._handles:
-                most = 2 * handle._queue + 200
+                most = 2 * handle._permits.ahead + 200
                 if len(handle._entries) > most:
                     raise HarmError(f"{len(handle._entries)} entries wait, where {most} may")
 

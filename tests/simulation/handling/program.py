@@ -64,6 +64,8 @@ class Program:
         self.forgets = False
         """Whether the broker is killed before the next start."""
         self.lives = 0
+        self.is_new = True
+        """Whether nothing was handled or stored yet, in any of its lives."""
         self.process: Process | None = None
         """The process that runs it now."""
         self._random = Random(f"{world.seed}:{name}:program")
@@ -107,6 +109,7 @@ class Program:
             if self.forgets:
                 self.forgets = False
                 self.world.forget()
+            self.world.starts.between_lives(self)
             self.lives += 1
             self.promises.life_begins()
             process = self.process = scheduler.process(f"{self.name}-{self.lives}")
@@ -190,8 +193,9 @@ class Program:
         if world.shape.neighbour:
             what = {"topics_pattern": "persistent://public/default/.*", "admin_url": url}
         return Source(
-            **what, subscription=self.name, service_url=url, parallelism=world.shape.ranges,
-            starting_position="earliest", **world.shape.options,
+            subscription=self.name, service_url=url, parallelism=world.shape.ranges,
+            **({"starting_position": "earliest"} | what | world.shape.options
+               | world.starts.options()),
         )  # fmt: skip
 
     # -- user code -------------------------------------------------------------------------------
@@ -272,6 +276,9 @@ class Program:
         if task.process.dead:
             return
         if kind == "started":
+            self.is_new = False
+            if self.world.starts.lies_before(name):
+                self.promises.broken = f"{key}:{seq} lies before the start, and was handed out"
             self.promises.started(name, key, seq)
         elif kind == "completed":
             self.promises.completed(name)
@@ -297,6 +304,7 @@ class Program:
     def save(self, path: str, data: bytes) -> None:
         """Store a checkpoint."""
         self.at(Step.SAVING)
+        self.is_new = False
         if self.unsaved:
             self.unsaved = False
             raise OSError(28, "No space left on the simulated disk")

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any
 
-from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.config.connection import Connection
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition
@@ -20,6 +20,7 @@ from tests.simulation.handling.network import HandlerClient, is_dead_letters
 from tests.simulation.handling.program import Program
 from tests.simulation.handling.promises import Name
 from tests.simulation.handling.shape import Shape
+from tests.simulation.handling.starts import Starts
 from tests.simulation.handling.storage import simulated_files
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, Admin
@@ -66,6 +67,7 @@ class HandlerWorld:
         self.shape = Shape.of(self._random, {fault.step for fault in self.injector.faults})
         names = ("billing", "audit") if self.shape.neighbour else ("billing",)
         self.programs = [Program(self, name, trace_max) for name in names]
+        self.starts = Starts(self)
         self.done = False
         """Whether no life begins any more."""
         self._started_again = False
@@ -151,6 +153,7 @@ class HandlerWorld:
         ]
         for program in self.programs:
             program.connect(self.cluster)
+        self.starts.prepare()
         scheduler.spawn(self.process, "producer", self._produce)
         for program in self.programs:
             scheduler.spawn(self.process, "supervisor", program.supervise)
@@ -206,6 +209,7 @@ class HandlerWorld:
 
     def _unsettled(self, program: Program) -> str:
         left = self._sent - program.promises.finished
+        left = {name for name in left if not self.starts.lies_before(name)}
         if left:
             return f"{program.name}: {len(left)} messages are not done, first {min(left)}"
         if resting := program.promises.unfinished():
@@ -226,7 +230,7 @@ class HandlerWorld:
 
     def _judge(self) -> None:
         for program in self.programs:
-            for verdict in check(program.record.events, liveness_s=SETTLE_S):
+            for verdict in check(self.starts.judged(program), liveness_s=SETTLE_S):
                 if verdict.holds or (self.shape.batches and verdict.name in NOT_OF_BATCHES):
                     continue
                 offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
@@ -258,7 +262,7 @@ class HandlerWorld:
             if self.programs[0].network.up:
                 for _ in range(random.randint(1, 2)):
                     topic = random.choice(self.topics)
-                    self._publish(
+                    self.publish(
                         topic,
                         [
                             "" if random.random() < self.shape.keyless else random.choice(keys)
@@ -267,15 +271,17 @@ class HandlerWorld:
                     )
             self.scheduler.sleep(random.expovariate(5))
 
-    def _publish(self, topic: str, keys: list[str]) -> None:
+    def publish(self, topic: str, keys: list[str], batching: Batching | None = None) -> None:
+        """Publish a message of each key."""
         messages = []
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
             self._next_seq[topic, key] = seq + 1
             messages.append(Message(value_of(key, seq), key=key or None))
         published = self.cluster.publish(
-            topic, *messages, batching=self.shape.batching, batch_messages_max=BATCH_MESSAGES_MAX
-        )
+            topic, *messages, batching=batching or self.shape.batching,
+            batch_messages_max=BATCH_MESSAGES_MAX,
+        )  # fmt: skip
         for where, entry_id in published:
             log = self.cluster.log(where)
             ordinal = log.ordinal(entry_id)

@@ -1,0 +1,98 @@
+"""JSON objects of drawn schemas, whole and damaged, as :mod:`json` reads them."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from decimal import Decimal
+from random import Random
+from typing import Any
+
+from keyshard.core.topic_schema import TopicSchema
+from tests.fuzz.avro_values import Drawn, as_column
+from tests.fuzz.decoding import comparable, damaged, decoded
+from tests.fuzz.promises import promise
+
+_JUNK = (
+    b"NaN", b"null", b'"', b"{}", b"[]", b",", b":", b"\\", b"\\ud800", b"1e400", b"\xef\xbb\xbf",
+    b"-", b"0", b".5", b" ", b'"f0":1,', b"true", b"9" * 30,
+)  # fmt: skip
+
+
+def json_values(random: Random, _name: str) -> None:
+    """Each object is read as json reads it, or is malformed."""
+    drawn = Drawn(random)
+    schema = drawn.record(2)
+    rows = [drawn.value(schema) for _ in range(6)]
+    data = [_stored(random, row, schema) for row in rows]
+    many = data + [_damaged(random, data) for _ in range(30)]
+    found, reasons = decoded(TopicSchema("JSON", json.dumps(schema).encode()), many)
+    for place, one in enumerate(rows):
+        promise(place not in reasons, f"{data[place]!r} is malformed: {reasons.get(place)}")
+        wanted = comparable(as_column(one, schema))
+        promise(found[place] == wanted, f"{found[place]} is not {wanted} of {json.dumps(schema)}")
+    for place in range(len(rows), len(many)):
+        if place in reasons:
+            continue
+        try:
+            read = _read(json.loads(many[place], parse_float=Decimal), schema)
+        except Exception as error:
+            raise AssertionError(f"{many[place]!r} is {found[place]}, and {error!r}") from error
+        promise(
+            found[place] == comparable(as_column(read, schema)),
+            f"{many[place]!r} is {found[place]}, not {read}",
+        )
+
+
+def _damaged(random: Random, data: list[bytes]) -> bytes:
+    if random.random() < 0.3:
+        return damaged(random, data)
+    found = bytearray(random.choice(data))
+    place = random.randrange(len(found) + 1)
+    found[place : place + random.choice((0, 1, 4))] = random.choice(_JUNK)
+    return bytes(found)
+
+
+def _stored(random: Random, row: dict[str, Any], schema: Any) -> bytes:
+    """As Pulsar's clients of Java or Python write it."""
+    told = _told(row, schema) | random.choice(({}, {"unknown": [{"f0": "\u00e9"}, None]}))
+    if random.random() < 0.3:
+        told = {name: one for name, one in told.items() if one is not None}
+    return json.dumps(told, ensure_ascii=random.random() < 0.5).encode()
+
+
+def _told(value: Any, kind: Any) -> Any:
+    if isinstance(kind, list):
+        kind = next(one for one in kind if one != "null")
+    if value is None:
+        return None
+    name = kind if isinstance(kind, str) else kind["type"]
+    if name == "record":
+        return {one["name"]: _told(value[one["name"]], one["type"]) for one in kind["fields"]}
+    if name == "array":
+        return [_told(one, kind["items"]) for one in value]
+    if name == "map":
+        return {key: _told(one, kind["values"]) for key, one in value.items()}
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def _read(told: Any, kind: Any) -> Any:
+    """What an object means, field by field."""
+    if isinstance(kind, list):
+        kind = next(one for one in kind if one != "null")
+    name = kind if isinstance(kind, str) else kind["type"]
+    if told is None:
+        return None
+    if name == "record":
+        return {one["name"]: _read(told.get(one["name"]), one["type"]) for one in kind["fields"]}
+    if name == "array":
+        return [_read(one, kind["items"]) for one in told]
+    if name == "map":
+        return {key: _read(one, kind["values"]) for key, one in told.items()}
+    if isinstance(kind, dict) and kind.get("logicalType") == "decimal":
+        return Decimal(told)
+    if name in ("bytes", "fixed"):
+        told = b64decode(told, validate=True)
+    return float(told) if name in ("float", "double") else told

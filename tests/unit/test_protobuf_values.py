@@ -1,0 +1,125 @@
+"""Protobuf messages with rarely used parts: what they are read as, or why they are refused."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from google.protobuf import descriptor_pb2, duration_pb2, timestamp_pb2
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import SchemaError
+from keyshard.schemas.codec import decode_rows
+from keyshard.schemas.codecs import codec_of
+
+TOPIC = "persistent://public/default/orders"
+FIELD = descriptor_pb2.FieldDescriptorProto
+
+
+def file_of(**how: Any) -> Any:
+    """A file with a message ``p.M``, whose fields are to come, below ``p.N``, which has one."""
+    file = descriptor_pb2.FileDescriptorProto(name="p.proto", package="p", **how)
+    below = file.message_type.add(name="N")
+    below.field.add(name="x", number=1, label=1, type=FIELD.TYPE_INT32)
+    file.message_type.add(name="M")
+    return file
+
+
+def schema_of(*files: Any) -> TopicSchema:
+    told = descriptor_pb2.FileDescriptorSet(file=files).SerializeToString()
+    definition = {"fileDescriptorSet": b64encode(told).decode(), "rootMessageTypeName": "p.M"}
+    return TopicSchema("PROTOBUF_NATIVE", json.dumps(definition).encode())
+
+
+def rows_of(schema: TopicSchema, *values: bytes) -> tuple[Any, dict[int, str]]:
+    found, reasons = decode_rows(
+        codec_of(schema, TOPIC), pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
+    )
+    found.validate(full=True)
+    return found, reasons
+
+
+def add_map(file: Any, key: Any, value: Any, of: str | None = None) -> None:
+    message = file.message_type[1]
+    entry = message.nested_type.add(name="AEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=1, type=key)
+    entry.field.add(name="value", number=2, label=1, type=value, type_name=of)
+    message.field.add(
+        name="a", number=1, label=3, type=FIELD.TYPE_MESSAGE, type_name=".p.M.AEntry"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01x", b"\x0a\0", b"\x0a\x02\x08\x05"],
+    ids=["a negative length", "a pair without content", "a pair without a value"],
+)
+def test_what_its_package_panics_over_is_a_row_with_a_reason(bad: bytes) -> None:
+    file = file_of(syntax="proto3")
+    add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_MESSAGE, ".p.N")
+    good = b"\x0a\x06\x08\x05\x12\x02\x08\x07"
+    found, reasons = rows_of(schema_of(file), good, bad, good)
+    row = {"a": [(5, {"x": 7})]}
+    assert found.to_pylist() == [row, None, row]
+    assert list(reasons) == [1]
+    assert "gave up" in reasons[1]
+
+
+def test_unsigned_keys_of_maps_are_signed_as_all_numbers_are() -> None:
+    file = file_of(syntax="proto3")
+    add_map(file, FIELD.TYPE_UINT64, FIELD.TYPE_UINT32)
+    found, _ = rows_of(schema_of(file), b"\x0a\x0d\x08" + b"\xff" * 9 + b"\x01\x10\x05")
+    assert found.type == pa.struct([("a", pa.map_(pa.decimal128(20), pa.int64()))])
+    assert found.to_pylist() == [{"a": [(Decimal(2**64 - 1), 5)]}]
+
+
+@pytest.mark.parametrize("of", [timestamp_pb2.Timestamp, duration_pb2.Duration])
+@pytest.mark.parametrize("label", [FIELD.LABEL_OPTIONAL, FIELD.LABEL_REPEATED])
+def test_a_time_that_microseconds_cannot_say_is_said_of_the_row(of: Any, label: Any) -> None:
+    known = descriptor_pb2.FileDescriptorProto.FromString(of.DESCRIPTOR.file.serialized_pb)
+    file = file_of(syntax="proto3", dependency=[known.name])
+    file.message_type[1].field.add(
+        name="a", number=1, label=label, type=FIELD.TYPE_MESSAGE,
+        type_name=f".{of.DESCRIPTOR.full_name}",
+    )  # fmt: skip
+    times = [of(seconds=one) for one in (1, 2**62, -(2**62), 9_223_372_036_854)]
+    values = [one.SerializeToString() for one in times]
+    values = [b"\x0a" + bytes([len(one)]) + one for one in values]
+    found, reasons = rows_of(schema_of(file, known), *values, b"")
+    assert {row: "out of range" in why for row, why in reasons.items()} == {1: True, 2: True}
+    assert found.is_valid().to_pylist() == [True, False, False, True, True]
+
+
+def test_a_group_is_refused_with_the_way_out() -> None:
+    file = file_of(syntax="proto2")
+    inner = file.message_type[1].nested_type.add(name="A")
+    inner.field.add(name="x", number=1, label=1, type=FIELD.TYPE_INT32)
+    file.message_type[1].field.add(
+        name="a", number=1, label=1, type=FIELD.TYPE_GROUP, type_name=".p.M.A"
+    )
+    with pytest.raises(SchemaError, match=r"Field p\.M\.a .*is a group.*valueFormat=raw"):
+        codec_of(schema_of(file), TOPIC)
+
+
+def test_an_edition_that_its_package_does_not_know_is_refused_with_the_way_out() -> None:
+    file = file_of(syntax="editions", edition=descriptor_pb2.EDITION_2023)
+    file.message_type[1].field.add(name="a", number=1, label=1, type=FIELD.TYPE_INT32)
+    with pytest.raises(SchemaError, match=r"descriptor of .*cannot be used.*valueFormat=raw"):
+        codec_of(schema_of(file), TOPIC)
+
+
+def test_two_files_of_one_name_are_one_only_where_they_are_equal() -> None:
+    one, other = file_of(syntax="proto3"), file_of(syntax="proto3")
+    assert codec_of(schema_of(one, other), TOPIC).type == pa.struct([])
+    other.message_type[1].field.add(name="a", number=1, label=1, type=FIELD.TYPE_INT32)
+    with pytest.raises(SchemaError, match=r"two files 'p\.proto'.*valueFormat=raw"):
+        codec_of(schema_of(one, other), TOPIC)
+    # Nor does the schema of one topic change that of another.
+    for file in (one, other, one):
+        wanted = [field.name for field in file.message_type[1].field]
+        assert [field.name for field in codec_of(schema_of(file), TOPIC).type] == wanted

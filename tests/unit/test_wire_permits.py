@@ -1,0 +1,47 @@
+"""Permits: what may be sent ahead, whatever is taken and however often nothing is."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyshard.broker.wire.permits import LENT_MAX, Permits
+
+STEPS = st.one_of(st.just("nudge"), st.integers(1, 300))
+
+
+@given(st.integers(1, 100), st.lists(STEPS, max_size=200))
+def test_the_queue_is_exceeded_by_what_is_lent_at_most_and_never_half_empty(
+    ahead: int, steps: list[int | str]
+) -> None:
+    permits = Permits(ahead)
+    at_broker = permits.begin()
+    for step in steps:
+        if step == "nudge":
+            granted = permits.nudge()
+            assert granted or at_broker == ahead + LENT_MAX, "a broker that may be parked is helped"
+            at_broker += granted
+        else:
+            # An entry is sent whole, however few are left.
+            assert isinstance(step, int)
+            at_broker += permits.use(step) - step
+        assert ahead / 2 < at_broker <= ahead + LENT_MAX
+
+
+def test_what_was_lent_is_subtracted_from_what_is_used() -> None:
+    permits = Permits(10)
+    assert [permits.nudge() for _ in range(LENT_MAX + 1)] == [1] * LENT_MAX + [0]
+    assert [permits.use(LENT_MAX), permits.use(4), permits.use(1)] == [0, 0, 5]
+
+
+def test_what_is_held_back_is_granted_before_anything_is_lent() -> None:
+    permits = Permits(10)
+    assert permits.use(4) == 0
+    assert [permits.nudge(), permits.nudge()] == [4, 1]
+
+
+def test_a_new_subscription_owes_nothing() -> None:
+    permits = Permits(10)
+    permits.nudge()
+    assert permits.begin() == 10
+    assert permits.use(5) == 5
