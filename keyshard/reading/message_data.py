@@ -16,6 +16,7 @@ from keyshard.reading.structured import WITHOUT_SCHEMA, Decoding, plan_decoding,
 from keyshard.redaction import first_line, shown
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import codec_of, keys_apart
+from keyshard.schemas.projection import check_told
 
 
 class MessageData:
@@ -59,7 +60,9 @@ class MessageData:
         known = self._topics.get(topic)
         if known is None:
             plan = plan_decoding(self._connection, [topic])
-            known = self._topics[topic] = plan, codec_of(plan.schemas[topic], topic)
+            codec = codec_of(plan.schemas[topic], topic)
+            check_told(codec.untold, topic)
+            known = self._topics[topic] = plan, codec
         plan, codec = known
         version = message.schema_version
         if version is not None and plan.schemas[topic].type in WITHOUT_SCHEMA:

@@ -23,7 +23,7 @@ from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.redaction import shown
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
-from keyshard.schemas.projection import cast, check, columns_of
+from keyshard.schemas.projection import cast, check, check_told, columns_of
 
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
 """What becomes of a value that cannot be decoded: an error, nulls beside its bytes, nothing."""
@@ -56,12 +56,19 @@ class Decoding:
         """All columns there are, the decoded ones first.
 
         Raises:
-            SchemaError: Topics differ in them, or one is called like one of keyshard's.
+            SchemaError: Topics differ in them, one is called like one of keyshard's, or a schema
+                does not tell enough of one.
         """
+        return self._columns(None)
+
+    def _columns(self, names: Sequence[str] | None) -> pa.Schema:
+        """The same, where some of them are wanted, or all."""
         found: dict[str, pa.DataType] | None = None
         first = ""
         for topic, schema in self.schemas.items():
-            columns = columns_of(codec_of(schema, topic).type)
+            codec = codec_of(schema, topic)
+            check_told(codec.untold, topic, names)
+            columns = columns_of(codec.type)
             taken = sorted(columns.keys() & (_METADATA | {CORRUPT}))
             if taken:
                 raise SchemaError(
@@ -88,8 +95,9 @@ class Decoding:
 
         Raises:
             ConfigError: One of them is not there.
+            SchemaError: A schema does not tell enough of one.
         """
-        columns = self.columns
+        columns = self._columns(names)
         for name in names:
             if name not in columns.names:
                 raise ConfigError(
@@ -267,7 +275,7 @@ class Decoder:
             payload = None if self._wants_bytes(codec) else self._payload
             if self._needs_values and payload is not None and keys_apart(schema):
                 _check_transport(self._plan.connection, topic)
-            check(codec.type, payload or _NONE, topic)
+            check(codec.type, codec.untold, payload or _NONE, topic)
             found = self._codecs[topic] = schema, codec, payload
         return found
 
@@ -346,7 +354,7 @@ _NONE = pa.schema([])
 _TELL_THEMSELVES = ("JSON", *WITHOUT_SCHEMA)
 """Types whose values need no schema of the version that they were written with. All others may be
 of another type there, where the broker was told to let any follow, and look like these."""
-_BY_NUMBER = ("PROTOBUF_NATIVE",)
+_BY_NUMBER = ("PROTOBUF_NATIVE", "PROTOBUF")
 """Types whose fields are known without the schema of a version, which may be gone."""
 
 

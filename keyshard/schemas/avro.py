@@ -19,7 +19,12 @@ from keyshard.schemas.avro_defaults import read_defaults
 from keyshard.schemas.avro_resolution import resolution
 from keyshard.schemas.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
 from keyshard.schemas.casting import cast
-from keyshard.schemas.codec import UndecodableError, library, panics_as_errors
+from keyshard.schemas.codec import (
+    NOTHING_UNTOLD,
+    UndecodableError,
+    library,
+    panics_as_errors,
+)
 
 _COMPILED_LACKS = {
     "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of many",
@@ -41,6 +46,7 @@ class AvroCodec:
 
     kind = "AVRO"
     has_null = False
+    untold = NOTHING_UNTOLD
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         self._deserialize = library("pyruhvro", f"The Avro schema of {topic}").deserialize_array

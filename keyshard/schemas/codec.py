@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
 from keyshard.redaction import first_line
 
+NOTHING_UNTOLD: Mapping[str, str] = MappingProxyType({})
 INSTALL = "pip install 'keyshard[schemas]'"
 _PARTS = 8
 """Into how many parts values go of which one cannot be decoded: of few, all values but a few are
@@ -33,6 +35,9 @@ class Codec(Protocol):
     """Of a decoded value; a struct becomes columns."""
     has_null: bool
     """Whether a message without a value has something to decode; else null is null."""
+    untold: Mapping[str, str]
+    """Fields that are not in :attr:`type`, since its schema does not tell how they are stored:
+    their paths, and why."""
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         """Decode all values together.

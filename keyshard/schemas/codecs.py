@@ -15,7 +15,7 @@ from keyshard.schemas.avro import AvroCodec
 from keyshard.schemas.codec import Codec, UndecodableError, decode_rows
 from keyshard.schemas.json_values import JsonCodec
 from keyshard.schemas.primitives import PRIMITIVES, PrimitiveCodec
-from keyshard.schemas.protobuf import ProtobufCodec, without_descriptor
+from keyshard.schemas.protobuf import ProtobufCodec
 
 _SIZE = struct.Struct(">i")
 _NULL = -1
@@ -46,10 +46,8 @@ def codec_of(schema: TopicSchema, topic: str) -> Codec:
         return AvroCodec(schema, topic)
     if schema.type == "JSON":
         return JsonCodec(schema, topic)
-    if schema.type == "PROTOBUF_NATIVE":
+    if schema.type in ("PROTOBUF_NATIVE", "PROTOBUF"):
         return ProtobufCodec(schema, topic)
-    if schema.type == "PROTOBUF":
-        raise without_descriptor(topic)
     if schema.type == KEY_VALUE:
         return KeyValueCodec(schema, topic)
     raise SchemaError(
@@ -76,6 +74,11 @@ class KeyValueCodec:
         self._key = codec_of(key, f"keys of {topic}")
         self._value = codec_of(value, f"values of {topic}")
         self.type = pa.struct([("key", self._key.type), ("value", self._value.type)])
+        self.untold: Mapping[str, str] = {
+            f"{name}.{path}": why
+            for name, codec in (("key", self._key), ("value", self._value))
+            for path, why in codec.untold.items()
+        }
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         writers = (None, None) if writer is None else parts_of(writer, self._topic)

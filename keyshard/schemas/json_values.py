@@ -18,7 +18,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import DECIMAL_DIGITS_MAX, parse
-from keyshard.schemas.codec import UndecodableError, library
+from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError, library
 
 _NO_NUMBER = "NaN", "Infinity", "-Infinity"
 """Floats that JSON lacks: Pulsar's Java client writes them as texts, its Python client bare."""
@@ -55,6 +55,7 @@ class JsonCodec:
 
     kind = "JSON"
     has_null = False
+    untold = NOTHING_UNTOLD
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         msgspec = library("msgspec", f"The JSON schema of {topic}")

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.schemas.codec import UndecodableError
+from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 LOCAL_TIMESTAMP = pa.timestamp("us")
@@ -153,6 +153,7 @@ class PrimitiveCodec:
     """One of :data:`PRIMITIVES`."""
 
     has_null = False
+    untold = NOTHING_UNTOLD
 
     def __init__(self, schema: TopicSchema) -> None:
         self.kind = schema.type

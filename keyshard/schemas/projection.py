@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import pyarrow as pa
 
 from keyshard.errors import SchemaError
@@ -37,12 +39,37 @@ def without_time_of_day(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def check(kind: pa.DataType, wanted: pa.Schema, topic: str) -> None:
+def check_told(untold: Mapping[str, str], topic: str, columns: Sequence[str] | None = None) -> None:
+    """Check that the schema tells all of the columns that are wanted: ``None`` are all.
+
+    Args:
+        untold: Paths of fields that it does not tell enough of, and why.
+        topic: For errors.
+        columns: Names; each is wanted whole.
+
+    Raises:
+        SchemaError: It does not.
+    """
+    for path, why in untold.items():
+        if columns is None or path.partition(".")[0] in columns:
+            raise _untold(path, why, topic)
+
+
+def check(kind: pa.DataType, untold: Mapping[str, str], wanted: pa.Schema, topic: str) -> None:
     """Check that values can be the columns that are wanted.
+
+    Args:
+        kind: Type of the values.
+        untold: As for :func:`check_told`.
+        wanted: Columns; of a struct, the fields that are named are wanted.
+        topic: For errors.
 
     Raises:
         SchemaError: One of them is not there, or would lose something.
     """
+    for path, why in untold.items():
+        if _names(wanted, path.split(".")):
+            raise _untold(path, why, topic)
     there = columns_of(kind)
     for field in wanted:
         if field.name not in there:
@@ -66,6 +93,23 @@ def cast(values: pa.Array, wanted: pa.Schema) -> dict[str, pa.Array]:
     columns = values.flatten() if pa.types.is_struct(values.type) else [values]
     found = dict(zip(names, columns, strict=True))
     return {field.name: casting.cast(found[field.name], field.type) for field in wanted}
+
+
+def _untold(path: str, why: str, topic: str) -> SchemaError:
+    return SchemaError(
+        f"Field {path!r} of the schema of {topic} {why}. Name the columns without it in "
+        "schema(...) (in Python in decoder(...)), or set valueFormat=raw to get the bytes (a "
+        "handler has them in message.value).",
+        topic=topic,
+    )
+
+
+def _names(fields: Iterable[pa.Field], path: Sequence[str]) -> bool:
+    """Whether fields, or those inside of them, have one of this path."""
+    kind = next((field.type for field in fields if field.name == path[0]), None)
+    if kind is None or len(path) == 1:
+        return kind is not None
+    return bool(pa.types.is_struct(kind)) and _names(kind, path[1:])
 
 
 def _problem(source: pa.DataType, target: pa.DataType, path: str) -> str:

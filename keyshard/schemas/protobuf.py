@@ -17,6 +17,7 @@ from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import FIELDS_MAX
 from keyshard.schemas.codec import UndecodableError, library, panics_as_errors
+from keyshard.schemas.protobuf_fields import PARSING_INFO, Told, told_by
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
 _SATURATED = {-(2**63), 2**63 - 1}
@@ -29,7 +30,8 @@ class ProtobufCodec:
     An enumeration is the name of its value, or the number of one that is unknown.
 
     Args:
-        schema: ``PROTOBUF_NATIVE``.
+        schema: ``PROTOBUF_NATIVE``, which carries a descriptor; or ``PROTOBUF`` as Pulsar's Java
+            client writes it, of which one is made.
         topic: For errors.
 
     Raises:
@@ -37,21 +39,27 @@ class ProtobufCodec:
         ConfigError: The package is missing.
     """
 
-    kind = "PROTOBUF_NATIVE"
     has_null = False
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
+        self.kind = schema.type
+        if schema.type == "PROTOBUF" and PARSING_INFO not in schema.properties:
+            raise _without_descriptor(topic)
         ptars = library("ptars", f"The protobuf schema of {topic}")
         how = ptars.PtarsConfig(
             timestamp_unit="us", time_unit="us", duration_unit="us", enum_repr="string"
         )
         try:
-            descriptor = _descriptor(schema.definition)
+            descriptor, defaults, self.untold = _told(schema)
             _count_fields(descriptor, (), topic, {})
             with panics_as_errors():
                 pool = ptars.HandlerPool([descriptor.file], how)
                 self._handler = pool.get_for_message(descriptor)
                 found = self._handler.array_to_record_batch(pa.nulls(0, pa.binary())).schema
+            self.type = _as_column(pa.struct(list(found)))
+            self._defaults = {
+                name: pa.scalar(one, self.type.field(name).type) for name, one in defaults.items()
+            }
         except (
             ValueError,
             LookupError,
@@ -66,7 +74,6 @@ class ProtobufCodec:
                 f"The protobuf descriptor of {topic} cannot be used ({first_line(exc)}). Set "
                 "valueFormat=raw to get the bytes."
             ) from exc
-        self.type = _as_column(pa.struct(list(found)))
 
     def decode(
         self,
@@ -80,17 +87,35 @@ class ProtobufCodec:
             for times in _times(found):
                 if set(compute.min_max(times.view(pa.int64())).as_py().values()) & _SATURATED:
                     raise UndecodableError("a time is out of range")
-            return found.cast(self.type)
+            found = found.cast(self.type)
         except ValueError as exc:
             raise UndecodableError(first_line(exc)) from exc
+        return self._filled(found) if self._defaults else found
+
+    def _filled(self, values: pa.StructArray) -> pa.Array:
+        """Messages with the defaults of fields that were not set."""
+        columns = [
+            compute.fill_null(column, self._defaults[field.name])
+            if field.name in self._defaults
+            else column
+            for column, field in zip(values.flatten(), self.type, strict=True)
+        ]
+        return pa.StructArray.from_arrays(columns, fields=list(self.type))
 
 
-def without_descriptor(topic: str) -> SchemaError:
-    """The error that a topic is whose schema does not say what its messages are."""
+def _without_descriptor(topic: str) -> SchemaError:
     return SchemaError(
-        f"The schema of {topic} is PROTOBUF, which carries no descriptor of its messages. Let its "
-        "producers use Schema.PROTOBUF_NATIVE, or set valueFormat=raw to get the bytes."
+        f"The schema of {topic} is PROTOBUF, which carries no descriptor of its messages, and "
+        f"lacks the property {PARSING_INFO} of Pulsar's Java client, of which one could be made. "
+        "Let its producers use Schema.PROTOBUF_NATIVE, or set valueFormat=raw to get the bytes.",
+        topic=topic,
     )
+
+
+def _told(schema: TopicSchema) -> Told:
+    if schema.type == "PROTOBUF":
+        return told_by(schema)
+    return Told(_descriptor(schema.definition), {}, {})
 
 
 def _descriptor(definition: bytes) -> Any:

@@ -30,13 +30,16 @@ _ENUM_NUMBERS = (0, 1, 5, -1)
 
 def protobuf_values(random: Random, _name: str) -> None:
     """Each message is read as protobuf reads it, or is malformed where protobuf refuses it."""
-    schema, made = _drawn_schema(random)
+    if random.random() < 0.3:
+        (schema, made), told = _drawn_list(random), _as_java_gets_it
+    else:
+        (schema, made), told = _drawn_schema(random), _told
     wholes = [_filled(made(), random) for _ in range(8)]
     data = [one.SerializeToString() for one in wholes]
     rows, reasons = decoded(schema, data)
     promise(not reasons, f"of whole messages: {reasons}")
     for one, row in zip(wholes, rows, strict=True):
-        promise(row == _told(one), f"{one!r} is {row}")
+        promise(row == told(one), f"{one!r} is {row}")
     data += [damaged(random, data) for _ in range(30)]
     rows, reasons = decoded(schema, data)
     promise(not reasons.keys() & set(range(8)), "a damaged message took others with it")
@@ -48,8 +51,8 @@ def protobuf_values(random: Random, _name: str) -> None:
         # What ptars does not read alike: a field that stands there twice, which protobuf merges;
         # a number that an enumeration of proto2 lacks, and with it the whole pair of a map.
         found.DiscardUnknownFields()
-        if place not in reasons and found.ByteSize() == len(data[place]):
-            wanted = _told(found)
+        if place not in reasons and len(found.SerializePartialToString()) == len(data[place]):
+            wanted = told(found)
             promise(rows[place] == wanted, f"{data[place]!r} is {rows[place]}, not {wanted}")
 
 
@@ -108,6 +111,60 @@ def _add_message(file: Any, level: int, random: Random) -> None:
         message.field.add(name="last", number=99, label=1, type=_Field.TYPE_STRING, oneof_index=0)
 
 
+def _drawn_list(random: Random) -> tuple[TopicSchema, Any]:
+    """A schema as Java's client writes it: what it lists of fields, and Avro's defaults of them."""
+    proto2 = random.random() < 0.5
+    syntax = "proto2" if proto2 else "proto3"
+    file = descriptor_pb2.FileDescriptorProto(name="listed.proto", package="d", syntax=syntax)
+    message = file.message_type.add(name="M")
+    listed: list[dict[str, Any]] = []
+    avro: list[dict[str, Any]] = []
+    for number in random.sample(range(1, 40), random.randint(1, 7)):
+        name = f"f{number}"
+        kind = random.choice([one for one in _KINDS if one != _Field.TYPE_ENUM])
+        label = random.choice((_Field.LABEL_OPTIONAL, _Field.LABEL_REPEATED))
+        if proto2 and random.random() < 0.2:
+            label = _Field.LABEL_REQUIRED
+        field = message.field.add(name=name, number=number, label=label, type=kind)
+        told: dict[str, Any] = {"default": _ZEROS.get(kind, 0)}
+        if label == _Field.LABEL_REPEATED:
+            told["default"] = []
+            if kind not in (_Field.TYPE_STRING, _Field.TYPE_BYTES):
+                field.options.packed = random.random() < 0.5
+        elif label == _Field.LABEL_REQUIRED:
+            told = {}
+        elif proto2 and kind in _DEFAULTS and random.random() < 0.5:
+            field.default_value, told["default"] = _DEFAULTS[kind]
+        type_name, label_name = _Field.Type.Name(kind), _Field.Label.Name(label)
+        avro.append({"name": name, "type": "not looked at", **told})
+        listed.append(
+            {"number": number, "name": name, "type": type_name.removeprefix("TYPE_")}
+            | {"label": label_name, "definition": None}
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    definition = json.dumps({"type": "record", "name": "M", "fields": avro}).encode()
+    schema = TopicSchema("PROTOBUF", definition, 0, {"__PARSING_INFO__": json.dumps(listed)})
+    return schema, message_factory.GetMessageClass(pool.FindMessageTypeByName("d.M"))
+
+
+_ZEROS = {
+    _Field.TYPE_BOOL: False, _Field.TYPE_STRING: "", _Field.TYPE_BYTES: "",
+    _Field.TYPE_FLOAT: 0.0, _Field.TYPE_DOUBLE: 0.0,
+}  # fmt: skip
+_DEFAULTS: dict[Any, tuple[str, Any]] = {
+    # In the descriptor, and as Java tells it: without unsigned numbers.
+    **dict.fromkeys(_INTEGERS, ("7", 7)),
+    _Field.TYPE_UINT32: ("4294967295", -1),
+    _Field.TYPE_FIXED64: ("18446744073709551615", -1),
+    _Field.TYPE_SINT64: ("-9223372036854775808", -(2**63)),
+    _Field.TYPE_BOOL: ("true", True),
+    _Field.TYPE_STRING: ("n\u00e9", "n\u00e9"),
+    _Field.TYPE_FLOAT: ("1.5", 1.5),
+    _Field.TYPE_DOUBLE: ("-0.1", -0.1),
+}
+
+
 def _drawn_kind(random: Random, below: list[str]) -> tuple[Any, str | None]:
     if random.random() < 0.3:
         return _Field.TYPE_MESSAGE, random.choice(below)
@@ -117,7 +174,7 @@ def _drawn_kind(random: Random, below: list[str]) -> tuple[Any, str | None]:
 
 def _filled(message: Any, random: Random) -> Any:
     for field in message.DESCRIPTOR.fields:
-        if random.random() < 0.3:
+        if random.random() < 0.3 and not field.is_required:
             continue
         there = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -168,6 +225,19 @@ def _told(message: Any) -> Any:
     if message.DESCRIPTOR.full_name == _TIME[1:]:
         return message.seconds * 1_000_000 + message.nanos // 1000
     return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _as_java_gets_it(message: Any) -> dict[str, Any]:
+    """A message as a row of what its getters give: nothing tells which fields know if they were
+    set. Only one that has to be set is null where it is not."""
+    return {
+        field.name: [comparable(one) for one in getattr(message, field.name)]
+        if field.is_repeated
+        else None
+        if field.is_required and not message.HasField(field.name)
+        else comparable(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _value(message: Any, field: Any) -> Any:

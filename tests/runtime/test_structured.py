@@ -423,6 +423,17 @@ def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
     assert [seen[key] for key in sorted(seen)] == WANTED
 
 
+def test_data_without_a_field_that_nothing_tells_is_not_handed_out(shop: Shop) -> None:
+    topic = shop.topic("orders")
+    info = [{"number": 1, "name": "state", "type": "ENUM", "label": "LABEL_OPTIONAL"}]
+    properties = {"__PARSING_INFO__": json.dumps(info)}
+    definition = json.dumps({"name": "M", "fields": []}).encode()
+    shop.cluster.schemas[topic] = [TopicSchema("PROTOBUF", definition, 0, properties)]
+    message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=topic)
+    with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*message\.value"):
+        MessageData(shop.connection)(message)
+
+
 def test_outside_of_a_handler_there_is_no_data() -> None:
     with pytest.raises(ConfigError, match=r"in handlers of a source only"):
         _ = keyshard.Message.for_test(b"x").data

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timezone
+from decimal import Decimal
 from typing import Any
 
 import httpx
@@ -40,6 +41,8 @@ class Kind:
     """Messages behind those whose key is set as text: their values as bytes, and what they are."""
     registered: str = ""
     """Type that is registered beforehand; the others register themselves."""
+    former: Sequence[tuple[_Make, _Make]] = ()
+    """Schemas and values of versions before, whose messages come first."""
     topic: str = field(default_factory=lambda: full_topic_name(f"matrix-{uuid.uuid4().hex}"))
 
     def data(self) -> list[Any]:
@@ -50,8 +53,7 @@ class Kind:
 
     def rows(self) -> list[dict[str, Any]]:
         """Decoded rows, as they are in Arrow."""
-        alone = list(self.columns) == ["value"]
-        rows = [{"value": one} if alone else one for one in self.wanted]
+        rows = [one if isinstance(one, dict) else {"value": one} for one in self.wanted]
         return [*rows, dict.fromkeys(self.columns), *self._by_text]
 
     @property
@@ -127,10 +129,54 @@ def _messages(jvm: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def _protobuf(java: JavaClient) -> Any:
+def _protobuf(kind: str, message: str) -> _Make:
     """The schema of a message that Java's libraries have."""
-    message = java.jvm.java.lang.Class.forName("com.google.type.Money")
-    return java.api.Schema.PROTOBUF_NATIVE(message)
+
+    def schema(java: JavaClient) -> Any:
+        return getattr(java.api.Schema, kind)(java.jvm.java.lang.Class.forName(message))
+
+    return schema
+
+
+_PROTO = "com.google.protobuf"
+_LOCATIONS = (
+    {
+        "path": [4, -1, 2**31 - 1], "span": [], "leading_comments": "né",
+        "trailing_comments": "", "leading_detached_comments": ["", "a"],
+    },
+    {
+        "path": [], "span": [0], "leading_comments": "", "trailing_comments": "x",
+        "leading_detached_comments": [],
+    },
+)  # fmt: skip
+"""Of a message of proto2, whose numbers are packed."""
+
+
+def _locations(jvm: Any) -> list[Any]:
+    found = []
+    for one in _LOCATIONS:
+        made = jvm.com.google.protobuf.DescriptorProtos.SourceCodeInfo.Location.newBuilder()
+        for name in "path", "span", "leading_detached_comments":
+            for item in one[name]:
+                getattr(made, "add" + _camel(name))(item)
+        for name in "leading_comments", "trailing_comments":
+            if one[name]:
+                getattr(made, "set" + _camel(name))(one[name])
+        found.append(made.build())
+    return found
+
+
+def _camel(name: str) -> str:
+    return name.title().replace("_", "")
+
+
+def _labels(jvm: Any) -> list[Any]:
+    message = jvm.com.google.api.LabelDescriptor
+    number = message.ValueType.INT64
+    return [
+        message.newBuilder().setKey("k").setValueType(number).setDescription("d").build(),
+        message.newBuilder().build(),
+    ]
 
 
 def _pair(encoding: str) -> Kind:
@@ -215,11 +261,45 @@ KINDS = (
     ),
     Kind("AVRO", _record("AVRO"), _records, _MONEY, _MONEY_COLUMNS),
     Kind("JSON", _record("JSON"), _records, _MONEY, _MONEY_COLUMNS),
-    Kind("PROTOBUF_NATIVE", _protobuf, _messages, _MONEY, _MONEY_COLUMNS),
+    Kind(
+        "PROTOBUF_NATIVE", _protobuf("PROTOBUF_NATIVE", "com.google.type.Money"), _messages,
+        _MONEY, _MONEY_COLUMNS,
+    ),
+    Kind(
+        "PROTOBUF", _protobuf("PROTOBUF", "com.google.type.Money"), _messages, _MONEY,
+        _MONEY_COLUMNS,
+    ),
+    Kind(
+        "PROTOBUF of proto2",
+        _protobuf("PROTOBUF", f"{_PROTO}.DescriptorProtos$SourceCodeInfo$Location"), _locations,
+        _LOCATIONS,
+        {
+            "path": "array<int>", "span": "array<int>", "leading_comments": "string",
+            "trailing_comments": "string", "leading_detached_comments": "array<string>",
+        },
+    ),
+    Kind(
+        "PROTOBUF of two versions", _protobuf("PROTOBUF", f"{_PROTO}.UInt64Value"),
+        lambda jvm: [jvm.com.google.protobuf.UInt64Value.of(-1)],
+        tuple({"value": Decimal(one)} for one in (2**32 - 1, 0, 2**64 - 1)),
+        {"value": "decimal(20,0)"},
+        former=[
+            (
+                _protobuf("PROTOBUF", f"{_PROTO}.UInt32Value"),
+                lambda jvm: [jvm.com.google.protobuf.UInt32Value.of(one) for one in (-1, 0)],
+            )
+        ],
+    ),
     _pair("INLINE"),
     _pair("SEPARATED"),
 )  # fmt: skip
 """All that can be columns, each with a topic of its own."""
+LABELS = Kind(
+    "PROTOBUF with an enumeration", _protobuf("PROTOBUF", "com.google.api.LabelDescriptor"),
+    _labels, [{"key": "k", "description": "d"}, {"key": "", "description": ""}],
+    {"key": "string", "description": "string"},
+)  # fmt: skip
+"""What has columns but for a field whose numbers nothing tells."""
 
 
 def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
@@ -227,6 +307,11 @@ def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
     for kind in kinds:
         if kind.registered:
             add_schema(broker, kind.topic, kind.registered)
+        for former, values in kind.former:
+            producer = java.client.newProducer(former(java)).topic(kind.topic).create()
+            for value in values(java.jvm):
+                _message(producer, kind).value(value).send()
+            producer.close()
         schema = kind.schema(java)
         of_records = kind.values is _records
         values = kind.values(schema if of_records else java.jvm)

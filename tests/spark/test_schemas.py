@@ -26,8 +26,9 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 import keyshard
 from keyshard import KeyShardSource
+from keyshard.errors import SchemaError
 from keyshard.testing.devbroker import DevBroker
-from schema_matrix import KINDS, Kind, add_schema, schema_url, write
+from schema_matrix import KINDS, LABELS, Kind, add_schema, schema_url, write
 from spark_topic import SparkTopic, ended, failed
 from tests.java_client import JavaClient
 
@@ -79,7 +80,7 @@ def matrix(dev_broker: DevBroker, tmp_path_factory: pytest.TempPathFactory) -> D
     """The broker, with everything that the table has."""
     java = JavaClient(dev_broker.service_url, tmp_path_factory.mktemp("java") / "log")
     with closing(java):
-        write(java, dev_broker, KINDS)
+        write(java, dev_broker, [*KINDS, LABELS])
     return dev_broker
 
 
@@ -103,6 +104,32 @@ def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
     }
     assert decoded(matrix) == {kind.topic: kind.rows() for kind in KINDS}
     assert handled(matrix) == {kind.topic: kind.data() for kind in KINDS}
+
+
+def test_a_field_whose_numbers_nothing_tells_is_named_and_the_others_are_read(
+    spark: SparkSession, matrix: DevBroker
+) -> None:
+    def table(schema: str = "", **how: str) -> DataFrame:
+        where = {"service.url": matrix.service_url, "admin.url": matrix.admin_url}
+        reader = spark.read.format("keyshard").options(topic=LABELS.topic, **where, **how)
+        return (reader.schema(schema) if schema else reader).load()
+
+    source = source_of(matrix, [LABELS.topic], "labels")
+    asked: list[Callable[[], Any]] = [
+        table,
+        lambda: table("value_type string").collect(),
+        source.decoder,
+        lambda: source.decoder(["key", "value_type"]),
+    ]
+    for ask in asked:
+        with pytest.raises((AnalysisException, SchemaError)) as caught:
+            ask()
+        for part in ("'value_type'", LABELS.topic, "enumeration", "schema(...)", "valueFormat=raw"):
+            assert part in str(caught.value)
+    found = [row.asDict() for row in table("key string, description string").collect()]
+    assert sorted(found, key=str) == sorted(LABELS.rows(), key=str)
+    assert source.decoder(["description"]).raw_columns[0] == "value"
+    assert table("value binary").count() == table(valueFormat="raw").count() == 3
 
 
 def batch(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFrame:
