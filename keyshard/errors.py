@@ -120,7 +120,7 @@ class MessageTooLargeError(BrokerError):
 
 
 class BrokerUnavailableError(BrokerError):
-    """The broker cannot be reached, or did not answer in time."""
+    """The broker cannot be reached, did not answer in time, or says that it cannot answer now."""
 
     code = "KEYSHARD_BROKER_UNAVAILABLE"
     retriable = True

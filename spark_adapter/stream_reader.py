@@ -33,6 +33,7 @@ from pyspark.sql.streaming.datasource import (
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.own_process import collect_rarely
+from keyshard.reading.structured import Ledgers
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
 from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
@@ -50,8 +51,10 @@ _log = logging.getLogger(__name__)
 class KeyShardPartition(InputPartition):
     """One hash range of one micro-batch, and where a task reads it."""
 
-    def __init__(self, ticket: BatchTicket) -> None:
+    def __init__(self, ticket: BatchTicket, ledgers: int = 0) -> None:
         super().__init__(ticket)
+        self.ledgers = ledgers
+        """See :meth:`Rows.after`."""
 
     @property
     def ticket(self) -> BatchTicket:
@@ -135,12 +138,14 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """One partition per hash range with data in the batch that ends at ``end``."""
         runtime = self._runtime or self._start(Checkpoint.from_dict(end), planned=True)
         runtime.check_committed_before(end)
-        if runtime.topics_changed():
-            self._rows.check()
         checkpoint = runtime.checkpoint(end)
+        self._rows.check(runtime.topics_anew(checkpoint))
         indices, batch_id = runtime.coordinator.batches.plan(checkpoint), checkpoint.batch_id
         return [
-            KeyShardPartition(runtime.server.ticket(batch_id, index, self._rows.columns))
+            KeyShardPartition(
+                runtime.server.ticket(batch_id, index, self._rows.columns),
+                runtime.ledgers.followed,
+            )
             for index in indices
         ]
 
@@ -149,7 +154,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, KeyShardPartition)
         with told_to_spark():
             ticket = partition.ticket
-            yield from self._rows.of(read_batch(ticket), partial(tell_left_out, ticket))
+            rows = self._rows.after(partition.ledgers)
+            yield from rows.of(read_batch(ticket), partial(tell_left_out, ticket))
 
     @told_to_spark()
     def commit(self, end: dict[str, Any]) -> None:
@@ -200,15 +206,11 @@ class _Runtime:
         self._cut: dict[str, Any] | None = None
         self._end: Checkpoint | None = None
         """What ``_cut`` says."""
-        self._topics = self._changes()
+        self.ledgers = Ledgers()
 
-    def _changes(self) -> tuple[int, int]:
-        return self.coordinator.discovery.gone, self.coordinator.discovery.discovered
-
-    def topics_changed(self) -> bool:
-        """Whether topics went and came since it was asked before: one may be another."""
-        before, self._topics = self._topics, self._changes()
-        return self._topics != before and self._topics[0] > 0
+    def topics_anew(self, checkpoint: Checkpoint) -> set[str]:
+        """Topics of the batch that may be others than before."""
+        return self.ledgers.new({tp: one.batch for tp, one in checkpoint.partitions.items()})
 
     def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
         """Step 1: release what ends at ``start``, and the next batch's end."""

@@ -98,14 +98,24 @@ class Rows:
         metadata = [name for name in METADATA_COLUMNS if name in self.columns]
         return replace(source, metadata_columns=metadata)
 
-    def check(self) -> None:
+    def check(self, topics: Iterable[str] | None = None) -> None:
         """Check that what values are decoded with still is the schema of their topics.
+
+        Args:
+            topics: Which are asked for; ``None``: all.
 
         Raises:
             SchemaError: A topic was created anew, with another one.
         """
         if self.plan is not None:
-            check_same(self.plan)
+            check_same(self.plan, topics)
+
+    def after(self, ledgers: int) -> Rows:
+        """The same, which takes no schema that was asked for when there were fewer ledgers: of a
+        topic that was created anew, a version may be another one."""
+        if self.plan is None or not ledgers:
+            return self
+        return replace(self, plan=replace(self.plan, name=f"{self.plan.name} {ledgers}"))
 
     def of(
         self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None

@@ -18,6 +18,8 @@ from keyshard.arrow.columns import COLUMNS, SCHEMA
 from keyshard.broker.schemas import schema_of
 from keyshard.config.connection import CLIENT, Connection
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.redaction import shown
@@ -126,27 +128,67 @@ def plan_decoding(
     return Decoding(connection, schemas, mode, metadata)
 
 
-def check_same(plan: Decoding) -> None:
+def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
     """Check that a plan's versions are what they were: a topic that is created anew counts anew.
 
-    One that is not there any more is no error: what is read was fixed in the plan.
+    One that was deleted is no error: what is read was fixed in the plan.
+
+    Args:
+        plan: Of the query.
+        topics: Which of its topics are asked for; ``None``: all.
 
     Raises:
         SchemaError: One is another schema now, by which the plan's values would be others.
         BrokerUnavailableError: Nobody answers.
         BrokerError: Who answers refuses.
     """
-    for topic, schema in plan.schemas.items():
+    for topic in plan.schemas if topics is None else topics:
+        schema = plan.schemas.get(topic, RAW)
         if schema.type in WITHOUT_SCHEMA:
             continue
         now = schema_of(plan.connection, topic, schema.version)
-        if now is not None and not now.says_the_same(schema):
+        if now is None:
+            # What is registered behind a deleted version has a higher number.
+            newest = schema_of(plan.connection, topic)
+            other = newest is not None and newest.version < schema.version
+        else:
+            other = not now.says_the_same(schema)
+        if other:
             raise SchemaError(
                 f"{topic} was created anew since the query was built: version {schema.version} of "
                 "its schema is another one now, and its values would be read wrong. Build the "
                 "query again.",
                 topic=topic,
             )
+
+
+class Ledgers:
+    """The ledgers that entries of a stream came from.
+
+    A topic that is deleted and created again has other ledgers. Consumers may find it before a look
+    for topics does, and what they get is not to be read by the schemas that it had.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[TopicPartition, set[int]] = {}
+        self.followed = 0
+        """Ledgers that were not the first of their topic partition."""
+
+    def new(self, batch: Mapping[TopicPartition, EntrySet]) -> set[str]:
+        """Topics of which a batch has an entry in a ledger that none before had.
+
+        Args:
+            batch: Its entries.
+        """
+        found: set[str] = set()
+        for where, entries in batch.items():
+            seen = self._seen.setdefault(where, set())
+            came = {ledger for ledger, _, _ in entries.runs()} - seen
+            if came:
+                found.add(where.topic)
+                self.followed += bool(seen)
+                seen |= came
+        return found
 
 
 class Decoder:

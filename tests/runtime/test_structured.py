@@ -14,14 +14,23 @@ import pyarrow as pa
 import pytest
 
 import keyshard
+from helpers import P0, P1
 from keyshard import Connection, KeyShardSource
 from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import CORRUPT, Decoder, Decoding, plan_decoding
+from keyshard.reading.structured import (
+    CORRUPT,
+    Decoder,
+    Decoding,
+    Ledgers,
+    check_same,
+    plan_decoding,
+)
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
 FIRST = {"type": "record", "name": "R", "fields": FIELDS}
@@ -500,3 +509,34 @@ def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop)
     with pytest.raises(SchemaError, match=rf"version 0 of the schema of {topic}.*message.value"):
         other(one)
     assert other(one._replace(schema_version=None)) == one.value
+
+
+def test_a_topic_may_be_another_where_its_entries_have_a_ledger_that_none_had() -> None:
+    ledgers = Ledgers()
+
+    def new(*texts: str) -> list[str]:
+        batch = {where: EntrySet.parse(text) for where, text in zip((P0, P1), texts, strict=False)}
+        return sorted(ledgers.new(batch))
+
+    assert new("7:0-3") == [P0.topic]
+    assert new("7:4-9", "") == []
+    assert ledgers.followed == 0
+    assert new("7:10", "8:0") == [P0.topic]  # the first of the other topic partition
+    assert ledgers.followed == 0
+    assert new("7:11;9:0", "8:1") == [P0.topic]
+    assert ledgers.followed == 1
+    assert new("7:12;9:1", "8:2") == []
+
+
+def test_of_a_topic_that_was_created_anew_no_version_is_what_it_was(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    plan = shop.plan(topic)
+    versions = shop.cluster.schemas[topic]
+    check_same(plan)
+    versions[:] = []
+    check_same(plan)  # deleted: what is read was fixed
+    check_same(plan, ["persistent://public/default/found-later"])
+    shop.add(topic, FIRST)
+    with pytest.raises(SchemaError, match="orders was created anew since the query was built"):
+        check_same(plan, [topic])
+    check_same(plan, [])

@@ -371,6 +371,32 @@ def test_a_topic_that_is_created_anew_is_not_read_by_the_schema_that_it_had(
     assert [row["text"] for row in table(spark, topic).collect()] == ["b"]
 
 
+def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_that_it_had(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    names: list[str | None] = []
+    url = f"{topic.broker.admin_url}/admin/v2/persistent/public/default/{topic.name}"
+    httpx.delete(f"{url}/partitions", params={"force": True}).raise_for_status()
+    httpx.put(url).raise_for_status()
+    send(topic, AvroSchema(First), First(id=1, name="a"))
+    how = topic.options(parallelism="1", partitionDiscoveryIntervalMillis="600000")
+    rows = spark.readStream.format("keyshard").options(**how).load().select("name")
+    query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
+    query = query.foreachBatch(
+        lambda batch, _: names.extend(row["name"] for row in batch.collect())
+    ).start()
+    try:
+        until(query, lambda: names == ["a"])
+        # A reconnect makes it again at once, so that no request has to.
+        httpx.delete(url, params={"force": True}, timeout=30).raise_for_status()
+        send(topic, AvroSchema(Alike), Alike(number=2, text="b"))
+        text = failed(query, DEADLINE_S)
+    finally:
+        query.stop()
+    assert f"{topic.name} was created anew since the query was built" in text
+    assert names == ["a"]
+
+
 def is_created(url: str) -> bool:
     """Create a topic of one partition; whether it is there, whatever the first answer was."""
     if httpx.put(url, json=1, timeout=30).is_success:

@@ -15,7 +15,13 @@ from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger, shown
-from keyshard.errors import AdminError, AuthenticationError, AuthorizationError, TlsError
+from keyshard.errors import (
+    AdminError,
+    AuthenticationError,
+    AuthorizationError,
+    BrokerUnavailableError,
+    TlsError,
+)
 
 SECRET = "s3cr3t-of-nobody"
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -167,3 +173,39 @@ def test_what_is_not_shown_is_not_stored_yet() -> None:
     assert shown(ledgers, EntryId(7, 1)) == tuple(ledgers)
     assert shown(ledgers, EntryId(5, 0)) == (ledgers[0], Ledger(5, 1, 100))
     assert shown(ledgers, EntryId(3, -1)) == (Ledger(3, 0, 0),)
+
+
+def test_only_pulsar_says_that_something_is_not_there(answers: Callable[[Answer], None]) -> None:
+    topic = "persistent://public/default/t"
+    where = TopicPartition(topic, 0)
+    # Proxies say it in words of their own, as text, HTML or JSON.
+    for said in ("default backend - 404", "<html>404 Not Found</html>", '{"status": 404}'):
+        answers(lambda _, said=said: httpx.Response(404, text=said))  # type: ignore[misc]
+        with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+            for ask_for in (
+                lambda admin=admin: admin.partition_count(topic),
+                lambda admin=admin: admin.schema(topic),
+                lambda admin=admin: admin.subscriptions(where),
+                lambda admin=admin: admin.remove_leftover(where, "s"),
+                lambda admin=admin: admin.held_back_behind(where),
+            ):
+                with pytest.raises(AdminError, match=r"404, .* something else answers there"):
+                    ask_for()
+    answers(lambda _: httpx.Response(404, json={"reason": "Topic not found"}))
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.partition_count(topic) is None
+        assert admin.schema(topic) is None
+        assert admin.remove_leftover(where, "s")
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_a_broker_that_cannot_answer_now_may_be_asked_again(
+    answers: Callable[[Answer], None], status: int
+) -> None:
+    answers(lambda _: httpx.Response(status, text="starting"))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(BrokerUnavailableError, match=f"status {status}, starting") as caught,
+    ):
+        admin.cluster()
+    assert caught.value.retriable

@@ -16,7 +16,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.position.ledger import Ledger, ledgers_of
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import AdminError, AuthorizationError
+from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
 
 T = TypeVar("T")
 CREATE_S = 30.0
@@ -31,8 +31,9 @@ class PulsarAdmin:
     Args:
         connection: It has an ``admin_url``.
 
-    Every method raises BrokerUnavailableError (retriable) when there is no answer, AdminError when
-    the request is refused, and what :meth:`AdminHttp.request` raises of TLS and permissions.
+    Every method raises BrokerUnavailableError (retriable) when there is no answer or one of status
+    500 and above, AdminError when the request is refused, and what :meth:`AdminHttp.request` raises
+    of TLS and permissions. Only Pulsar's own 404 says that something does not exist.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -119,7 +120,7 @@ class PulsarAdmin:
         ):
             return False
         answer = self._request("DELETE", path)
-        return answer.is_success or answer.status_code == httpx.codes.NOT_FOUND
+        return answer.is_success or _says_missing(answer)
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str
@@ -187,7 +188,7 @@ class PulsarAdmin:
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
             self._has_transactions = False
             return None
-        if response.status_code == httpx.codes.NOT_FOUND:
+        if _says_missing(response):
             return None
         found = self._checked(path, response).json()
         if not found.get("ongoingTxnSize"):
@@ -236,7 +237,7 @@ class PulsarAdmin:
 
     def _get(self, path: str, missing: Any = None) -> Any:
         response = self._request("GET", path)
-        if response.status_code == httpx.codes.NOT_FOUND and missing is not None:
+        if missing is not None and _says_missing(response):
             return missing
         try:
             return self._checked(path, response).json()
@@ -246,20 +247,36 @@ class PulsarAdmin:
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
             return response
-        try:
-            reason = response.json()["reason"]
-        except (ValueError, KeyError, TypeError):
-            reason = response.text[:200] or response.reason_phrase
-        raise self._failed(path, f"status {response.status_code}, {reason}")
+        reason = _reason(response)
+        said = reason or response.text[:200] or response.reason_phrase
+        told = f"status {response.status_code}, {said}"
+        if response.status_code == httpx.codes.NOT_FOUND and reason is None:
+            told += " (which Pulsar does not say: something else answers there)"
+        error = BrokerUnavailableError if response.is_server_error else AdminError
+        raise self._failed(path, told, error)
 
-    def _failed(self, path: str, exc: object) -> AdminError:
-        return AdminError(
+    def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:
+        return error(
             f"Request {path.partition('?')[0]} at {self._http.url} failed: {exc}. Check "
             "admin_url, or leave it out to do without the checks it allows."
         )
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         return self._http.request(method, f"/admin/v2/{path}", **content)
+
+
+def _reason(response: httpx.Response) -> str | None:
+    """Why Pulsar refuses a request; ``None``: it is not Pulsar that does."""
+    try:
+        return str(response.json()["reason"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _says_missing(response: httpx.Response) -> bool:
+    """Whether something does not exist. A proxy with a wrong route, or without a broker behind it,
+    answers 404 as well: believed, that would let go of topics that are there."""
+    return response.status_code == httpx.codes.NOT_FOUND and _reason(response) is not None
 
 
 def _namespace(tenant: str, namespace: str) -> str:
