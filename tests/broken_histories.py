@@ -29,6 +29,26 @@ def commit(script: Script, batch: int, *rows: dict[str, Any]) -> None:
     script.add("checkpointed", batch=f"b{batch}")
 
 
+def rests_and_is_forgotten(script: Script, *, is_letter: bool = True) -> None:
+    """Handlers get 0 and 1 done, 2 becomes a dead letter, and the broker forgets all of them."""
+    for seq in (0, 1, 2):
+        script.add("delivered", message(seq), worker="first")
+        script.add("started", message(seq), worker="first")
+        script.add("completed" if seq < 2 else "failed", message(seq), worker="first")
+    if is_letter:
+        script.add("completed", message(2), worker="first")
+    script.add("crashed", worker="broker")
+
+
+def handled_again(script: Script, seq: int, *, delivered: bool = True) -> Event:
+    """A handler of the next process gets a message done; a letter is not delivered for that."""
+    if delivered:
+        script.add("delivered", message(seq), worker="second")
+    started = script.add("started", message(seq), worker="second")
+    script.add("completed", message(seq), worker="second")
+    return started
+
+
 def lost(script: Script) -> Sequence[Event]:
     sent = script.add("sent", message(0))
     missed = script.add("sent", message(1))
@@ -122,6 +142,37 @@ def handlers_go_back_to_what_came_after_the_fault(script: Script) -> Sequence[Ev
     script.add("started", message(0), worker="w")
     script.add("crashed", worker="broker")
     return [script.add("started", message(seq), worker="w") for seq in (1, 2, 1)][1:]
+
+
+def handlers_end_with_what_is_older_than_a_letter(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script)
+    handled_again(script, 0)
+    letter = handled_again(script, 2, delivered=False)
+    return [letter, handled_again(script, 1)]
+
+
+def handlers_go_back_behind_a_letter_twice_after_one_fault(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script)
+    handled_again(script, 1)
+    shown = [handled_again(script, 2, delivered=False), handled_again(script, 0)]
+    handled_again(script, 2)
+    return shown
+
+
+def handlers_go_back_behind_what_is_a_letter_no_more(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script)
+    handled_again(script, 0)
+    handled_again(script, 2, delivered=False)
+    handled_again(script, 1)
+    return [handled_again(script, 2), handled_again(script, 1)]
+
+
+def handlers_go_back_behind_an_attempt_that_is_no_letter(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script, is_letter=False)
+    handled_again(script, 0)
+    shown = [handled_again(script, 2), handled_again(script, 1)]
+    handled_again(script, 2)
+    return shown
 
 
 def new_message_after_a_later_one_in_spite_of_a_fault(script: Script) -> Sequence[Event]:
@@ -350,6 +401,10 @@ BROKEN: dict[str, list[Change]] = {
         handlers_begin_again_in_another_order,
         handlers_go_back_in_what_the_broker_delivered_again,
         handlers_go_back_to_what_came_after_the_fault,
+        handlers_end_with_what_is_older_than_a_letter,
+        handlers_go_back_behind_a_letter_twice_after_one_fault,
+        handlers_go_back_behind_what_is_a_letter_no_more,
+        handlers_go_back_behind_an_attempt_that_is_no_letter,
         new_message_after_a_later_one_in_spite_of_a_fault,
     ],
     "exactly_once": [in_two_batches, twice_in_a_batch, in_no_batch],

@@ -18,7 +18,7 @@ from keyshard.broker.port import Admin
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.holes.broker_state import BrokerState
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
@@ -29,6 +29,8 @@ DEADLINE_S = float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30"))
 P0 = TopicPartition("persistent://public/default/t", 0)
 P1 = TopicPartition("persistent://public/default/t", 1)
 P2 = TopicPartition("persistent://public/default/t", 2)
+COMMITTED = dict.fromkeys((P0, P1, P2), PartitionCheckpoint(floor=EntryId(10**6, 0)))
+"""Topic partitions of a checkpoint that has everything."""
 
 
 def block(

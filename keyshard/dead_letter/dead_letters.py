@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.dead_letter.parking import State
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letter.finished import FinishedWith
@@ -274,11 +275,18 @@ class DeadLetters:
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Where to fold from, as a JSON value; :func:`open_dead_letters` goes on from there."""
+    def checkpoint(
+        self, partitions: Mapping[TopicPartition, PartitionCheckpoint]
+    ) -> dict[str, Any]:
+        """Where to fold from, as a JSON value; :func:`open_dead_letters` goes on from there.
+
+        Args:
+            partitions: What else the checkpoint has.
+        """
         with self.keys.lock:
             self.finished.saving()
-            return {"topic": self.topic_partition.topic, **self.keys.parking.parked.to_dict()}
+            parked = self.keys.parking.parked.to_dict(partitions)
+        return {"topic": self.topic_partition.topic, **parked}
 
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from keyshard.core.dead_letter.letters import Letter, Resting
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letter.parked_keys import ParkedKeys
 
@@ -58,8 +59,10 @@ class DeadLetterStore(Protocol):
     def replay(self, key: str, first: Resting) -> InOrder:
         """The letters of a draining key behind its first one; the key is replaying now."""
 
-    def checkpoint(self) -> Mapping[str, Any]:
-        """Where they are, for a checkpoint."""
+    def checkpoint(
+        self, partitions: Mapping[TopicPartition, PartitionCheckpoint]
+    ) -> Mapping[str, Any]:
+        """Where they are, for a checkpoint that has these positions."""
 
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable."""

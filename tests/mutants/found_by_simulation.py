@@ -53,6 +53,49 @@ FOUND_BY_SIMULATION = (
         killers=(killer("unit/test_checkers", "test_a_broken_promise_is_found_and_shown"),),
     ),
     Mutant(
+        name="excuse a letter between older messages that never runs again behind them",
+        promise="Order: the last run of a message is never behind that of a newer letter.",
+        edits=(
+            Edit(
+                "keyshard/testing/verify/check_messages.py",
+                "        self.owed |= {one.stored: (one, event) for one in ahead}\n",
+                "",
+            ),
+        ),
+        killers=(killer("unit/test_checkers", "test_a_broken_promise_is_found_and_shown"),),
+    ),
+    Mutant(
+        name="take every message that comes before older ones for a letter",
+        promise="Order: only letters may run between older messages that a fault brings again.",
+        edits=(
+            Edit(
+                "keyshard/testing/verify/history_view.py",
+                'event.kind == "started" and resting.has(event.stored)',
+                'event.kind == "started"',
+            ),
+        ),
+        killers=(killer("unit/test_checkers", "test_a_broken_promise_is_found_and_shown"),),
+    ),
+    Mutant(
+        name="forget at a restart a letter that is done and whose original is not committed",
+        promise="Twice: what was replayed does not run again when its original comes again.",
+        edits=(
+            Edit(
+                "keyshard/core/dead_letter/parked.py",
+                "            begin = min(begin, done)\n",
+                "            pass\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_parking"),
+            killer(
+                "runtime/test_parking_repeats",
+                "test_a_letter_that_is_done_is_known_to_the_next_start_while_its_original_is_in_"
+                "no_checkpoint",
+            ),
+        ),
+    ),
+    Mutant(
         name="end batches while an ack writes its checkpoint",
         promise="Twice: the checkpoint of a source that ended never replaces a newer one.",
         edits=(

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from helpers import P0, P1
+from helpers import COMMITTED, P0, P1
 from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.dead_letter.parking import Course, Parking, State
 from keyshard.core.message import MessageId
@@ -263,7 +263,7 @@ class World:
 
     def save(self) -> None:
         """A checkpoint is stored; markers before it are acknowledged only then."""
-        self.saved.append(self.parking.parked.to_dict())
+        self.saved.append(self.parking.parked.to_dict(COMMITTED))
 
     def trim(self) -> None:
         """Whole ledgers go when everything up to their end is acknowledged."""

@@ -7,6 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import COMMITTED
 from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.dead_letter.parking import State
 from tests.property.parking_world import World
@@ -95,7 +96,7 @@ def test_a_checkpoint_says_the_same_as_the_topic(
     world = World(KEYS, MESSAGES, bad)
     for step in steps:
         happen(world, *step)
-    saved = json.loads(json.dumps(world.parking.parked.to_dict()))
+    saved = json.loads(json.dumps(world.parking.parked.to_dict(COMMITTED)))
     assert Parked.from_dict(saved).begin == world.parking.parked.begin
     world.crash(forget=False, checkpoint=saved)
     from_checkpoint = world.resting(world.parking.parked)

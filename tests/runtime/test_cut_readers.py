@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cut_readers import NEVER, CutBroker, every_cut
-from helpers import block, config, key_in
+from helpers import COMMITTED, block, config, key_in
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
@@ -246,7 +246,7 @@ class Letters:
         self.cluster = MemoryCluster(entries_per_ledger=4)
         self.name = self.cluster.create_topic("letters")
         letters = self.open(MemoryBroker(self.cluster))
-        self.before = letters.checkpoint()
+        self.before = letters.checkpoint(COMMITTED)
         for number in range(6):
             letters.send(letter(topic, number, "ab"[number % 2]))
         self.clients[-1].close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers import COMMITTED
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Producer
 from keyshard.core.dead_letter.letters import LetterKind, position_of_text
@@ -85,7 +86,7 @@ def test_a_letter_that_failed_for_good_is_found_by_the_next_start(world: World) 
         letters.send(letter(1))
     world.clients[-1].fails = 0
     letters.send(letter(2, "other"))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     assert (saved["from"], saved["oldest"]) == ("1:0", "1:0"), "before what may be stored"
     world.die()
     again = world.open(saved)
@@ -98,10 +99,10 @@ def test_a_restart_with_a_checkpoint_reads_from_the_first_letter_that_rests(worl
     letters.send(letter(0, "out"))
     assert replay(letters, "out") == [0]
     letters.send(letter(0))
-    first = letters.checkpoint()["oldest"]
+    first = letters.checkpoint(COMMITTED)["oldest"]
     for number in range(1, 7):
         letters.send(letter(number))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     letters.send(letter(7))
     letters.send(letter(0, "later"))
     world.die()
@@ -117,7 +118,7 @@ def test_a_checkpoint_older_than_what_is_stored_parks_no_key_that_was_let_out(
     letters = world.open(checkpointed=True)
     for number in range(2):
         letters.send(letter(number))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     assert replay(letters) == [0, 1]
     letters.send(letter(5, "other"))
     assert world.kept == 3, "markers prove that what the checkpoint names is done"
@@ -130,7 +131,7 @@ def test_markers_are_finished_with_when_a_checkpoint_is_stored_behind_them(world
     for number in range(3):
         letters.send(letter(number))
     assert replay(letters, most=2) == [0, 1]
-    letters.checkpoint()
+    letters.checkpoint(COMMITTED)
     assert letters.keys.unpark("k") is False
     assert world.kept == 3
     letters.saved()
@@ -173,7 +174,7 @@ def test_letters_that_a_checkpoint_knows_are_missed_when_they_expired(
     letters = world.open(checkpointed=True)
     for number in range(3):
         letters.send(letter(number))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     letters.saved()
     expired(world, before)
     with pytest.raises(DataLossTrimmedError, match="it is empty"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers import P0, config, wait_until
+from helpers import COMMITTED, P0, config, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.core.dead_letter.letters import Letter, LetterKind
@@ -193,7 +193,7 @@ def test_first_letters_at_the_same_time_are_all_kept(world: World) -> None:
 def test_a_resting_letter_is_missed_where_the_topic_is_gone(world: World) -> None:
     letters = world.open()
     letters.send(letter(0))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     world.die()
     world.cluster.delete_topic(WHERE.topic)
     with pytest.raises(DataLossTrimmedError, match="no longer stored"):
@@ -207,12 +207,12 @@ def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_anew(world: World) -> 
     letters = world.open()
     letters.send(letter(0))
     assert letters.discard(["k"]) == 1
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     world.die()
     world.cluster.delete_topic(WHERE.topic)
     again = world.open(saved)
     assert world.topics == set()
     again.send(letter(1))
-    saved = again.checkpoint()
+    saved = again.checkpoint(COMMITTED)
     world.die()
     assert world.open(saved).keys.parking.states() == {"k": State.PARKED}

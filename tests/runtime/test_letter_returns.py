@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import wait_until
+from helpers import COMMITTED, wait_until
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.dead_letter.letters import LetterKind
 from keyshard.core.dead_letter.parking import State
@@ -46,7 +46,7 @@ def test_done_letters_below_the_checkpoint_are_let_go_when_the_broker_forgot_tha
     letters.send(letter(0, "other"))
     assert letters.discard(["other"]) == 1
     assert replay(letters) == list(range(7))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     letters.saved()
     assert world.kept == 0
     world.die()
@@ -63,7 +63,7 @@ def test_a_running_source_lets_go_what_the_broker_forgot(world: World, checkpoin
     for number in range(6):
         letters.send(letter(number))
     assert replay(letters) == list(range(6))
-    letters.checkpoint()
+    letters.checkpoint(COMMITTED)
     letters.saved()
     assert world.kept == 0
     world.cluster.crash()
@@ -83,7 +83,7 @@ def test_what_rests_and_what_nobody_replays_is_kept_though_it_comes_again(
         letters.send(letter(number))
     assert replay(letters, "done") == [0, 1, 2]
     letters.send(large(5, 6_000_000))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     letters.saved()
     parts = 6_000_000 // (1024 * 1024) + 1
     rests = 1 + 3 + 2 * (parts + 1)
@@ -94,12 +94,12 @@ def test_what_rests_and_what_nobody_replays_is_kept_though_it_comes_again(
     world.die()
     world.cluster.crash()
     again = world.open(saved if checkpointed else None, checkpointed=checkpointed)
-    again.checkpoint()
+    again.checkpoint(COMMITTED)
     again.saved()
     wait_until(lambda: world.kept == rests)
     assert again.keys.parking.states() == {"k": State.PARKED}
     assert replay(again) == [2, 3, 4, 5]
-    again.checkpoint()
+    again.checkpoint(COMMITTED)
     again.saved()
     wait_until(lambda: world.kept == 1 + parts + 1)
 
@@ -108,7 +108,7 @@ def test_markers_behind_the_stored_checkpoint_stay_until_the_next_is_stored(worl
     letters = world.open(checkpointed=True)
     for number in range(3):
         letters.send(letter(number))
-    saved = letters.checkpoint()
+    saved = letters.checkpoint(COMMITTED)
     letters.saved()
     assert replay(letters) == [0, 1, 2]
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_markers_behind_the_stored_checkpoint_stay_until_the_next_is_stored(worl
         assert again.keys.parking.states() == {}
         wait_until(lambda: world.kept >= 1)
         trim_what_is_acknowledged(world)
-    again.checkpoint()
+    again.checkpoint(COMMITTED)
     again.saved()
     wait_until(lambda: world.kept == 0)
 
@@ -140,11 +140,11 @@ def test_letters_of_others_are_let_go_by_a_running_source(world: World) -> None:
     foreign = letter(2, by="billing").properties()
     world.cluster.publish(world.where, Stored(b"", "k"), Stored(b"", "k", properties=foreign))
     letters.send(letter(1))
-    letters.checkpoint()
+    letters.checkpoint(COMMITTED)
     letters.saved()
     assert replay(letters, most=1) == [0]
     world.cluster.crash()
-    letters.checkpoint()
+    letters.checkpoint(COMMITTED)
     letters.saved()
     wait_until(lambda: world.kept == 1)
 
@@ -238,7 +238,7 @@ def test_a_forged_run_of_parts_is_no_letter_and_stays(
     again = world.open()
     assert again.keys.parking.states() == {}
     assert "keyshard.parts names 1000000000000 entries" in caplog.text
-    again.checkpoint()
+    again.checkpoint(COMMITTED)
     again.saved()
     wait_until(lambda: world.kept == 4)
     assert not world.errors

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from helpers import wait_until
 from keyshard import Message
+from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.entry import EntryId, TopicPartition
 from parking_place import Place, numbers
@@ -197,3 +199,37 @@ def test_a_newer_letter_runs_behind_what_came_again_also_when_the_process_ends_b
     with place.run(handle):
         wait_until(lambda: place.backlog() == 0)
     assert place.handled["b"] == [0, 1, 0, 1]
+
+
+def test_a_letter_that_is_done_is_known_to_the_next_start_while_its_original_is_in_no_checkpoint(
+    place: Place, tmp_path: Path
+) -> None:
+    """Found by the simulation, seed 2554813133985.
+
+    1. A message parks, and another one of its entry is with a handler: no checkpoint has the entry.
+    2. Its letter is replayed, the marker is stored, and the process stops.
+    3. The entry comes again to the next process, which must know of the letter.
+    """
+    where = place.cluster.partitions(place.topic)[0]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.key == "slow" and not go_on.is_set():
+            begun.set()
+            assert go_on.wait(20)
+            return
+        place.handle(message)
+
+    checkpoint = str(tmp_path / "checkpoint.json")
+    place.broken = {"b"}
+    with place.run(handle, checkpoint=checkpoint, drain_timeout_s=0.1) as run:
+        both = Stored(b"0", "b"), Stored(b"0", "slow")
+        place.cluster.publish(where, *both, batching=Batching.MIXED)
+        wait_until(lambda: len(place.letters()) == 1 and begun.is_set())
+        place.broken = set()
+        run.source.unpark("b")
+        wait_until(lambda: not run.source.status()["parked"])
+    go_on.set()
+    with place.run(handle, checkpoint=checkpoint):
+        wait_until(lambda: place.backlog() == 0)
+    assert place.handled == {"b": [0], "slow": [0]}

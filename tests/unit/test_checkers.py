@@ -14,8 +14,10 @@ from broken_histories import (
     Change,
     commit,
     done_too_late,
+    handled_again,
     lost,
     message,
+    rests_and_is_forgotten,
     twice_without_a_fault,
 )
 from histories import TOPIC, Script, batch_host, handlers, run
@@ -155,6 +157,43 @@ def again_behind_a_letter_of_the_same_entry(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
+def again_behind_a_letter_that_was_let_out_meanwhile(script: Script) -> str:
+    """Found by the simulation, seed 227192123412295: nobody who lets a key out knows what comes."""
+    rests_and_is_forgotten(script)
+    handled_again(script, 0)
+    handled_again(script, 2, delivered=False)
+    for seq in (1, 2):
+        handled_again(script, seq)
+    return "key_order bounded_duplicates"
+
+
+def again_behind_a_letter_that_failed_again_meanwhile(script: Script) -> str:
+    """Found by the simulation, seed 290712540811683 of handlers-frames."""
+    rests_and_is_forgotten(script)
+    handled_again(script, 0)
+    # Delivered before the attempt begins: the letter was in the lane already.
+    script.add("delivered", message(1), worker="second")
+    for kind in ("started", "failed"):
+        script.add(kind, message(2), worker="second")
+    handled_again(script, 1, delivered=False)
+    handled_again(script, 2, delivered=False)
+    return "key_order bounded_duplicates"
+
+
+def again_behind_a_letter_of_a_process_that_was_killed(script: Script) -> str:
+    """A handler had the message when it was killed; for its successor it waited with its key."""
+    rests_and_is_forgotten(script, is_letter=False)
+    script.add("started", message(2), worker="second")
+    script.add("crashed", worker="second")
+    script.add("completed", message(2), worker="second")
+    script.add("crashed", worker="broker")
+    handled_again(script, 0)
+    handled_again(script, 2, delivered=False)
+    for seq in (1, 2):
+        handled_again(script, seq)
+    return "key_order bounded_duplicates"
+
+
 def one_key_in_two_partitions(script: Script) -> str:
     script.add("started", message(1, partition=0), worker="a")
     script.add("started", message(0, partition=1), worker="b")
@@ -236,6 +275,9 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         again_behind_an_attempt_of_what_was_in_hand,
         again_behind_a_letter_of_the_same_entry,
         again_behind_what_came_again_before_the_broker_forgot,
+        again_behind_a_letter_that_was_let_out_meanwhile,
+        again_behind_a_letter_that_failed_again_meanwhile,
+        again_behind_a_letter_of_a_process_that_was_killed,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,

@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from helpers import P0, P1
+from helpers import COMMITTED, P0, P1
 from keyshard.core.dead_letter import replayed
 from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.dead_letter.parking import TRANSITIONS, Course, Event, Parking, State
 from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import CheckpointError
 
 
@@ -124,6 +126,7 @@ def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.Monke
     for position, (key, number) in enumerate([("a", 1), ("b", 2), ("b", 3), ("c", 4)], 4):
         parked.replayed(at(position), key, P0, original(number))
         parked.validate()
+    assert parked.to_dict({})["from"] == "5:2", "the letters of the oldest ones went"
     known = [
         parked.done.has(key, P0, original(n)) for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
     ]
@@ -136,16 +139,42 @@ def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.Monke
 
 def test_a_checkpoint_says_from_where_to_fold() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (4, "a", 3))
-    assert parked.to_dict() == {"from": "5:0", "oldest": "5:0"}
+    assert parked.to_dict(COMMITTED) == {"from": "5:0", "oldest": "5:0"}
     parked.replayed(at(6), "a", P0, original(1))
-    assert parked.to_dict() == {"from": "5:1", "oldest": "5:1"}
-    again = Parked.from_dict(json.loads(json.dumps(parked.to_dict())))
+    assert parked.to_dict(COMMITTED) == {"from": "5:1", "oldest": "5:1"}
+    again = Parked.from_dict(json.loads(json.dumps(parked.to_dict(COMMITTED))))
     assert (again.begin, again.claimed) == (at(1), at(1))
     parked.replayed(at(7), "a", P0, original(3))
     parked.replayed(at(8), "b", P0, original(2))
-    assert parked.to_dict() == {"from": "5:9", "oldest": None}
-    assert Parked().to_dict() == {"from": None, "oldest": None}
+    assert parked.to_dict(COMMITTED) == {"from": "5:9", "oldest": None}
+    assert Parked().to_dict(COMMITTED) == {"from": None, "oldest": None}
     assert Parked.from_dict({"from": None, "oldest": None}).begin is None
+
+
+def test_a_checkpoint_begins_before_a_done_letter_whose_original_it_lacks() -> None:
+    parked = folded((0, "a", 1), (1, "a", 2), (2, "b", 3))
+    for position, (key, number) in enumerate([("a", 1), ("a", 2), ("b", 3)], 3):
+        parked.replayed(at(position), key, P0, original(number))
+        parked.validate()
+
+    def begins(*committed: int) -> str | None:
+        delivered = EntrySet.of(EntryId(1, number) for number in committed)
+        data = parked.to_dict({P0: PartitionCheckpoint(delivered=delivered)})
+        assert data["oldest"] is None, "none of them rests"
+        return data["from"]
+
+    assert parked.to_dict({})["from"] == "5:0", "nothing of their topic partition is committed"
+    assert begins(2) == "5:0"
+    assert begins(1, 2) == "5:2"
+    assert begins(1, 2, 3) == "5:6"
+    parked.validate()
+
+
+def test_a_letter_that_was_given_up_is_known_until_its_original_is_committed() -> None:
+    parked = folded((0, "a", 1))
+    parked.swept(at(1), "a", at(0))
+    assert parked.to_dict({})["from"] == "5:0"
+    assert parked.to_dict(COMMITTED)["from"] == "5:2"
 
 
 def test_a_checkpoint_that_held_all_parked_keys_is_read() -> None:
@@ -169,7 +198,7 @@ def test_what_is_on_its_way_holds_the_position_back() -> None:
     parked.letter(at(5), "a", P0, original(1))
     parked.sent("quick")
     assert parked.begin == at(4), "it may lie there"
-    assert parked.to_dict() == {"from": "5:4", "oldest": "5:5"}
+    assert parked.to_dict(COMMITTED) == {"from": "5:4", "oldest": "5:5"}
     parked.letter(at(4), "b", P0, original(2))
     parked.sent("slow")
     parked.replayed(at(6), "b", P0, original(2))

@@ -15,6 +15,7 @@ from typing import Any
 from keyshard.core.dead_letter.parked_key import ParkedKey
 from keyshard.core.dead_letter.replayed import Replayed
 from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import CheckpointError
@@ -79,7 +80,7 @@ class Parked:
         if parked is None or found is None:
             return
         self._not_resting.add(found)
-        self.done.add(key, where, message_id)
+        self.done.add(key, where, message_id, found)
         if not parked.count:
             del self.keys[key]
 
@@ -183,9 +184,17 @@ class Parked:
 
     # -- the part of a checkpoint -----------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """From where to fold, for a checkpoint: its size and cost do not depend on the keys."""
-        return {"from": _id_text(self.begin), "oldest": _id_text(self._oldest(()))}
+    def to_dict(self, partitions: Mapping[TopicPartition, PartitionCheckpoint]) -> dict[str, Any]:
+        """From where to fold, for a checkpoint: its size and cost do not depend on the keys.
+
+        Args:
+            partitions: What else the checkpoint has. A letter that is done is folded again as long
+                as that lacks its original: it comes again after a start, and must be known then.
+        """
+        begin, done = self.begin, self.done.oldest(partitions)
+        if begin is not None and done is not None:
+            begin = min(begin, done)
+        return {"from": _id_text(begin), "oldest": _id_text(self._oldest(()))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Parked:
@@ -212,7 +221,7 @@ class Parked:
         for where, message_id, found in [one for one in parked.letters() if one[2] <= up_to]:
             parked.remove(where, message_id)
             self._not_resting.add(found)
-            self.done.add(key, where, message_id)
+            self.done.add(key, where, message_id, found)
         if not parked.count:
             del self.keys[key]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from keyshard.core.message import MessageId
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
 
 DONE_IDS_MAX = 100_000
-"""Ids of replayed messages that are remembered, about 20 MB; those of the key that was replayed
+"""Ids of replayed messages that are remembered, about 35 MB; those of the key that was replayed
 longest ago go first, one by one."""
 
 
@@ -30,6 +32,8 @@ class Replayed:
     def __init__(self) -> None:
         self._done: OrderedDict[tuple[str, TopicPartition], _Done] = OrderedDict()
         self._count = 0
+        self._letters: list[tuple[EntryId, TopicPartition, MessageId]] = []
+        """Heap of letters, the same number of them at most."""
 
     def __bool__(self) -> bool:
         return bool(self._done)
@@ -59,8 +63,11 @@ class Replayed:
         self._forget(key, where, self.behind(key, where, message_id))
         done.newest = message_id
 
-    def add(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
-        """A letter is done."""
+    def add(self, key: str, where: TopicPartition, message_id: MessageId, letter: EntryId) -> None:
+        """The letter of an original, at a position of the dead-letter topic, is done."""
+        heappush(self._letters, (letter, where, message_id))
+        if len(self._letters) > DONE_IDS_MAX:
+            heappop(self._letters)
         done = self._done.setdefault((key, where), _Done())
         self._done.move_to_end((key, where))
         done.ids[message_id] = None
@@ -76,8 +83,25 @@ class Replayed:
         if self.has(key, where, message_id):
             self._forget(key, where, [message_id])
 
+    def oldest(self, partitions: Mapping[TopicPartition, PartitionCheckpoint]) -> EntryId | None:
+        """The oldest of their letters whose original may come again after a start.
+
+        Args:
+            partitions: What the checkpoint has that the start begins with; from one to the next
+                it only grows.
+        """
+        letters = self._letters
+        while letters:
+            letter, where, (ledger, entry, _) = letters[0]
+            state = partitions.get(where)
+            if state is None or not state.settled(EntryId(ledger, entry)):
+                return letter
+            heappop(letters)
+        return None
+
     def validate(self) -> None:
         """Assert the invariants; tests call it after every step."""
+        assert len(self._letters) <= DONE_IDS_MAX
         assert self._count == sum(len(done.ids) for done in self._done.values())
         for done in self._done.values():
             assert done.newest is not None

@@ -31,7 +31,8 @@ def key_order(events: Sequence[Event]) -> Verdict:
     Without ``seq``, in the order of their positions. In batches: over all committed batches, in the
     order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
     from an earlier message, once after a fault, but a message that comes for the first time never
-    comes after a later one.
+    comes after a later one. A dead letter that was let out may come between older messages which
+    the fault brings again: they go on where they were, and then the letter runs again behind them.
     """
     view = HistoryView.of(events)
     found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
@@ -75,13 +76,15 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
     """Faults before the broker delivered what a key started again with last. It may come late:
     a handler has another message of the key in hand, or they wait, when a broker forgets."""
     stored_twice = _StoredTwice(view)
-    for event, faults, arrival in view.seen_with_arrivals():
+    letters = _LettersBetween()
+    for event, faults, arrival, is_letter in view.seen_with_arrivals():
         if event.key is None:
             continue
         found.checked += 1
         routing_name, order = event.routing_name, _order(event)
         faults_then = faults_of.get(event.stored)
         faults_of[event.stored] = faults
+        goes_on = letters.goes_on(event, is_letter=is_letter)
         before, top = last.get(routing_name, event), highest.get(routing_name, event)
         last[routing_name] = event
         if order >= _order(top):
@@ -94,12 +97,17 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         if faults_then is None:
             continue
         then, back = used.get(routing_name, 0), order < _order(before)
-        if back and (arrival.latest if arrival else faults) <= max(faults_then, then):
+        came_again = (arrival.latest if arrival else faults) > max(faults_then, then)
+        if back and not came_again and not goes_on:
             found.violation(f"{_text(event)} came after {_text(before)}", before, event)
         if arrival is not None and event.stored not in view.parked:
             used[routing_name] = max(then, arrival.first)
         elif back:
             used[routing_name] = arrival.latest if arrival else faults
+    for letter, older in letters.owed.values():
+        found.violation(
+            f"{_text(letter)} came before {_text(older)}, and not again behind it", letter, older
+        )
 
 
 def exactly_once(events: Sequence[Event]) -> Verdict:
@@ -263,6 +271,33 @@ def _parts(run: BatchRun) -> _Parts:
     for row in run.rows:
         result.setdefault(row.part, []).append(row)
     return result
+
+
+class _LettersBetween:
+    """Dead letters that were let out between older messages of their key which come again.
+
+    Nobody who lets a key out knows what a broker will deliver again. So a key is where its last
+    message is that was no letter, and letters that ran ahead of it run again behind it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Name, Event] = {}
+        self._ahead: dict[Name, list[Event]] = {}
+        """Letters since then."""
+        self.owed: dict[Name, tuple[Event, Event]] = {}
+        """Letters that have to run again, each with the older message that ran behind it."""
+
+    def goes_on(self, event: Event, *, is_letter: bool) -> bool:
+        """Whether the key of a message goes on behind where it was before letters came."""
+        name, order = event.routing_name, _order(event)
+        self.owed.pop(event.stored, None)
+        if is_letter:
+            self._ahead.setdefault(name, []).append(event)
+            return False
+        last, self._last[name] = self._last.get(name), event
+        ahead = [one for one in self._ahead.pop(name, ()) if _order(one) > order]
+        self.owed |= {one.stored: (one, event) for one in ahead}
+        return bool(ahead) and last is not None and _order(last) < order
 
 
 class _StoredTwice:

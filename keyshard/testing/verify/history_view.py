@@ -44,6 +44,18 @@ class Arrival(NamedTuple):
     """The same, the last time: what a program holds already comes to it again and is dropped."""
 
 
+class Seen(NamedTuple):
+    """One time that user code got a message."""
+
+    event: Event
+    faults: int
+    """Faults before it."""
+    arrival: Arrival | None
+    """How it came since user code got it before; ``None``: not again, so it is another attempt."""
+    is_letter: bool
+    """Whether it rested as a dead letter, and somebody let it out."""
+
+
 class HistoryView(Sequence[Event]):
     """Events in the order in which they were written.
 
@@ -126,27 +138,30 @@ class HistoryView(Sequence[Event]):
             elif event.kind in FAULTS:
                 faults += 1
 
-    def seen_with_arrivals(self) -> Iterator[tuple[Event, int, Arrival | None]]:
-        """:meth:`seen_between_faults`, each with how it came since user code got it before.
+    def seen_with_arrivals(self) -> Iterator[Seen]:
+        """:attr:`seen`, each with how it came.
 
-        ``None``: not again from the broker, so it is another attempt. A history that does not say
-        what the broker delivered calls each a new arrival.
+        A history that does not say what the broker delivered calls each a new arrival.
         """
         told = self.host is Host.HANDLERS and any(one.kind == "delivered" for one in self._events)
         arrivals: dict[Name, Arrival] = {}
+        resting = _Resting()
         seen = iter(self.seen)
         following = next(seen, None)
         faults = 0
         for event in self._events:
             if event is following:
                 now = None if told else Arrival(faults, faults)
-                yield event, faults, arrivals.pop(event.stored, now)
+                arrival = arrivals.pop(event.stored, now)
+                is_letter = event.kind == "started" and resting.has(event.stored)
+                yield Seen(event, faults, arrival, is_letter)
                 following = next(seen, None)
             elif event.kind in FAULTS:
                 faults += 1
             elif told and event.kind == "delivered":
                 first = arrivals.get(event.stored, Arrival(faults, faults)).first
                 arrivals[event.stored] = Arrival(first, faults)
+            resting.pass_by(event)
 
     @cached_property
     def parked(self) -> set[Name]:
@@ -198,6 +213,40 @@ class HistoryView(Sequence[Event]):
                 of_batch[-1].complete = True
                 commits[event.batch] = Commit(event, list(of_batch[-1].rows))
         return runs, list(commits.values())
+
+
+class _Resting:
+    """Messages that rest as dead letters, event by event.
+
+    One becomes a letter where it is ``completed`` and no handler has it, and is none any more when
+    a handler completes it.
+    """
+
+    def __init__(self) -> None:
+        self._resting: set[Name] = set()
+        self._running: dict[Name, str | None] = {}
+        """By which worker."""
+
+    def has(self, name: Name) -> bool:
+        """Whether a message rests."""
+        return name in self._resting
+
+    def pass_by(self, event: Event) -> None:
+        """The next event."""
+        if event.kind == "crashed":
+            ended = event.worker
+            running = self._running.items()
+            self._running = {} if ended is None else {a: by for a, by in running if by != ended}
+        elif not event.has_message:
+            return
+        elif event.kind == "started":
+            self._running[event.stored] = event.worker
+        elif event.kind == "failed":
+            self._running.pop(event.stored, None)
+        elif event.kind == "completed":
+            name = event.stored
+            is_run = name in self._running and self._running.pop(name) == event.worker
+            (self._resting.discard if is_run else self._resting.add)(name)
 
 
 def is_row(event: Event) -> bool:
