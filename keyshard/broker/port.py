@@ -345,6 +345,10 @@ class Admin(Protocol):
         """The last entry that is shown to anybody, where an open transaction holds back the rest.
 
         ``None`` where none does, and where that is not told.
+
+        Raises:
+            BrokerUnavailableError: The broker does not know it, because it is still loading the
+                topic; or has not begun to, which :meth:`ledgers` makes it do (retriable).
         """
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:

@@ -75,12 +75,7 @@ def stretches(
     check_order(starts, ends)
 
     def one(topic_partition: TopicPartition) -> Split:
-        ledgers = retry_until(lambda: admin.ledgers(topic_partition), timeout_s)
-        if ledgers is None:
-            raise gone(topic_partition)
-        # Asked for second: what an open transaction holds back now was in the list, or came later.
-        last = retry_until(lambda: admin.held_back_behind(topic_partition), timeout_s)
-        ledgers = shown(ledgers, last)
+        ledgers = retry_until(lambda: _shown(admin, topic_partition), timeout_s)
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
             check_stored(name, topic_partition, bound, ledgers, fail_on_data_loss=fail_on_data_loss)
@@ -115,6 +110,16 @@ def stretches(
 
     with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-splits") as pool:
         return tuple(pool.map(one, starts))
+
+
+def _shown(admin: Admin, topic_partition: TopicPartition) -> tuple[Ledger, ...]:
+    """What is stored and shown to Readers."""
+    ledgers = admin.ledgers(topic_partition)
+    if ledgers is None:
+        raise gone(topic_partition)
+    # Asked for second: what an open transaction holds back now was in the list, or came later. Both
+    # again where the second fails: the list makes the broker load the topic, which that needs.
+    return shown(ledgers, admin.held_back_behind(topic_partition))
 
 
 def created(admin: Admin, topic_partition: TopicPartition) -> str:

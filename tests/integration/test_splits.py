@@ -34,6 +34,8 @@ from keyshard.testing.devbroker import DevBroker
 pytestmark = [pytest.mark.broker]
 
 T0 = 1_700_000_000_000
+UNLOADS = 10
+"""Of a topic that is asked about at once; in three of ten it is asked while it is loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +237,10 @@ def test_what_an_open_transaction_holds_back_is_in_the_read_behind_it(
         assert values(source, [first]) == [b"1"]
         with pytest.raises(PositionAheadError, match="an open transaction holds back"):
             plan_read(source, end=f"{first.first.ledger}:3")
+        for _ in range(UNLOADS):
+            # Until it has read the topic's transactions again, the broker tells of none.
+            harness.unload(where)
+            assert plan_read(source)[0].end == first.end
         connection.end(transaction, COMMIT)
     wait_until(lambda: values(source, plan_read(source)) == [b"1", b"value", b"3"])
     assert values(source, plan_read(source, str(first.end))) == [b"value", b"3"]

@@ -128,9 +128,13 @@ def test_basic_is_a_header(answers: Callable[[Answer], None]) -> None:
 @pytest.mark.parametrize(
     ("told", "last", "asked"),
     [
-        ((200, {"ongoingTxnSize": 1, "maxReadPosition": "7:-1"}), EntryId(7, -1), 2),
-        ((200, {"ongoingTxnSize": 0, "maxReadPosition": "7:3"}), None, 2),
-        ((404, {"reason": "Topic not found"}), None, 2),
+        (
+            (200, {"state": "Ready", "ongoingTxnSize": 1, "maxReadPosition": "7:-1"}),
+            EntryId(7, -1),
+            2,
+        ),
+        ((200, {"state": "Ready", "ongoingTxnSize": 0, "maxReadPosition": "7:3"}), None, 2),
+        ((200, {"state": "NoSnapshot", "ongoingTxnSize": 0}), None, 2),
         (
             (401, {"reason": "Unauthorized to validateTopicOperation for operation [GET_STATS]"}),
             None,
@@ -165,6 +169,27 @@ def test_what_an_open_transaction_holds_back_is_told_where_there_are_any(
             assert admin.held_back_behind(where) == last
     name = "/admin/v3/transactions/transactionBufferStats/public/default/t-partition-1"
     assert paths == [name] * asked
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        (404, {"reason": "Topic not found persistent://public/default/t-partition-1"}),
+        (200, {"state": "Initializing", "ongoingTxnSize": 0, "maxReadPosition": "7:3"}),
+    ],
+)
+def test_a_broker_that_loads_a_topic_is_asked_again_for_its_transactions(
+    answers: Callable[[Answer], None], told: tuple[int, dict[str, object]]
+) -> None:
+    """It tells of none until it has read them, and does not load a topic for this question."""
+    answers(lambda _: httpx.Response(told[0], json=told[1]))
+    where = TopicPartition("persistent://public/default/t", 1)
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(BrokerUnavailableError, match="does not know yet") as caught,
+    ):
+        admin.held_back_behind(where)
+    assert caught.value.retriable
 
 
 def test_what_is_not_shown_is_not_stored_yet() -> None:

@@ -9,7 +9,9 @@ from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 
 STATS = {
-    "currentLedgerEntries": 40,
+    # Two of them are not confirmed.
+    "currentLedgerEntries": 42,
+    "lastConfirmedEntry": "14:39",
     "ledgers": [{"ledgerId": 12, "entries": 9}, {"ledgerId": 14, "entries": 0}],
     "cursors": {
         "s": {
@@ -31,6 +33,13 @@ def test_internal_stats_tell_ledgers_and_cursor() -> None:
     assert (other.mark_delete, other.acknowledged()) == (None, EntrySet())
 
 
+def test_entries_of_the_ledger_before_are_not_counted_for_the_new_one() -> None:
+    """The broker counted, closed the ledger and opened the next, and listed the ledgers."""
+    stats = {"currentLedgerEntries": 100, "lastConfirmedEntry": "3:99", "cursors": {}}
+    stats |= {"ledgers": [{"ledgerId": 3, "entries": 100}, {"ledgerId": 4, "entries": 0}]}
+    assert BrokerState.from_internal_stats(stats, "s").ledgers == {3: 100, 4: 0}
+
+
 @pytest.mark.parametrize(
     ("position", "deleted", "acknowledged"),
     [
@@ -43,12 +52,16 @@ def test_internal_stats_tell_ledgers_and_cursor() -> None:
 def test_forms_of_a_cursor(position: str, deleted: str, acknowledged: str) -> None:
     cursor = {"markDeletePosition": position, "individuallyDeletedMessages": deleted}
     ledgers = [{"ledgerId": 3, "entries": 8}, {"ledgerId": 4, "entries": 9}]
-    stats = {"ledgers": ledgers, "cursors": {"s": cursor}}
+    stats = {"ledgers": ledgers, "lastConfirmedEntry": "4:8", "cursors": {"s": cursor}}
     assert str(BrokerState.from_internal_stats(stats, "s").acknowledged()) == acknowledged
 
 
 def test_a_cursor_in_another_form_is_refused() -> None:
-    stats = {"ledgers": [], "cursors": {"s": {"markDeletePosition": "nowhere"}}}
+    stats = {
+        "ledgers": [],
+        "lastConfirmedEntry": "3:-1",
+        "cursors": {"s": {"markDeletePosition": "nowhere"}},
+    }
     with pytest.raises(ValueError, match="nowhere"):
         BrokerState.from_internal_stats(stats, "s")
 
@@ -59,10 +72,10 @@ def test_a_cursor_in_another_form_is_refused() -> None:
 )
 def test_a_cursor_is_listed_under_the_encoded_name(subscription: str, listed: str) -> None:
     found = {"markDeletePosition": "3:1"}
-    stats = {"ledgers": [], "cursors": {listed: found}}
+    stats = {"ledgers": [], "lastConfirmedEntry": "3:-1", "cursors": {listed: found}}
     assert BrokerState.from_internal_stats(stats, subscription).mark_delete == EntryId(3, 1)
     # "a+b" is how the cursor of "a b" is listed: the plain name may be somebody else's.
-    stats = {"ledgers": [], "cursors": {subscription: found}}
+    stats = {"ledgers": [], "lastConfirmedEntry": "3:-1", "cursors": {subscription: found}}
     assert BrokerState.from_internal_stats(stats, subscription).mark_delete is None
 
 

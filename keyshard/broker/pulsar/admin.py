@@ -23,6 +23,8 @@ CREATE_S = 30.0
 """Longest time to make a topic with its partitions, seconds."""
 _OFF = "transactionCoordinatorEnabled"
 """Setting of a broker that knows no transactions, which it names then."""
+_RECOVERING = ("None", "Initializing", "Close")
+"""States in which a broker that loads a topic does not know its transactions: it tells of none."""
 
 
 class PulsarAdmin:
@@ -176,7 +178,13 @@ class PulsarAdmin:
         return self._from_internal_stats(topic_partition, ledgers_of)
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
-        """The last entry that is shown, where an open transaction holds back what is behind it."""
+        """The last entry that is shown, where an open transaction holds back what is behind it.
+
+        The request does not load a topic: who asks right after :meth:`ledgers` has it loaded.
+
+        Raises:
+            BrokerUnavailableError: The topic is not loaded, or is being loaded (retriable).
+        """
         if not self._has_transactions:
             return None
         name = _path(topic_partition.name).removeprefix("persistent/")
@@ -189,12 +197,20 @@ class PulsarAdmin:
             self._has_transactions = False
             return None
         if _says_missing(response):
-            return None
+            raise self._recovering(topic_partition, "is not loaded")
         found = self._checked(path, response).json()
-        if not found.get("ongoingTxnSize"):
+        if found["state"] in _RECOVERING:
+            raise self._recovering(topic_partition, "is being loaded")
+        if not found["ongoingTxnSize"]:
             return None
         ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
         return EntryId(ledger, entry)
+
+    def _recovering(self, topic_partition: TopicPartition, why: str) -> BrokerUnavailableError:
+        return BrokerUnavailableError(
+            f"The broker at {self._http.url} does not know yet whether an open transaction holds "
+            f"back entries of {topic_partition}, because the topic {why}. Try again in a moment."
+        )
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which times pass a moment; ``None`` when there is no such topic."""

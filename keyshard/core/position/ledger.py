@@ -27,13 +27,15 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
         KeyError, TypeError, ValueError: The broker names or writes things otherwise.
     """
     found = {int(each["ledgerId"]): each for each in stats["ledgers"]}
-    newest = max(found, default=-1)
+    # Of the ledger that is written to, the list does not tell the size. "currentLedgerEntries"
+    # counts entries that are on their way to the disk, which nobody is shown and which may never
+    # get there; and that of the ledger before, where one was closed while the broker answered.
+    written, confirmed = map(int, str(stats["lastConfirmedEntry"]).split(":"))
     ledgers = []
     for ledger, each in sorted(found.items()):
         entries, size = int(each["entries"]), int(each.get("size", 0))
-        if ledger == newest:
-            # Of the ledger that is written to, the list does not tell the size.
-            entries = max(entries, int(stats.get("currentLedgerEntries", 0)))
+        if ledger == written:
+            entries = max(entries, confirmed + 1)
             size = max(size, int(stats.get("currentLedgerSize", 0)))
         ledgers.append(Ledger(ledger, entries, size))
     return tuple(ledgers)
