@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.worker.worker import Worker
 
@@ -56,6 +57,12 @@ class HandedOut:
         with self._shared.lock:
             self._shared.check()
             return self._window.plan_completed(completed)
+
+    @property
+    def positions(self) -> Mapping[TopicPartition, PartitionCheckpoint]:
+        """What the newest checkpoint has of each topic partition that is not gone, also nothing."""
+        with self._shared.lock:
+            return {at: one.state for at, one in self._window.known.items() if not one.gone}
 
     @property
     def completed(self) -> bool:

@@ -281,7 +281,7 @@ class DeadLetters:
         """Where to fold from, as a JSON value; :func:`open_dead_letters` goes on from there.
 
         Args:
-            partitions: What else the checkpoint has.
+            partitions: What else the checkpoint has of each topic partition that is not gone.
         """
         with self.keys.lock:
             self.finished.saving()

@@ -62,7 +62,7 @@ class DeadLetterStore(Protocol):
     def checkpoint(
         self, partitions: Mapping[TopicPartition, PartitionCheckpoint]
     ) -> Mapping[str, Any]:
-        """Where they are, for a checkpoint that has these positions."""
+        """Where they are, for a checkpoint that has this of each topic partition not gone."""
 
     def saved(self) -> None:
         """What :meth:`checkpoint` gave is durable."""

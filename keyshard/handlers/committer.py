@@ -76,9 +76,9 @@ class Committer:
             return
         if self._store is not None:
             rescaled = self._coordinator.rescaled
-            newest, letters = self._coordinator.newest, self._parked
-            parked = None if letters is None else letters.checkpoint(newest.partitions)
-            checkpoint = replace(newest, parked=parked, rescaled=rescaled)
+            positions = self._coordinator.handed_out.positions
+            parked = None if self._parked is None else self._parked.checkpoint(positions)
+            checkpoint = replace(self._coordinator.newest, parked=parked, rescaled=rescaled)
             self.stored_bytes = self._store.save(checkpoint)
             self._rescaled = rescaled
             if self._parked is not None:

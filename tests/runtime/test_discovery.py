@@ -126,6 +126,7 @@ def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partit
     world.cluster.create_topic("gone", partitions)
     world.cluster.create_topic("stays", 2)
     with world.running(world.source(["gone", "stays"])) as coordinator:
+        assert len(coordinator.handed_out.positions) == 2 + max(1, partitions)
         world.publish("gone", 4)
         world.publish("stays", 4)
         received(coordinator, world.sent.total())
@@ -145,6 +146,7 @@ def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partit
         end = world.take(coordinator)
         assert coordinator.batches.cut() is None, "what was only received of it is forgotten"
         assert {where.topic for where in end.partitions} == {PREFIX + "stays"}
+        assert coordinator.handed_out.positions == end.partitions, "it is gone from there, too"
         world.publish("stays", 3)
         received(coordinator, world.sent.total())
         world.take(coordinator)

@@ -126,7 +126,8 @@ def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.Monke
     for position, (key, number) in enumerate([("a", 1), ("b", 2), ("b", 3), ("c", 4)], 4):
         parked.replayed(at(position), key, P0, original(number))
         parked.validate()
-    assert parked.to_dict({})["from"] == "5:2", "the letters of the oldest ones went"
+    begin = parked.to_dict({P0: PartitionCheckpoint()})["from"]
+    assert begin == "5:2", "the letters of the oldest ones went"
     known = [
         parked.done.has(key, P0, original(n)) for key, n in zip("abbc", (1, 2, 3, 4), strict=True)
     ]
@@ -157,13 +158,13 @@ def test_a_checkpoint_begins_before_a_done_letter_whose_original_it_lacks() -> N
         parked.replayed(at(position), key, P0, original(number))
         parked.validate()
 
-    def begins(*committed: int) -> str | None:
+    def begins(*committed: int) -> object:
         delivered = EntrySet.of(EntryId(1, number) for number in committed)
         data = parked.to_dict({P0: PartitionCheckpoint(delivered=delivered)})
         assert data["oldest"] is None, "none of them rests"
         return data["from"]
 
-    assert parked.to_dict({})["from"] == "5:0", "nothing of their topic partition is committed"
+    assert begins() == "5:0", "nothing of their topic partition is committed"
     assert begins(2) == "5:0"
     assert begins(1, 2) == "5:2"
     assert begins(1, 2, 3) == "5:6"
@@ -173,8 +174,14 @@ def test_a_checkpoint_begins_before_a_done_letter_whose_original_it_lacks() -> N
 def test_a_letter_that_was_given_up_is_known_until_its_original_is_committed() -> None:
     parked = folded((0, "a", 1))
     parked.swept(at(1), "a", at(0))
-    assert parked.to_dict({})["from"] == "5:0"
+    assert parked.to_dict({P0: PartitionCheckpoint()})["from"] == "5:0"
     assert parked.to_dict(COMMITTED)["from"] == "5:2"
+
+
+def test_a_letter_whose_original_is_gone_with_its_topic_is_not_folded_again() -> None:
+    parked = folded((0, "a", 1))
+    parked.replayed(at(1), "a", P0, original(1))
+    assert parked.to_dict({P1: PartitionCheckpoint()})["from"] == "5:2"
 
 
 def test_a_checkpoint_that_held_all_parked_keys_is_read() -> None:

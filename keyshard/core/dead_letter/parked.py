@@ -188,8 +188,9 @@ class Parked:
         """From where to fold, for a checkpoint: its size and cost do not depend on the keys.
 
         Args:
-            partitions: What else the checkpoint has. A letter that is done is folded again as long
-                as that lacks its original: it comes again after a start, and must be known then.
+            partitions: What else the checkpoint has of each topic partition that is not gone. A
+                letter that is done is folded again as long as that lacks its original: it comes
+                again after a start, and must be known then.
         """
         begin, done = self.begin, self.done.oldest(partitions)
         if begin is not None and done is not None:

@@ -87,14 +87,14 @@ class Replayed:
         """The oldest of their letters whose original may come again after a start.
 
         Args:
-            partitions: What the checkpoint has that the start begins with; from one to the next
-                it only grows.
+            partitions: What the checkpoint has that the start begins with, from one to the next
+                only more; a topic partition that is missing is gone.
         """
         letters = self._letters
         while letters:
             letter, where, (ledger, entry, _) = letters[0]
             state = partitions.get(where)
-            if state is None or not state.settled(EntryId(ledger, entry)):
+            if state is not None and not state.settled(EntryId(ledger, entry)):
                 return letter
             heappop(letters)
         return None
