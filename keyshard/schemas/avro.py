@@ -17,7 +17,8 @@ from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_defaults import read_defaults
 from keyshard.schemas.avro_resolution import resolution
-from keyshard.schemas.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
+from keyshard.schemas.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, UNION, AvroType, parse
+from keyshard.schemas.avro_unions import written_for
 from keyshard.schemas.casting import cast
 from keyshard.schemas.codec import (
     NOTHING_UNTOLD,
@@ -27,7 +28,7 @@ from keyshard.schemas.codec import (
 )
 
 _COMPILED_LACKS = {
-    "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of many",
+    "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of numbers",
 }  # fmt: skip
 """Types that pyruhvro does not know; it panics over them."""
 
@@ -68,7 +69,7 @@ class AvroCodec:
         definition = (writer or self._own).definition
         reader = self._readers.get(definition)
         if reader is None:
-            written = parse(definition, self._topic, unions=True)
+            written = parse(definition, self._topic)
             reader = self._readers[definition] = self._reader(written)
         stored = reader.read(values.to_pylist())
         try:
@@ -101,6 +102,7 @@ class _Reader:
         self._written = written
         self._wanted = wanted
         self._same = written.schema == wanted.schema
+        self._resolves_unions = not self._same and UNION in written.kinds | wanted.kinds
         self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
         # Compiled code cuts an int of more than 32 bits off; both are written alike.
         self._text = json.dumps(_with_longs(written.schema))
@@ -114,7 +116,11 @@ class _Reader:
         if not self._by_compiled_code:
             parsed = fastavro.parse_schema
             self._parsed = (
-                parsed(written.schema),
+                parsed(
+                    written_for(written.schema, wanted.schema)
+                    if self._resolves_unions
+                    else written.schema
+                ),
                 None if self._same else read_defaults(parsed(wanted.schema), _decimal),
             )
 
@@ -137,7 +143,10 @@ class _Reader:
         try:
             return pa.array([self._row(value) for value in values], self._wanted.stored)
         except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:
-            raise UndecodableError(f"{type(exc).__name__}: {first_line(exc)}") from exc
+            # The words of that error are of records that stand for types of unions.
+            unfit = self._resolves_unions and not isinstance(exc, _WRONG)
+            why = "it does not fit the schema that it is read by" if unfit else first_line(exc)
+            raise UndecodableError(f"{type(exc).__name__}: {why}") from exc
 
     def _compiles(self) -> bool:
         try:

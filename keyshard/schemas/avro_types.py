@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from keyshard.errors import SchemaError
+from keyshard.schemas.avro_unions import members, with_member
 from keyshard.schemas.casting import cast
 
 _TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
@@ -75,14 +77,19 @@ class AvroType(NamedTuple):
         return made
 
 
-def parse(definition: bytes, topic: str, *, unions: bool = False) -> AvroType:
+UNION = "union of many"
+"""Stands among the kinds of a type that has a union of several types other than numbers."""
+_NUMBERS = ({"int", "long"}, pa.int64()), ({"float", "double"}, pa.float64())
+"""Types whose unions are one type, as in Spark's ``from_avro``."""
+
+
+def parse(definition: bytes, topic: str, *, unions: bool = True) -> AvroType:
     """Read a definition.
 
     Args:
         definition: Its JSON.
         topic: For errors.
-        unions: Whether it may have unions of several types, which are no columns: what values were
-            written with may, since another schema says what they become.
+        unions: Whether values tell which type of a union they are of.
 
     Raises:
         SchemaError: It is none, or has what no column can hold.
@@ -124,24 +131,49 @@ class _Parser:
             return self._reference(kind, namespace, path)
         return _logical(kind, schema, kind) or _same(kind, _PLAIN[kind], kind)
 
-    def _refuse(self, path: str, why: str) -> SchemaError:
+    def _refuse(self, path: str, why: str, so: str = "which no column can hold") -> SchemaError:
         return SchemaError(
-            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, which no "
-            "column can hold. Set valueFormat=raw to get the bytes."
+            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, {so}. "
+            "Set valueFormat=raw to get the bytes."
         )
 
     def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:
-        found = [self.type_of(one, namespace, path) for one in branches]
+        found = [self.type_of(*one) for one in _branches(branches, namespace, path)]
         others = [one for one in found if one.kinds != {"null"}]
-        if len(others) > 1 and not self._unions:
-            raise self._refuse(path, f"is a union of {len(others)} types")
+        if len(others) > 1:
+            return self._union_of_many(found, others, path)
         kept = others[0] if others else found[0]
         name = "union" if len(found) == 2 else "union of one"
-        kinds = frozenset().union(
-            {name if len(others) == 1 else "union of many"},
-            *(one.kinds for one in others or found),
+        kinds = frozenset({name if others else UNION}).union(
+            *(one.kinds for one in others or found)
         )
         return kept._replace(schema=[one.schema for one in found], kinds=kinds)
+
+    def _union_of_many(self, found: list[AvroType], others: list[AvroType], path: str) -> AvroType:
+        kinds = frozenset().union(*(one.kinds for one in others))
+        names = [_name_of(one.schema) for one in others]
+        number = next(
+            (one for types, one in _NUMBERS if len(names) == 2 and {*names} == types), None
+        )
+        if number is not None:
+            schema = [_name_of(one.schema) for one in found]
+            return AvroType(schema, number, number, number, kinds - {_TIME} | {"union of numbers"})
+        if not self._unions:
+            why = f"is a union of {len(others)} types"
+            raise self._refuse(path, why, "and JSON does not say of which of them a value is")
+        self._count(len(others), path)
+        wrapped = iter(members([one.schema for one in others], path))
+
+        def made(of: list[pa.DataType]) -> pa.DataType:
+            return pa.struct([(f"member{number}", one) for number, one in enumerate(of)])
+
+        return AvroType(
+            [one.schema if one.kinds == {"null"} else next(wrapped) for one in found],
+            made([one.stored for one in others]),
+            made([one.unit for one in others]),
+            made([one.column for one in others]),
+            kinds | {UNION},
+        )
 
     def _reference(self, name: str, namespace: str, path: str) -> AvroType:
         full = _full(name, namespace)
@@ -201,6 +233,8 @@ class _Parser:
             | {"type": kind.schema}
             for one, kind in fields
         ]
+        if any(UNION in kind.kinds for _, kind in fields):
+            self._put_members(kept)
         return AvroType(
             {"type": "record", **head, "fields": kept},
             pa.struct([(name, kind.stored) for name, (_, kind) in zip(names, fields, strict=True)]),
@@ -210,6 +244,16 @@ class _Parser:
                 *(kind.kinds for _, kind in fields)
             ),
         )
+
+    def _put_members(self, fields: list[dict[str, Any]]) -> None:
+        """Make defaults of unions those of their members."""
+        for one in fields:
+            if "default" in one:
+                one["default"] = with_member(one["default"], one["type"], self._schema_of)
+
+    def _schema_of(self, name: str) -> Any:
+        found = self._named.get(name)
+        return name if found is None else found.schema
 
     def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
         within = "items" if kind == "array" else "values"
@@ -228,6 +272,19 @@ class _Parser:
             made(inner.column),
             inner.kinds | {kind},
         )
+
+
+def _branches(types: list[Any], namespace: str, path: str) -> Iterator[tuple[Any, str, str]]:
+    """The types of a union, with their paths: those of several are members."""
+    many = sum(one != "null" for one in types) > 1
+    number = 0
+    for one in types:
+        yield one, namespace, f"{path}.member{number}" if many and one != "null" else path
+        number += one != "null"
+
+
+def _name_of(schema: Any) -> str:
+    return str(schema.get("type")) if isinstance(schema, dict) else str(schema)
 
 
 def _full(name: str, namespace: str) -> str:

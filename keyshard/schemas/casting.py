@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pyarrow as pa
+from pyarrow import compute
 
 
 def cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -26,7 +27,24 @@ def cast(values: pa.Array, kind: pa.DataType) -> pa.Array:
     if types.is_map(own) and types.is_map(kind):
         keys, items = cast(values.keys, kind.key_type), cast(values.items, kind.item_type)
         return pa.MapArray.from_arrays(values.offsets, keys, items, type=kind, mask=mask)
+    if types.is_union(own):
+        return _members(values, kind)
     return values.cast(kind)
+
+
+def _members(values: pa.UnionArray, kind: pa.StructType) -> pa.Array:
+    """A union of structs of one field each, and null, as a struct with all of their fields."""
+    columns: list[pa.Array] = []
+    codes, mask = values.type_codes, None
+    for place, code in enumerate(values.type.type_codes):
+        there = compute.equal(codes, code)
+        inner = values.field(place)
+        if pa.types.is_null(inner.type):
+            mask = there
+            continue
+        rows = compute.if_else(there, pa.array(range(len(values)), pa.int64()), None)
+        columns.append(cast(inner.field(0), kind[len(columns)].type).take(rows))
+    return pa.StructArray.from_arrays(columns, fields=list(kind), mask=mask)
 
 
 def null_in(field: pa.Field, values: pa.Array) -> str:

@@ -59,7 +59,7 @@ class JsonCodec:
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
         msgspec = library("msgspec", f"The JSON schema of {topic}")
-        self._wanted = parse(schema.definition, topic)
+        self._wanted = parse(schema.definition, topic, unions=False)
         self.type = self._wanted.column
         if not pa.types.is_struct(self.type):
             raise SchemaError(

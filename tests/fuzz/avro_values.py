@@ -30,6 +30,9 @@ _DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     ("int", 7, 7), ("bytes", "\u00ff\0", b"\xff\0"), (["null", "string"], None, None),
     ({"type": "array", "items": "bytes"}, ["\u0080"], [b"\x80"]),
     ({"type": "map", "values": "double"}, {"k": 1}, {"k": 1.0}), (["bytes", "null"], "a", b"a"),
+    (["bytes", "int"], "\u00ff", {"member0": b"\xff", "member1": None}),
+    (["null", "int", "string"], None, None),
+    ({"type": "array", "items": ["int", "string"]}, [7], [{"member0": 7, "member1": None}]),
 )  # fmt: skip
 """Type, default, and the value that it means."""
 
@@ -86,7 +89,8 @@ def _stored(schema: Any, value: Any) -> bytes:
 
 def _read(data: bytes, written: Any, wanted: Any) -> Any:
     schemas = [fastavro.parse_schema(_plain(one)) for one in (written, wanted)]
-    return comparable(as_column(fastavro.schemaless_reader(io.BytesIO(data), *schemas), wanted))
+    found = fastavro.schemaless_reader(io.BytesIO(data), *schemas, return_named_type=True)
+    return comparable(as_column(found, wanted))
 
 
 def _plain(schema: Any) -> Any:
@@ -104,9 +108,11 @@ _PER_UNIT = {"time-millis": 1000, "timestamp-millis": 1000, "local-timestamp-mil
 
 
 def as_column(value: Any, kind: Any) -> Any:
-    """A value of stored types as a column has it: times in microseconds, nothing else."""
+    """A value of stored types as a column has it: times in microseconds, unions with a field for
+    each type. One of a named type of a union comes with its name."""
     if isinstance(kind, list):
-        kind = next(one for one in kind if one != "null")
+        return _of_union(value, [one for one in kind if one != "null"])
+    value = value[1] if isinstance(value, tuple) else value
     if value is None or not isinstance(kind, dict):
         return ctypes.c_float(value).value if value is not None and kind == "float" else value
     if kind["type"] == "record":
@@ -119,11 +125,58 @@ def as_column(value: Any, kind: Any) -> Any:
     return value if per_unit == 1 else value * per_unit
 
 
+def _of_union(value: Any, kinds: list[Any]) -> Any:
+    if len(kinds) == 1:
+        return as_column(value, kinds[0])
+    if set(map(name_of, kinds)) in _NUMBERS:
+        return as_column(value, "double" if "double" in map(name_of, kinds) else "long")
+    if value is None:
+        return None
+    place = place_of(value, kinds)
+    members = dict.fromkeys(f"member{number}" for number in range(len(kinds)))
+    return members | {f"member{place}": as_column(value, kinds[place])}
+
+
+_NUMBERS = {"int", "long"}, {"float", "double"}
+_READ_AS: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",), int: ("int", "long"), float: ("float", "double"), list: ("array",),
+    dict: ("map", "record"), str: ("string", "enum", "bytes"),
+    bytes: ("bytes", "fixed"), Decimal: ("bytes", "fixed"),
+}  # fmt: skip
+
+
+def name_of(kind: Any) -> str:
+    """Avro's name of a type."""
+    return str(kind if isinstance(kind, str) else kind["type"])
+
+
+def place_of(value: Any, kinds: list[Any]) -> int:
+    """Which type of a union a value is of: none that is drawn has two that look alike."""
+    if isinstance(value, tuple):
+        name = value[0].rpartition(".")[2]
+        found = [place for place, one in enumerate(kinds) if name == _called(one)]
+        if found:
+            return found[0]
+        value = value[1]
+    names = _READ_AS[type(value)]
+    return next(place for place, one in enumerate(kinds) if name_of(one) in names)
+
+
+def _called(kind: Any) -> str:
+    return str(kind["name"]) if isinstance(kind, dict) and "name" in kind else ""
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, dict) and kind["type"] == "record"
+
+
 class Drawn:
     """Draws schemas, values of them, and versions that follow."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, *, unions: bool = True) -> None:
         self._random = random
+        self._unions = unions
+        """Whether there are such of several types other than numbers."""
         self._named = 0
 
     def record(self, depth: int) -> dict[str, Any]:
@@ -141,7 +194,7 @@ class Drawn:
     def _kind(self, depth: int) -> Any:
         random = self._random
         found: Any = random.choice(_SCALARS)
-        match random.randrange(12):
+        match random.randrange(14):
             case 0 if depth:
                 found = {"type": "array", "items": self._kind(depth - 1)}
             case 1 if depth:
@@ -160,15 +213,47 @@ class Drawn:
                 if random.random() < 0.5:
                     size = self._called({"type": "fixed", "size": 8})
                 found = size | {"logicalType": "decimal", "precision": 9, "scale": 2}
+            case 8 | 9:
+                found = self._union(depth)
+                if random.random() < 0.3:
+                    found.insert(random.randrange(len(found) + 1), "null")
+                return found
         null = random.random() < 0.3
         return random.choice((["null", found], [found, "null"])) if null else found
+
+    def _union(self, depth: int) -> list[Any]:
+        """A union of several types, none of which looks like another."""
+        random = self._random
+        found: list[Any] = [
+            random.choice(("int", "long", "float", "double")),
+            random.choice(("string", "bytes", self._called({"type": "enum", "symbols": ["A"]}))),
+            "boolean",
+        ]
+        if depth:
+            found.append({"type": "array", "items": self._kind(depth - 1)})
+            found += random.choice(
+                (
+                    [{"type": "map", "values": self._kind(depth - 1)}],
+                    [self.record(depth - 1), self.record(depth - 1)],
+                )
+            )
+        if not self._unions or random.random() < 0.2:
+            found = random.choice((["int", "long"], ["float", "double"]))
+        random.shuffle(found)
+        return found[: random.randint(2, len(found))]
 
     def value(self, kind: Any) -> Any:
         """A value of a type."""
         random = self._random
         if isinstance(kind, list):
-            other = next(one for one in kind if one != "null")
-            return None if random.random() < 0.3 else self.value(other)
+            others = [one for one in kind if one != "null"]
+            other = random.choice(others)
+            if "null" in kind and random.random() < 0.3:
+                return None
+            # Of two records, which one it is: fastavro would guess.
+            of_many = len(others) > 1 and _is_record(other)
+            name = f"{other['namespace']}.{other['name']}" if of_many else ""
+            return (name, self.value(other)) if of_many else self.value(other)
         name = kind if isinstance(kind, str) else kind["type"]
         if name == "record":
             return {one["name"]: self.value(one["type"]) for one in kind["fields"]}
@@ -204,7 +289,7 @@ class Drawn:
             {"name": one["name"], "type": self._changed(one["type"])}
             for one in schema["fields"]
             if self._random.random() < 0.8
-        ]
+        ] or [dict(schema["fields"][0])]
         for one in fields:
             if self._random.random() < 0.15:
                 one |= {"name": f"new_{one['name']}", "aliases": [one["name"]]}
@@ -216,12 +301,26 @@ class Drawn:
         self._random.shuffle(fields)
         return schema | {"fields": fields}, added
 
+    def _changed_union(self, kinds: list[Any]) -> Any:
+        random = self._random
+        if set(map(name_of, kinds)) in _NUMBERS:
+            wider = "double" if "double" in kinds else random.choice(("long", "double"))
+            return random.choice((kinds, kinds[::-1], ["null", *kinds], wider))
+        kept = [self._changed(one, nulls=False) for one in kinds]
+        if len(kept) > 1:
+            random.shuffle(kept)
+            kept = kept[: random.choice((1, len(kept) - 1, len(kept), len(kept)))]
+            if random.random() < 0.3:
+                return kept if len(kept) > 1 else kept[0]
+        return random.choice((["null", *kept], [*kept, "null"]))
+
     def _changed(self, kind: Any, *, nulls: bool = True) -> Any:
         random = self._random
         if isinstance(kind, list):
-            other = next(one for one in kind if one != "null")
-            other = self._changed(other, nulls=False)
-            return random.choice((["null", other], [other, "null"]))
+            return self._changed_union([one for one in kind if one != "null"])
+        if nulls and kind != "boolean" and random.random() < 0.1:
+            changed = self._changed(kind, nulls=False)
+            return random.choice((["boolean", changed], [changed, "boolean", "null"]))
         if isinstance(kind, str):
             return random.choice((kind, kind, *_WIDER.get(kind, ())))
         changed = dict(kind)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timezone
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,7 +30,8 @@ class Kind:
     schema: _Make
     """Java's schema; given a :class:`JavaClient`."""
     values: _Make
-    """What Java's client is handed, given its JVM; behind them comes a value that is null."""
+    """What Java's client is handed, given its JVM, or the schema; behind them comes a value that is
+    null."""
     wanted: Sequence[Any]
     """The same for a handler: scalars, or dicts."""
     columns: Mapping[str, str]
@@ -41,6 +44,8 @@ class Kind:
     """Messages behind those whose key is set as text: their values as bytes, and what they are."""
     registered: str = ""
     """Type that is registered beforehand; the others register themselves."""
+    by_schema: bool = False
+    """Whether values are made of the schema."""
     former: Sequence[tuple[_Make, _Make]] = ()
     """Schemas and values of versions before, whose messages come first."""
     topic: str = field(default_factory=lambda: full_topic_name(f"matrix-{uuid.uuid4().hex}"))
@@ -110,14 +115,33 @@ _MONEY = (
 _MONEY_COLUMNS = {"currency_code": "string", "units": "bigint", "nanos": "int"}
 
 
-def _records(schema: Any) -> list[Any]:
+def _records(schema: Any, rows: Sequence[Mapping[str, Any]] = _MONEY) -> list[Any]:
     found = []
-    for one in _MONEY:
+    for one in rows:
         made = schema.newRecordBuilder()
         for name, value in one.items():
             made.set(name, value)
         found.append(made.build())
     return found
+
+
+def _unions(*types: str) -> _Make:
+    """A record with a union of types, and one of numbers."""
+    fields = [{"name": "u", "type": types}, {"name": "n", "type": ["int", "long"]}]
+    definition = json.dumps({"type": "record", "name": "R", "fields": fields})
+
+    def schema(java: JavaClient) -> Any:
+        made = java.api.schema.SchemaDefinition.builder().withJsonDef(definition).build()
+        return java.api.Schema.generic(java.api.Schema.AVRO(made).getSchemaInfo())
+
+    return schema
+
+
+_UNITED = {"u": -5, "n": 2**40}, {"u": 2**40, "n": 1}, {"u": True, "n": 1}
+
+
+def _member(place: int, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(f"member{number}" for number in range(4)) | {f"member{place}": value}
 
 
 def _messages(jvm: Any) -> list[Any]:
@@ -259,8 +283,28 @@ KINDS = (
         datetime.fromisoformat("2024-02-29T01:02:03.000004"),
         datetime.fromisoformat("0001-01-01T23:59:59.999999"),
     ),
-    Kind("AVRO", _record("AVRO"), _records, _MONEY, _MONEY_COLUMNS),
-    Kind("JSON", _record("JSON"), _records, _MONEY, _MONEY_COLUMNS),
+    Kind("AVRO", _record("AVRO"), _records, _MONEY, _MONEY_COLUMNS, by_schema=True),
+    Kind("JSON", _record("JSON"), _records, _MONEY, _MONEY_COLUMNS, by_schema=True),
+    Kind(
+        "AVRO with unions", _unions("long", "null", "int", "string", "boolean"),
+        partial(_records, rows=_UNITED),
+        [
+            {"u": _member(1, 5), "n": 7}, {"u": _member(2, "né"), "n": 7}, {"u": None, "n": 7},
+            {"u": _member(1, -5), "n": 2**40}, {"u": _member(0, 2**40), "n": 1},
+            {"u": _member(3, _BOOLEANS[0]), "n": 1},
+        ],
+        {
+            "u": "struct<member0:bigint,member1:int,member2:string,member3:boolean>",
+            "n": "bigint",
+        },
+        by_schema=True,
+        former=[
+            (
+                _unions("null", "int", "string", "boolean", "long"),
+                partial(_records, rows=[{"u": one, "n": 7} for one in (5, "né", None)]),
+            )
+        ],
+    ),
     Kind(
         "PROTOBUF_NATIVE", _protobuf("PROTOBUF_NATIVE", "com.google.type.Money"), _messages,
         _MONEY, _MONEY_COLUMNS,
@@ -308,13 +352,13 @@ def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
         if kind.registered:
             add_schema(broker, kind.topic, kind.registered)
         for former, values in kind.former:
-            producer = java.client.newProducer(former(java)).topic(kind.topic).create()
-            for value in values(java.jvm):
+            former_schema = former(java)
+            producer = java.client.newProducer(former_schema).topic(kind.topic).create()
+            for value in values(former_schema if kind.by_schema else java.jvm):
                 _message(producer, kind).value(value).send()
             producer.close()
         schema = kind.schema(java)
-        of_records = kind.values is _records
-        values = kind.values(schema if of_records else java.jvm)
+        values = kind.values(schema if kind.by_schema else java.jvm)
         if kind.encoded:
             values = [schema.encode(value) for value in values]
             schema = java.api.Schema.AUTO_PRODUCE_BYTES(schema)
