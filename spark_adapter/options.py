@@ -65,9 +65,10 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
         source = KeyShardSource(**_connected(fields, client))
     except ConfigError as exc:
         # Only the field's name at the start: what follows may be the user's own text.
+        # Spark prints causes before the error, with names that are not those of options.
         field, space, rest = exc.message.partition(" ")
         given |= {one.field: CLIENT + one.name for one in CONNECTION_OPTIONS}
-        raise ConfigError(given.get(field, field) + space + rest) from exc
+        raise ConfigError(given.get(field, field) + space + rest) from None
     if source.in_memory:
         raise ConfigError(
             f"service.url is {shown(source.service_url)}, which lives in one process; Spark reads "

@@ -208,9 +208,10 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
         own = plan is None or (field.name in kinds and field.name != "value")
         if own and kinds.get(field.name) != field.dataType:
             known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in kinds.items())
+            why = "" if plan else " (no topic has a schema now, or valueFormat is raw: no fields)"
             raise ConfigError(
                 f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
-                f"keyshard's. A schema selects some of: {known}."
+                f"keyshard's{why}. A schema selects some of: {known}."
             )
     if plan is None:
         return Rows(schema.names, strict=strict)

@@ -155,7 +155,7 @@ class SourceConfig:
             and self.batch_rows_min > self.batch_rows_max
         ):
             raise ConfigError(
-                f"batch_rows_min is {self.batch_rows_min}, above batch_rows_max, which is "
+                f"batch_rows_min is {self.batch_rows_min}, above the most rows of a batch: "
                 f"{self.batch_rows_max}."
             )
 

@@ -12,10 +12,16 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.message import Message
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.errors import MalformedMessageError, SchemaError, UnfitHandlerError
-from keyshard.reading.structured import WITHOUT_SCHEMA, Decoding, plan_decoding, writer_of
+from keyshard.reading.structured import (
+    WITHOUT_SCHEMA,
+    Decoding,
+    check_same,
+    plan_decoding,
+    writer_of,
+)
 from keyshard.redaction import first_line, shown
 from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import codec_of, keys_apart
+from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
 from keyshard.schemas.projection import check_told
 
 
@@ -32,6 +38,9 @@ class MessageData:
         self._key_bytes = key_bytes
         self._pid = os.getpid()
         self._topics: dict[str, tuple[Decoding, Codec]] = {}
+        """The newest of each topic."""
+        self._ledgers: dict[tuple[str, int, int], tuple[Decoding, Codec]] = {}
+        """By topic, partition and ledger."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> MessageData:
@@ -39,7 +48,7 @@ class MessageData:
         return cls(config.how_to_connect(), key_bytes=KEY_BYTES in config.metadata_columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_topics": {}}
+        return self.__dict__ | {"_topics": {}, "_ledgers": {}}
 
     def __call__(self, message: Message) -> Any:
         """The value of a message: a dict, a scalar, or ``None`` where it has none.
@@ -57,13 +66,8 @@ class MessageData:
                 "messages in that process, or take message.value."
             )
         topic = message.topic
-        known = self._topics.get(topic)
-        if known is None:
-            plan = plan_decoding(self._connection, [topic])
-            codec = codec_of(plan.schemas[topic], topic)
-            check_told(codec.untold, topic)
-            known = self._topics[topic] = plan, codec
-        plan, codec = known
+        where = topic, message.partition, message.message_id.ledger
+        plan, codec = self._ledgers.get(where) or self._planned(where)
         version = message.schema_version
         if version is not None and plan.schemas[topic].type in WITHOUT_SCHEMA:
             raise SchemaError(
@@ -74,29 +78,56 @@ class MessageData:
             )
         writer = writer_of(plan, topic, plan.schemas[topic], version)
         values = pa.array([message.value], pa.binary())
-        if keys_apart(writer or plan.schemas[topic]):
+        # What was written as another type is malformed, wherever its keys are.
+        if codec.kind == KEY_VALUE and keys_apart(writer or plan.schemas[topic]):
             if not self._key_bytes:
                 raise UnfitHandlerError(
                     f"Keys of {topic} stand apart from its values, and message.data needs the "
                     f"bytes that they were set as: {NAME_KEY_BYTES}"
                 )
             if message.key is not None and message.key_bytes is None:
-                raise self._malformed(message, "what its key was set as is not known")
+                raise _malformed(message, plan, "what its key was set as is not known")
         keys = pa.array([message.key_bytes], pa.binary())
         found, reasons = decode_rows(codec, values, keys, writer)
         if reasons:
-            raise self._malformed(message, reasons[0])
+            raise _malformed(message, plan, reasons[0])
         try:
             return found.to_pylist(maps_as_pydicts="lossy")[0]
         except (OverflowError, ValueError) as exc:
-            raise self._malformed(message, first_line(exc)) from exc
+            raise _malformed(message, plan, first_line(exc)) from exc
 
-    def _malformed(self, message: Message, why: str) -> MalformedMessageError:
-        kind = self._topics[message.topic][0].schemas[message.topic].type
-        return MalformedMessageError(
-            f"Message {message.message_id} of {message.topic}, partition {message.partition}, "
-            f"cannot be decoded by its {kind} schema: {why}. Its bytes are "
-            "message.value, and message.key is the text of its key.",
-            topic=message.topic,
-            message_id=str(message.message_id),
-        )
+    def _planned(self, where: tuple[str, int, int]) -> tuple[Decoding, Codec]:
+        """How messages of a ledger are decoded that is met first.
+
+        As those before, unless the topic was deleted and created anew with another schema.
+        """
+        topic, _, _ = where
+        known = self._topics.get(topic)
+        if known is None or not _still_is(known[0], topic):
+            plan = plan_decoding(self._connection, [topic])
+            codec = codec_of(plan.schemas[topic], topic)
+            check_told(codec.untold, topic)
+            known = self._topics[topic] = plan, codec
+        self._ledgers[where] = known
+        return known
+
+
+def _still_is(plan: Decoding, topic: str) -> bool:
+    """Whether a topic still has the schema of a plan."""
+    if plan.schemas[topic].type in WITHOUT_SCHEMA:
+        return False
+    try:
+        check_same(plan)
+    except SchemaError:
+        return False
+    return True
+
+
+def _malformed(message: Message, plan: Decoding, why: str) -> MalformedMessageError:
+    return MalformedMessageError(
+        f"Message {message.message_id} of {message.topic}, partition {message.partition}, "
+        f"cannot be decoded by its {plan.schemas[message.topic].type} schema: {why}. Its bytes are "
+        "message.value, and message.key is the text of its key.",
+        topic=message.topic,
+        message_id=str(message.message_id),
+    )

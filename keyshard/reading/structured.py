@@ -207,6 +207,8 @@ class Decoder:
         self._wanted = wanted
         self._codecs: dict[str, tuple[TopicSchema, Codec, pa.Schema | None]] = {}
         """With what values are cast to: ``None`` where bytes are wanted."""
+        self._unfit: dict[str, str] = {}
+        """Topics that were found later and cannot have the columns, and why."""
         self._payload = pa.schema([one for one in wanted if one.name not in {*_METADATA, CORRUPT}])
         tells_corrupt = plan.mode == PERMISSIVE and CORRUPT in wanted.names
         self._needs_values = bool(len(self._payload)) or tells_corrupt
@@ -287,11 +289,15 @@ class Decoder:
     def _decode_alike(
         self, batch: pa.RecordBatch, topic: str, version: int | None
     ) -> tuple[dict[str, pa.Array], dict[int, str]]:
+        if not self._fits(topic):
+            reasons = dict.fromkeys(range(len(batch)), self._unfit[topic])
+            return {one.name: pa.nulls(len(batch), one.type) for one in self._payload}, reasons
         schema, codec, payload = self._codec(topic)
         if payload is None:
             return {one.name: batch.column("value") for one in self._payload}, {}
         writer = writer_of(self._plan, topic, schema, version)
-        if not keys_apart(writer or schema):
+        # What was written as another type is malformed, wherever its keys are.
+        if codec.kind != KEY_VALUE or not keys_apart(writer or schema):
             keys = pa.nulls(len(batch), pa.binary())
         elif KEY_BYTES in batch.schema.names:
             keys = batch.column(KEY_BYTES)
@@ -305,6 +311,32 @@ class Decoder:
             )
         values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
         return cast(values, payload), reasons
+
+    def _fits(self, topic: str) -> bool:
+        """Whether a topic can have the columns. One that was found later need not: its rows may be
+        in a batch that is planned, where no option leaves the topic out any more.
+
+        Raises:
+            SchemaError: It cannot, in mode ``FAILFAST``.
+        """
+        if topic in self._plan.schemas or topic in self._codecs:
+            return True
+        if topic in self._unfit:
+            return False
+        try:
+            self._codec(topic)
+        except SchemaError as exc:
+            if self._plan.mode == FAILFAST:
+                raise SchemaError(
+                    f"A topic that was found after the query was built does not fit it: "
+                    f"{exc.message} Leave the topic out of what the query reads; with "
+                    f"mode={DROPMALFORMED} (malformed in Python) rows of it in a batch that is "
+                    f"planned are left out, and with mode={PERMISSIVE} {CORRUPT} has their bytes.",
+                    topic=topic,
+                ) from exc
+            self._unfit[topic] = exc.message
+            return False
+        return True
 
     def _codec(self, topic: str) -> tuple[TopicSchema, Codec, pa.Schema | None]:
         """How values of a topic are decoded, and to which columns."""

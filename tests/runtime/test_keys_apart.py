@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -133,6 +134,31 @@ def test_another_version_may_have_its_keys_elsewhere(topic: Topic) -> None:
     assert read(one) == {"key": "k", "value": "v"}
     with pytest.raises(UnfitHandlerError, match="__keyBytes"):
         read(one._replace(value=b"v", schema_version=0))
+
+
+def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic: Topic) -> None:
+    """A broker that is told to lets any schema follow any other."""
+    schemas = topic.cluster.schemas[topic.name]
+    schemas.insert(0, TopicSchema("STRING", b"", 0))
+    schemas[1] = replace(schemas[1], version=1)
+    plan = plan_decoding(Connection(topic.url), [topic.name], "DROPMALFORMED")
+    plan = replace(plan, schemas={topic.name: schemas[0]})
+    rows = [
+        {"value": b"text", "__topic": topic.name, "__schemaVersion": 0},
+        {"value": b"v", "__topic": topic.name, "__schemaVersion": 1},
+    ]
+    decoder = Decoder(plan, plan.only(["value"]))
+    assert "__keyBytes" not in decoder.raw_columns
+    (found,) = decoder.decoded([pa.RecordBatch.from_pylist(rows, schema=SCHEMA)])
+    assert found.to_pylist() == [{"value": "text"}]
+    assert decoder.dropped == 1
+    read = MessageData(Connection(topic.url))
+    one = keyshard.Message.for_test(b"text")._replace(topic=topic.name, schema_version=0)
+    apart = schemas.pop()
+    assert read(one) == "text"
+    schemas.append(apart)
+    with pytest.raises(MalformedMessageError, match="it was written as KEY_VALUE"):
+        read(one._replace(value=b"v", schema_version=1))
 
 
 def test_pulsar_client_cannot_have_them(topic: Topic) -> None:

@@ -540,3 +540,42 @@ def test_of_a_topic_that_was_created_anew_no_version_is_what_it_was(shop: Shop) 
     with pytest.raises(SchemaError, match="orders was created anew since the query was built"):
         check_same(plan, [topic])
     check_same(plan, [])
+
+
+def test_a_topic_that_is_found_later_and_does_not_fit_is_malformed(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST)
+    text, bare = shop.topic("orders-text", None, kind="STRING"), shop.topic("orders-bare")
+    batches = [
+        raw(topic, (avro(FIRST, {"id": 1, "name": "a"}), 0)),
+        raw(text, (b"b", 0), (None, 0)),
+        raw(bare, (b"c", None)),
+    ]
+    for wanted in (None, only("__topic", id=pa.int32())):
+        with pytest.raises(SchemaError, match=r"found after .* 'id' is no field .*text.*mode=DROP"):
+            rows_of(shop.plan(topic), batches, wanted)
+    rows = rows_of(shop.plan(topic, mode="PERMISSIVE"), batches)
+    assert [(row["id"], row[CORRUPT]) for row in rows] == [
+        (1, None), (None, b"b"), (None, None), (None, b"c")
+    ]  # fmt: skip
+    assert [row["id"] for row in rows_of(shop.plan(topic, mode="DROPMALFORMED"), batches)] == [1]
+    # What needs no value of it has no need to fit.
+    names = [row["__topic"] for row in rows_of(shop.plan(topic), batches, only("__topic"))]
+    assert names == [topic, text, text, bare]
+
+
+def test_messages_of_a_topic_that_was_created_anew_have_data_of_its_own_schema(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, SECOND)
+    read = MessageData(shop.connection)
+    value = avro(FIRST, {"id": 1, "name": "a"})
+    one = keyshard.Message.for_test(value)._replace(topic=topic, schema_version=0)
+    before = one._replace(message_id=one.message_id._replace(ledger=7))
+    after = one._replace(message_id=one.message_id._replace(ledger=9))
+    assert read(before) == {"id": 1, "name": "a", "added": None}
+    # The same bytes as numbers and texts of other names.
+    fields = [FIELDS[0] | {"name": "number"}, FIELDS[1] | {"name": "text"}]
+    shop.cluster.schemas[topic] = []
+    shop.add(topic, FIRST | {"fields": fields})
+    assert read(after) == {"number": 1, "text": "a"}
+    assert read(before) == {"id": 1, "name": "a", "added": None}
+    shop.add(topic, SECOND)  # a version that follows changes nothing
+    assert read(after._replace(message_id=after.message_id._replace(ledger=11))) == read(after)

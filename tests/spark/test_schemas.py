@@ -397,6 +397,41 @@ def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_
     assert names == ["a"]
 
 
+def test_a_topic_that_begins_to_match_and_does_not_fit_can_be_left_out(
+    spark: SparkSession, topic: SparkTopic, tmp_path: Path
+) -> None:
+    names: list[str | None] = []
+
+    def start(pattern: str, **options: str) -> StreamingQuery:
+        how = topic.options(topic="", topicsPattern=pattern, parallelism="1", **options)
+        how["partitionDiscoveryIntervalMillis"] = "300"
+        rows = spark.readStream.format("keyshard").options(**how).load().select("name")
+        query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
+        return query.foreachBatch(
+            lambda batch, _: names.extend(row["name"] for row in batch.collect())
+        ).start()
+
+    send(topic, AvroSchema(First), First(id=1, name="a"))
+    query = start(f"{topic.name}.*")
+    try:
+        until(query, lambda: names == ["a"])
+        other = SparkTopic(topic.broker, f"{topic.name}-other", tmp_path / "other", partitions=1)
+        send(other, AvroSchema(Alike), Alike(number=2, text="b"))
+        text = failed(query, DEADLINE_S)
+    finally:
+        query.stop()
+    for part in (other.name, "found after the query was built", "mode=DROPMALFORMED"):
+        assert part in text
+    # Its row is in the batch that is planned.
+    send(topic, AvroSchema(First), First(id=3, name="c"))
+    query = start(topic.name, mode="DROPMALFORMED")
+    try:
+        until(query, lambda: names == ["a", "c"])
+        until(query, lambda: left_out(query) == 1)
+    finally:
+        query.stop()
+
+
 def is_created(url: str) -> bool:
     """Create a topic of one partition; whether it is there, whatever the first answer was."""
     if httpx.put(url, json=1, timeout=30).is_success:
@@ -427,7 +462,8 @@ def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:
 def left_out(query: StreamingQuery) -> int | None:
     """Malformed rows, as the newest progress tells."""
     told = query.lastProgress
-    offset = json.loads((told and told["sources"][0]["latestOffset"]) or "{}")
+    # Before its source began, it is null.
+    offset = json.loads((told and told["sources"][0]["latestOffset"]) or "{}") or {}
     found: int | None = offset.get("malformedDropped")
     return found
 

@@ -65,7 +65,8 @@ def test_the_jvm_connectors_name_has_them_last_under_their_own_names() -> None:
     [
         ("__redeliveryCount", IntegerType(), {}, "what is read again after a restart"),
         ("__range", StringType(), {}, "it is no property of a message"),
-        ("__sequenceId", StringType(), {}, "of type string is not one of"),
+        ("__sequenceId", StringType(), {"valueFormat": "raw"}, "of type string is not one of"),
+        ("id", IntegerType(), {"valueFormat": "raw"}, "schema now, or valueFormat is raw"),
         ("__keyBytes", BinaryType(), {"transport": "client"}, "does not hand it out"),
     ],
 )
