@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from decimal import Context, Decimal
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +27,7 @@ from keyshard.schemas.codec import (
     UndecodableError,
     library,
     panics_as_errors,
+    refused,
 )
 
 _COMPILED_LACKS = {
@@ -66,16 +69,27 @@ class AvroCodec:
         keys: pa.Array,  # noqa: ARG002
         writer: TopicSchema | None,
     ) -> pa.Array:
+        stored = self._reader_of(writer).read(values.to_pylist())
+        try:
+            return self._wanted.as_column(stored)
+        except pa.ArrowInvalid as exc:
+            raise UndecodableError(first_line(exc)) from exc
+
+    def suspects(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,
+    ) -> Sequence[int]:
+        return refused(values, self._reader_of(writer).look)
+
+    def _reader_of(self, writer: TopicSchema | None) -> _Reader:
         definition = (writer or self._own).definition
         reader = self._readers.get(definition)
         if reader is None:
             written = parse(definition, self._topic)
             reader = self._readers[definition] = self._reader(written)
-        stored = reader.read(values.to_pylist())
-        try:
-            return self._wanted.as_column(stored)
-        except pa.ArrowInvalid as exc:
-            raise UndecodableError(first_line(exc)) from exc
+        return reader
 
     def _reader(self, written: AvroType) -> _Reader:
         try:
@@ -114,15 +128,7 @@ class _Reader:
             and self._compiles()
         )
         if not self._by_compiled_code:
-            parsed = fastavro.parse_schema
-            self._parsed = (
-                parsed(
-                    written_for(written.schema, wanted.schema)
-                    if self._resolves_unions
-                    else written.schema
-                ),
-                None if self._same else read_defaults(parsed(wanted.schema), _decimal),
-            )
+            self._parsed  # noqa: B018 - it may be refused, and that is said once
 
     def read(self, values: list[bytes]) -> pa.Array:
         """Values in the types that are stored.
@@ -141,7 +147,9 @@ class _Reader:
                 raise UndecodableError(first_line(exc)) from exc
             return self._resolve(found)
         try:
-            return pa.array([self._row(value) for value in values], self._wanted.stored)
+            return pa.array([self.look(value) for value in values], self._wanted.stored)
+        except EOFError as exc:
+            raise UndecodableError("it ends too early") from exc
         except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:
             # The words of that error are of records that stand for types of unions.
             unfit = self._resolves_unions and not isinstance(exc, _WRONG)
@@ -156,7 +164,23 @@ class _Reader:
             return False
         return True
 
-    def _row(self, value: bytes) -> Any:
+    @cached_property
+    def _parsed(self) -> tuple[Any, Any]:
+        """The schemas written with and read by, as fastavro takes them."""
+        parsed = self._fastavro.parse_schema
+        written, wanted = self._written.schema, self._wanted.schema
+        if self._same or self._by_compiled_code:
+            return parsed(written), None
+        if self._resolves_unions:
+            written = written_for(written, wanted)
+        return parsed(written), read_defaults(parsed(wanted), _decimal)
+
+    def look(self, value: bytes) -> Any:
+        """Read one value by fastavro.
+
+        Raises:
+            Exception: It is none of the schema; of any class.
+        """
         written, wanted = self._parsed
         return self._fastavro.schemaless_reader(io.BytesIO(value), written, wanted)
 
@@ -188,7 +212,7 @@ def _decimal(data: bytes, schema: Any, _wanted: Any) -> Decimal:
 _DECIMAL_BITS_MAX = 128
 _EXACT = Context(prec=DECIMAL_DIGITS_MAX + 1)
 _WRONG = (
-    pa.ArrowException, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError,
+    pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError, MemoryError,
     AttributeError, RecursionError,
 )  # fmt: skip
 """What fastavro raises over bytes that are no value of the schema."""

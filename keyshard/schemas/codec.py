@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -20,6 +20,9 @@ INSTALL = "pip install 'keyshard[schemas]'"
 _PARTS = 8
 """Into how many parts values go of which one cannot be decoded: of few, all values but a few are
 decoded three times, of many the last ones one by one."""
+_LOOKED_AT = 256
+"""Most values that are looked at one by one for those that cannot be decoded."""
+_Rows = range | list[int]
 
 
 class UndecodableError(Exception):
@@ -50,6 +53,34 @@ class Codec(Protocol):
         Raises:
             UndecodableError: One of them cannot be decoded.
         """
+
+    def suspects(
+        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+    ) -> Sequence[int]:
+        """Which of values that cannot be decoded together are the reason, so that the others can.
+
+        A hint, that costs little by value: of what it names, and of what it leaves, :meth:`decode`
+        has the last word.
+
+        Args:
+            values: As for :meth:`decode`.
+            keys: As for :meth:`decode`.
+            writer: As for :meth:`decode`.
+
+        Returns:
+            Rows, ascending; none where a codec cannot tell.
+        """
+
+
+def refused(values: pa.Array, read: Callable[[bytes], object]) -> list[int]:
+    """Rows of the values over which a function raises anything."""
+    found = []
+    for row, value in enumerate(values.to_pylist()):
+        try:
+            read(value)
+        except Exception:  # noqa: BLE001, PERF203 - of each, and whatever it says
+            found.append(row)
+    return found
 
 
 def library(name: str, purpose: str) -> Any:
@@ -90,10 +121,11 @@ def decode_rows(
     and it is said why.
 
     All are tried together. Where one fails the eighths are, so that one bad value among many costs
-    about as much again as all the others.
+    about as much again as all the others; among few the codec looks for the bad ones, so that many
+    of them cost no more each than a few do.
 
     Returns:
-        (decoded values, reasons by row).
+        (decoded values, reasons by row, ascending).
     """
     if values.null_count and not codec.has_null:
         there = values.is_valid()
@@ -104,25 +136,54 @@ def decode_rows(
         why = f"it was written as {writer.type}"
         return pa.nulls(len(values), codec.type), dict.fromkeys(range(len(values)), why)
     reasons: dict[int, str] = {}
-    parts: list[pa.Array] = []
-    left = [(0, len(values))]
+    parts: list[tuple[_Rows, pa.Array]] = []
+    left: list[_Rows] = [range(len(values))]
     while left:
-        start, count = left.pop()
+        tried = left.pop()
+        some_values, some_keys = _some(values, tried), _some(keys, tried)
         try:
-            parts.append(codec.decode(values.slice(start, count), keys.slice(start, count), writer))
+            parts.append((tried, codec.decode(some_values, some_keys, writer)))
         except UndecodableError as exc:
-            if count == 1:
-                reasons[start] = str(exc)
-                parts.append(pa.nulls(1, codec.type))
+            if len(tried) == 1:
+                reasons[tried[0]] = str(exc)
                 continue
-            size = -(-count // _PARTS)
-            left += [
-                (at, min(size, start + count - at))
-                for at in reversed(range(start, start + count, size))
-            ]
-    if len(parts) == 1:
-        return parts[0], reasons
-    return pa.concat_arrays(parts or [pa.nulls(0, codec.type)]), reasons
+            suspects: Sequence[int] = ()
+            if len(tried) <= _LOOKED_AT:
+                suspects = codec.suspects(some_values, some_keys, writer)
+            left += _apart(tried, suspects)
+    return _joined(codec, parts, len(values)), dict(sorted(reasons.items()))
+
+
+def _some(values: pa.Array, rows: _Rows) -> pa.Array:
+    if isinstance(rows, range):
+        return values.slice(rows.start, len(rows))
+    return values.take(pa.array(rows, pa.int64()))
+
+
+def _apart(rows: _Rows, suspects: Sequence[int]) -> list[_Rows]:
+    """What is to be tried next, the last first."""
+    if suspects:
+        doubted = set(suspects)
+        rest = [row for place, row in enumerate(rows) if place not in doubted]
+        alone: list[_Rows] = [[rows[place]] for place in suspects]
+        return [rest, *alone] if rest else alone
+    size = -(-len(rows) // _PARTS)
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def _joined(codec: Codec, parts: list[tuple[_Rows, pa.Array]], count: int) -> pa.Array:
+    """Decoded values in their rows, null in the others."""
+    if len(parts) == 1 and len(parts[0][0]) == count:
+        return parts[0][1]
+    if not parts:
+        return pa.nulls(count, codec.type)
+    places: list[int | None] = [None] * count
+    at = 0
+    for rows, _ in parts:
+        for place, row in enumerate(rows, at):
+            places[row] = place
+        at += len(rows)
+    return pa.concat_arrays([part for _, part in parts]).take(pa.array(places, pa.int64()))
 
 
 def spread(values: pa.Array, there: pa.Array) -> pa.Array:

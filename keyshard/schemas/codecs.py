@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +12,7 @@ import pyarrow as pa
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.schemas.avro import AvroCodec
-from keyshard.schemas.codec import Codec, UndecodableError, decode_rows
+from keyshard.schemas.codec import Codec, UndecodableError, decode_rows, refused
 from keyshard.schemas.json_values import JsonCodec
 from keyshard.schemas.primitives import PRIMITIVES, PrimitiveCodec
 from keyshard.schemas.protobuf import ProtobufCodec
@@ -81,18 +81,34 @@ class KeyValueCodec:
         }
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
-        writers = (None, None) if writer is None else parts_of(writer, self._topic)
-        separated = self.has_null if writer is None else keys_apart(writer)
-        raw_keys, raw_values = (keys, values) if separated else _split(values)
         columns = []
-        for codec, raw, written in zip(
-            (self._key, self._value), (raw_keys, raw_values), writers, strict=True
-        ):
-            decoded, reasons = decode_rows(codec, raw, pa.nulls(len(raw), pa.binary()), written)
+        for decoded, reasons in self._parts(self._raw(values, keys, writer), writer):
             if reasons:
                 raise UndecodableError(next(iter(reasons.values())))
             columns.append(decoded)
         return pa.StructArray.from_arrays(columns, fields=list(self.type))
+
+    def suspects(
+        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+    ) -> Sequence[int]:
+        try:
+            raw = self._raw(values, keys, writer)
+        except UndecodableError:
+            return refused(values, lambda value: None if value is None else _pair(value))
+        return sorted({row for _, reasons in self._parts(raw, writer) for row in reasons})
+
+    def _raw(
+        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+    ) -> tuple[pa.Array, pa.Array]:
+        separated = self.has_null if writer is None else keys_apart(writer)
+        return (keys, values) if separated else _split(values)
+
+    def _parts(
+        self, raw: tuple[pa.Array, pa.Array], writer: TopicSchema | None
+    ) -> Iterator[tuple[pa.Array, dict[int, str]]]:
+        writers = (None, None) if writer is None else parts_of(writer, self._topic)
+        for codec, values, written in zip((self._key, self._value), raw, writers, strict=True):
+            yield decode_rows(codec, values, pa.nulls(len(values), pa.binary()), written)
 
 
 def _split(values: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -6,7 +6,7 @@ docs/adr/0023 says why not by Arrow's reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from operator import attrgetter
@@ -18,7 +18,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import DECIMAL_DIGITS_MAX, parse
-from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError, library
+from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError, library, refused
 
 _NO_NUMBER = "NaN", "Infinity", "-Infinity"
 """Floats that JSON lacks: Pulsar's Java client writes them as texts, its Python client bare."""
@@ -113,6 +113,21 @@ class JsonCodec:
             return self._decoded(quoted, self._read_quoted)
         except self._wrong as exc:
             raise UndecodableError(first_line(exc)) from exc
+
+    def suspects(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,  # noqa: ARG002
+    ) -> Sequence[int]:
+        return refused(values, self._look)
+
+    def _look(self, value: bytes) -> None:
+        value.decode()
+        try:
+            self._read(value)
+        except self._wrong:
+            self._read_quoted(_bare_quoted(value))
 
     def _decoded(self, values: list[bytes], read: Callable[[bytes], Any]) -> pa.Array:
         rows = list(map(read, values))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError
+from keyshard.schemas.codec import NOTHING_UNTOLD, UndecodableError, refused
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 LOCAL_TIMESTAMP = pa.timestamp("us")
@@ -166,3 +166,14 @@ class PrimitiveCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> pa.Array:
         return self._decode(values)
+
+    def suspects(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,  # noqa: ARG002
+    ) -> Sequence[int]:
+        return refused(values, self._read)
+
+    def _read(self, value: bytes) -> None:
+        self._decode(pa.array([value], pa.binary()))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from pyarrow import compute
 
@@ -16,7 +16,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import FIELDS_MAX
-from keyshard.schemas.codec import UndecodableError, library, panics_as_errors
+from keyshard.schemas.codec import UndecodableError, library, panics_as_errors, refused
 from keyshard.schemas.protobuf_fields import PARSING_INFO, Told, told_by
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
@@ -52,6 +52,7 @@ class ProtobufCodec:
         try:
             descriptor, defaults, self.untold = _told(schema)
             _count_fields(descriptor, (), topic, {})
+            self._message = message_factory.GetMessageClass(descriptor)
             with panics_as_errors():
                 pool = ptars.HandlerPool([descriptor.file], how)
                 self._handler = pool.get_for_message(descriptor)
@@ -91,6 +92,14 @@ class ProtobufCodec:
         except ValueError as exc:
             raise UndecodableError(first_line(exc)) from exc
         return self._filled(found) if self._defaults else found
+
+    def suspects(
+        self,
+        values: pa.Array,
+        keys: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,  # noqa: ARG002
+    ) -> Sequence[int]:
+        return refused(values, self._message.FromString)
 
     def _filled(self, values: pa.StructArray) -> pa.Array:
         """Messages with the defaults of fields that were not set."""

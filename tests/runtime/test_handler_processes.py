@@ -132,7 +132,7 @@ def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(place: Pl
 
 
 PROGRAM = """
-import os, sys, time, threading
+import os, signal, sys, time, threading
 from pathlib import Path
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
@@ -161,6 +161,8 @@ def main():
     if sys.argv[4] == "main":
         run()
     else:
+        # A shell that starts the tests in the background has Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=run).start()
         while True:
             time.sleep(1)

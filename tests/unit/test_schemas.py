@@ -747,3 +747,26 @@ def test_what_is_null_where_nothing_may_be_is_found_by_its_path() -> None:
     )
     assert path(pa.map_(pa.string(), never), [("k", 1)], None) == ""
     assert path(pa.map_(pa.string(), never), None, [("k", None)]).startswith("c.")
+
+
+@pytest.mark.parametrize("every", [3, 10, 100])
+@pytest.mark.parametrize("kind", ["AVRO", "JSON", "INT64"])
+def test_each_of_many_bad_values_is_tried_once_by_itself(
+    kind: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"AVRO": b"\x02a", "JSON": b'{"x": "a"}', "INT64": bytes(8)}[kind]
+    definition = {"type": "record", "name": "R", "fields": [{"name": "x", "type": "string"}]}
+    codec = codec_of(TopicSchema(kind, json.dumps(definition).encode()), TOPIC)
+    tried: list[int] = []
+    decode = codec.decode
+    monkeypatch.setattr(
+        codec, "decode", lambda values, *rest: tried.append(len(values)) or decode(values, *rest)
+    )
+    data = [good[:-1] if row % every == 1 else good for row in range(10_000)]
+    bad = [row for row in range(10_000) if row % every == 1]
+    found, reasons = decode_rows(codec, pa.array(data), pa.nulls(len(data), pa.binary()))
+    assert list(reasons) == bad
+    assert found.is_null().to_pylist() == [row % every == 1 for row in range(10_000)]
+    assert tried.count(1) == len(bad)
+    assert sum(tried) - len(bad) < 5 * len(data)
+    assert len(tried) - len(bad) < 200
