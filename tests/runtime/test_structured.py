@@ -87,12 +87,13 @@ def raw(topic: str, *rows: tuple[bytes | None, int | None], start: int = 0) -> p
 def rows_of(
     plan: Decoding, batches: Sequence[pa.RecordBatch], wanted: pa.Schema | None = None
 ) -> list[dict[str, Any]]:
-    decoder = Decoder(pickle.loads(pickle.dumps(plan)), wanted or plan.columns)
+    wanted = wanted or plan.columns
+    decoder = Decoder(pickle.loads(pickle.dumps(plan)), wanted)
     given = [batch.select(list(decoder.raw_columns)) for batch in batches]
     found = list(decoder.decoded(given))
     for batch in found:
         batch.validate(full=True)
-        assert batch.schema == (wanted or plan.columns)
+        assert batch.schema == wanted
     return [row for batch in found for row in batch.to_pylist()]
 
 
@@ -432,15 +433,34 @@ def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
     assert [seen[key] for key in sorted(seen)] == WANTED
 
 
-def test_data_without_a_field_that_nothing_tells_is_not_handed_out(shop: Shop) -> None:
+def of_java(shop: Shop) -> str:
+    """A topic of messages with a field that nothing tells the numbers of."""
     topic = shop.topic("orders")
-    info = [{"number": 1, "name": "state", "type": "ENUM", "label": "LABEL_OPTIONAL"}]
+    info = [
+        {"number": 1, "name": "state", "type": "ENUM", "label": "LABEL_OPTIONAL"},
+        {"number": 2, "name": "id", "type": "INT32", "label": "LABEL_OPTIONAL"},
+    ]
     properties = {"__PARSING_INFO__": json.dumps(info)}
-    definition = json.dumps({"name": "M", "fields": []}).encode()
+    definition = json.dumps({"name": "M", "fields": [{"name": "id", "default": 0}]}).encode()
     shop.cluster.schemas[topic] = [TopicSchema("PROTOBUF", definition, 0, properties)]
-    message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=topic)
+    return topic
+
+
+def test_data_without_a_field_that_nothing_tells_is_not_handed_out(shop: Shop) -> None:
+    message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=of_java(shop))
     with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*message\.value"):
         MessageData(shop.connection)(message)
+
+
+def test_columns_without_such_a_field_are_read_of_any_version(shop: Shop) -> None:
+    topic = of_java(shop)
+    plan = shop.plan(topic)
+    for ask in (lambda: plan.columns, lambda: plan.only(["id", "state"])):
+        with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*valueFormat=raw"):
+            ask()
+    # Fields are known by their numbers, also where the version of a message is gone.
+    batch = raw(topic, (b"\x08\x01\x10\x05", 0), (b"\x10\x06", 3))
+    assert rows_of(plan, [batch], plan.only(["id"])) == [{"id": 5}, {"id": 6}]
 
 
 def test_outside_of_a_handler_there_is_no_data() -> None:

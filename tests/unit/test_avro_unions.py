@@ -149,6 +149,7 @@ def test_unions_inside_of_lists_and_of_one_another_are_read_by_their_own_types()
     )  # fmt: skip
 
 
+ELSEWHERE = A | {"namespace": "elsewhere"}
 RENAMED = record("Q", y=["string", "long"], added="int")
 RENAMED["aliases"] = ["A"]
 RENAMED["fields"][0]["aliases"] = ["x"]
@@ -169,6 +170,8 @@ VERSIONS: list[tuple[Any, int, Any, Any, Any]] = [
     (["int", "string"], 0, 5, ["int", "long"], 5),
     ([A, "string"], 0, {"x": 5}, ["string", A], member(1, {"x": 5}, 2)),
     ([B, A], 0, {"x": 5}, [A, B, "null"], member(1, {"x": 5}, 2)),
+    ([A, ELSEWHERE], 0, {"x": 5}, [ELSEWHERE, A], member(1, {"x": 5}, 2)),
+    ([A, "int"], 0, {"x": 5}, ["int", ELSEWHERE], member(1, {"x": 5}, 2)),
     ([A, "int"], 0, {"x": 5}, ["int", RENAMED], member(1, {"y": member(1, 5, 2), "added": 3}, 2)),
     (
         [array(["int", "string"]), "null"], 0, [5, "a"], ["boolean", array(["string", "long"])],
