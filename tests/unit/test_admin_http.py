@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import closing
 
@@ -234,3 +235,33 @@ def test_a_broker_that_cannot_answer_now_may_be_asked_again(
     ):
         admin.cluster()
     assert caught.value.retriable
+
+
+@pytest.mark.parametrize("told", [b"<html>", b"[7]", b"{}", b"null", b"7", b""])
+def test_what_is_no_answer_of_pulsar_is_an_error_and_no_topic_that_is_gone(
+    answers: Callable[[Answer], None], told: bytes
+) -> None:
+    answers(lambda _: httpx.Response(200, content=told))
+    where = TopicPartition("persistent://public/default/t", 1)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        for ask in (
+            admin.ledgers,
+            admin.held_back_behind,
+            lambda where: admin.position_at(where, 5),
+            lambda where: admin.partition_count(where.topic),
+            lambda where: admin.schema(where.topic),
+        ):
+            with pytest.raises(AdminError, match="something unexpected"):
+                ask(where)
+
+
+def test_an_answer_that_never_ends_is_given_up(
+    answers: Callable[[Answer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyshard.broker.pulsar.admin_http.ANSWER_S", 0.05)
+    answers(lambda _: httpx.Response(200, content=itertools.repeat(b" ")))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(BrokerUnavailableError, match="did not come whole"),
+    ):
+        admin.version()

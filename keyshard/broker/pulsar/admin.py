@@ -64,8 +64,7 @@ class PulsarAdmin:
 
     def partition_count(self, topic: str) -> int | None:
         """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
-        found = self._get(f"{_path(topic)}/partitions", missing={})
-        return int(found["partitions"]) if found else None
+        return self._told(f"{_path(topic)}/partitions", lambda found: int(found["partitions"]))
 
     def create(self, topic: str, partitions: int) -> bool:
         """Make sure that a topic exists with a number of partitions; whether it was made now."""
@@ -101,7 +100,9 @@ class PulsarAdmin:
 
     def created(self, topic_partition: TopicPartition) -> str:
         """When its storage was created: another text after it was deleted and created again."""
-        return str(self._get(f"{_path(topic_partition.name)}/internal-info").get("creationDate"))
+        path = f"{_path(topic_partition.name)}/internal-info"
+        answer = self._checked(path, self._request("GET", path))
+        return self._understood(path, answer, lambda found: str(found.get("creationDate")))
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
         """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
@@ -198,13 +199,10 @@ class PulsarAdmin:
             return None
         if _says_missing(response):
             raise self._recovering(topic_partition, "is not loaded")
-        found = self._checked(path, response).json()
-        if found["state"] in _RECOVERING:
+        state, last = self._understood(path, self._checked(path, response), _held_back)
+        if state in _RECOVERING:
             raise self._recovering(topic_partition, "is being loaded")
-        if not found["ongoingTxnSize"]:
-            return None
-        ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
-        return EntryId(ledger, entry)
+        return last
 
     def _recovering(self, topic_partition: TopicPartition, why: str) -> BrokerUnavailableError:
         return BrokerUnavailableError(
@@ -215,37 +213,20 @@ class PulsarAdmin:
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which times pass a moment; ``None`` when there is no such topic."""
         path = f"{_path(topic_partition.name)}/messageid/{time_ms}"
-        found = self._get(path, missing={})
-        return EntryId(int(found["ledgerId"]), int(found["entryId"])) if found else None
+        return self._told(
+            path, lambda found: EntryId(int(found["ledgerId"]), int(found["entryId"]))
+        )
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of the schema of a topic, by default the newest; ``None`` where none is."""
         which = "" if version is None else f"/{version}"
         path = f"schemas/{_path(topic).removeprefix('persistent/')}/schema{which}"
-        found = self._get(path, missing={})
-        if not found:
-            return None
-        return TopicSchema(
-            str(found["type"]),
-            str(found.get("data") or "").encode(),
-            int(found["version"]),
-            dict(found.get("properties") or {}),
-        )
+        return self._told(path, _schema)
 
     def _from_internal_stats(
         self, topic_partition: TopicPartition, read: Callable[[Mapping[str, Any]], T]
     ) -> T | None:
-        path = f"{_path(topic_partition.name)}/internalStats"
-        stats = self._get(path, missing={})
-        if not stats:
-            return None
-        try:
-            return read(stats)
-        except (KeyError, TypeError, ValueError) as exc:
-            raise AdminError(
-                f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Leave "
-                "admin_url out to do without the checks it allows."
-            ) from exc
+        return self._told(f"{_path(topic_partition.name)}/internalStats", read)
 
     def close(self) -> None:
         """Close the connections."""
@@ -259,6 +240,22 @@ class PulsarAdmin:
             return self._checked(path, response).json()
         except ValueError as exc:
             raise self._failed(path, exc) from exc
+
+    def _told(self, path: str, read: Callable[[Any], T]) -> T | None:
+        """What is read of an answer; ``None``: what is asked about does not exist."""
+        response = self._request("GET", path)
+        if _says_missing(response):
+            return None
+        return self._understood(path, self._checked(path, response), read)
+
+    def _understood(self, path: str, response: httpx.Response, read: Callable[[Any], T]) -> T:
+        try:
+            return read(response.json())
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            raise AdminError(
+                f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Check "
+                "admin_url, or leave it out to do without the checks it allows."
+            ) from exc
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
@@ -279,6 +276,24 @@ class PulsarAdmin:
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         return self._http.request(method, f"/admin/v2/{path}", **content)
+
+
+def _schema(found: Mapping[str, Any]) -> TopicSchema:
+    return TopicSchema(
+        str(found["type"]),
+        str(found.get("data") or "").encode(),
+        int(found["version"]),
+        dict(found.get("properties") or {}),
+    )
+
+
+def _held_back(found: Mapping[str, Any]) -> tuple[str, EntryId | None]:
+    """How far a broker knows the transactions of a topic; and behind what one holds back."""
+    state = str(found["state"])
+    if not found["ongoingTxnSize"]:
+        return state, None
+    ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
+    return state, EntryId(ledger, entry)
 
 
 def _reason(response: httpx.Response) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,9 @@ from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError, Tls
 from keyshard.redaction import shown
 
 TIMEOUT_S = 10.0
-"""Longest time of one request, seconds."""
+"""Longest time in which nothing comes of an answer, seconds."""
+ANSWER_S = 30.0
+"""Longest time in which all of an answer comes, seconds; it begins with its first bytes."""
 CONNECT_S = 3.0
 """Longest time to be connected, seconds."""
 REDIRECTS_MAX = 5
@@ -40,6 +43,28 @@ class _Authorization(httpx.Auth):
         if header := self._credentials.header():
             request.headers["Authorization"] = header
         yield request
+
+
+class _InTime(httpx.SyncByteStream):
+    """The bytes of an answer; a few of them every now and then do not keep anybody waiting."""
+
+    def __init__(self, stream: httpx.SyncByteStream) -> None:
+        self._stream = stream
+        self._end_s = time.monotonic() + ANSWER_S
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            if time.monotonic() > self._end_s:
+                raise httpx.ReadTimeout(f"the answer did not come whole in {ANSWER_S:g} s")
+            yield part
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _in_time(answer: httpx.Response) -> None:
+    assert isinstance(answer.stream, httpx.SyncByteStream)
+    answer.stream = _InTime(answer.stream)
 
 
 class AdminHttp:
@@ -70,6 +95,7 @@ class AdminHttp:
         self._client = httpx.Client(
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
             auth=auth,
+            event_hooks={"response": [_in_time]},
             verify=shared_tls_context(connection),
             # No proxy of the environment stands between this machine and itself.
             trust_env=url.host not in _LOOPBACK,
