@@ -1,0 +1,1 @@
+"""Spark streams with everything on at once, on a real broker, under faults drawn from a seed."""

@@ -1,0 +1,223 @@
+"""Kinds of values: what is registered, what is published, and what a row has to say of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fastavro
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+AVRO, JSON, PROTOBUF = "AVRO", "JSON", "PROTOBUF_NATIVE"
+INLINE, SEPARATED, TEXT, NONE = "INLINE", "SEPARATED", "STRING", "NONE"
+KINDS = (AVRO, JSON, PROTOBUF, INLINE, SEPARATED, TEXT, NONE)
+RECORDS = (AVRO, JSON, PROTOBUF)
+BAD = -1
+"""Stands for the version that no other can be read as."""
+DEFAULT = 7
+_MALFORMED = {
+    AVRO: b"\x01", JSON: b"{", PROTOBUF: b"\xff", INLINE: b"\x01", SEPARATED: b"\xff",
+    TEXT: b"\xff\xfe",
+}  # fmt: skip
+_FIELDS: tuple[dict[str, Any], ...] = (
+    {"name": "id", "type": "long"},
+    {"name": "name", "type": ["null", "string"], "default": None},
+    {"name": "more", "type": "int", "default": DEFAULT},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What is registered for one version."""
+
+    type: str
+    definition: str = ""
+    properties: Mapping[str, str] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """As the admin interface takes it."""
+        return {
+            "type": self.type,
+            "schema": self.definition,
+            "properties": dict(self.properties or {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One message that was handed to the broker."""
+
+    number: int
+    """Its property ``n``, which no other has."""
+    topic: str
+    partition: int
+    entry: int
+    """Number of its producer batch."""
+    key: str | bytes | None
+    ordering_key: str | None
+    kind: str
+    version: int
+    """Of its value: 0, 1 or :data:`BAD`."""
+    tombstone: bool
+    corrupt: bool
+    payload: bytes | None
+    confirmed: bool
+
+    @property
+    def routing_key(self) -> str | bytes | None:
+        """What the broker routes it by."""
+        return self.key if self.ordering_key is None else self.ordering_key
+
+    @property
+    def may_be_malformed(self) -> bool:
+        """Whether a query of some version cannot decode it."""
+        return self.corrupt or self.version == BAD
+
+    @property
+    def name(self) -> str | None:
+        """Its field ``name``, or its text."""
+        return None if self.number % 11 == 0 else f"né{self.number}"
+
+
+def schema_of(kind: str, version: int) -> Schema | None:
+    """What is registered; ``None`` for a topic without a schema."""
+    if kind in (AVRO, JSON):
+        return Schema(kind, json.dumps(_avro(version)))
+    if kind == PROTOBUF:
+        file = _file(version)
+        files = descriptor_pb2.FileDescriptorSet(file=[file])
+        told = {
+            "fileDescriptorSet": b64encode(files.SerializeToString()).decode(),
+            "rootMessageTypeName": "d.R",
+            "rootFileDescriptorName": file.name,
+        }
+        return Schema(kind, json.dumps(told))
+    if kind in (INLINE, SEPARATED):
+        properties = {"kv.encoding.type": kind}
+        for part in ("key", "value"):
+            told = {"name": part, "type": "STRING", "properties": "{}"}
+            properties |= {f"{part}.schema.{name}": text for name, text in told.items()}
+        return Schema("KEY_VALUE", '{"key": "", "value": ""}', properties)
+    return Schema(TEXT) if kind == TEXT else None
+
+
+def other_schema() -> Schema:
+    """Of another record, whose bytes the first version would take for its own."""
+    fields = [
+        {"name": "number", "type": "long"},
+        {"name": "text", "type": ["null", "string"], "default": None},
+    ]
+    return Schema(AVRO, json.dumps({"type": "record", "name": "R", "fields": fields}))
+
+
+def _avro(version: int) -> dict[str, Any]:
+    fields: Sequence[dict[str, Any]] = _FIELDS[:2] if version == 0 else _FIELDS
+    if version == BAD:
+        fields = [{"name": "id", "type": "string"}, *_FIELDS[1:2]]
+    return {"type": "record", "name": "R", "fields": list(fields)}
+
+
+def _file(version: int) -> descriptor_pb2.FileDescriptorProto:
+    kind = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"r{version}.proto", package="d", syntax="proto3"
+    )
+    made = file.message_type.add(name="R")
+    types = (("id", kind.TYPE_INT64), ("name", kind.TYPE_STRING), ("more", kind.TYPE_INT32))
+    for number, (name, type_) in enumerate(types[: 2 + version], 1):
+        made.field.add(name=name, number=number, type=type_, label=kind.LABEL_OPTIONAL)
+    return file
+
+
+def _pool(version: int) -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(_file(version))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("d.R"))
+
+
+_MESSAGES = {version: _pool(version) for version in (0, 1)}
+
+
+def malformed(kind: str) -> bytes:
+    """Bytes that no version can be."""
+    return _MALFORMED[kind]
+
+
+def encoded(
+    kind: str, version: int, number: int, name: str | None, key: str | bytes | None
+) -> bytes:
+    """The value of a message."""
+    row: dict[str, Any] = {"id": f"s{number}" if version == BAD else number, "name": name}
+    if version == 1:
+        row["more"] = number % 1_000
+    if kind == AVRO:
+        data = io.BytesIO()
+        fastavro.schemaless_writer(data, fastavro.parse_schema(_avro(version)), row)
+        return data.getvalue()
+    if kind == JSON:
+        return json.dumps(row).encode()
+    if kind == PROTOBUF:
+        given = {field: value for field, value in row.items() if value is not None}
+        data_: bytes = _MESSAGES[version](**given).SerializeToString()
+        return data_
+    text = f"v{number}".encode()
+    if kind == INLINE:
+        of_key = key.encode() if isinstance(key, str) else b"bytes"
+        parts = (len(of_key).to_bytes(4, "big") + of_key, len(text).to_bytes(4, "big") + text)
+        return b"".join(parts)
+    return text
+
+
+def wrong(sent: Sent, row: Mapping[str, Any], mode: str) -> str:  # noqa: PLR0911 - a table in words
+    """What is wrong with a row; empty where nothing is.
+
+    Args:
+        sent: What was published.
+        row: Columns by name; bytes as ``{"hex": ...}``.
+        mode: Of the query.
+    """
+    corrupt = _bytes(row.get("_corrupt_record"))
+    if corrupt is not None or (sent.corrupt and sent.kind != NONE):
+        if mode == "PERMISSIVE" and "_corrupt_record" not in row:
+            return ""  # the columns that were asked for do not tell
+        if mode != "PERMISSIVE" or not sent.may_be_malformed:
+            return f"a row that should be malformed {sent.corrupt}, in mode {mode}"
+        if corrupt != sent.payload:
+            return f"the corrupt bytes are {corrupt!r}"
+        return ""
+    if sent.kind == NONE:
+        return _differs(row, "value", sent.payload)
+    if sent.kind in (TEXT, INLINE, SEPARATED):
+        wanted = None if sent.tombstone else f"v{sent.number}"
+        told = _differs(row, "value", wanted)
+        if sent.kind == SEPARATED:
+            told = told or _differs(row, "key", sent.key)
+        if sent.kind == INLINE and not sent.tombstone:
+            told = told or _differs(row, "key", sent.key if isinstance(sent.key, str) else "bytes")
+        return told
+    if sent.tombstone:
+        return _differs(row, "id", None) or _differs(row, "name", None)
+    identity: Any = f"s{sent.number}" if sent.version == BAD else sent.number
+    name = (sent.name or "") if sent.kind == PROTOBUF else sent.name
+    told = _differs(row, "id", identity) or _differs(row, "name", name)
+    if not told and "more" in row:
+        allowed = [sent.number % 1_000] if sent.version == 1 else [DEFAULT, None, 0]
+        if row["more"] not in allowed:
+            told = f"more is {row['more']}, not one of {allowed}"
+    return told
+
+
+def _differs(row: Mapping[str, Any], name: str, wanted: Any) -> str:
+    if name not in row:
+        return ""
+    found = row[name]
+    found = _bytes(found) if isinstance(found, dict) else found
+    return "" if found == wanted else f"{name} is {found!r}, not {wanted!r}"
+
+
+def _bytes(found: Any) -> bytes | None:
+    return bytes.fromhex(found["hex"]) if isinstance(found, dict) and "hex" in found else None

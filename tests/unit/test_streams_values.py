@@ -1,0 +1,70 @@
+"""What ``tests.streams`` publishes and expects, by the decoders that its queries have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.schemas.codec import decode_rows
+from keyshard.schemas.codecs import codec_of
+from tests.streams.values import (
+    AVRO,
+    BAD,
+    JSON,
+    KINDS,
+    NONE,
+    PROTOBUF,
+    RECORDS,
+    Sent,
+    encoded,
+    malformed,
+    schema_of,
+    wrong,
+)
+
+SENT = Sent(
+    5, "t", 0, 1, "k", None, AVRO, 0, tombstone=False, corrupt=False, payload=None, confirmed=True
+)
+
+
+def decoded(sent: Sent, reader: int) -> tuple[dict[str, Any], str]:
+    schemas = {}
+    for version in {reader, sent.version}:
+        told = schema_of(sent.kind, version)
+        assert told is not None
+        definition = told.definition.encode()
+        schemas[version] = TopicSchema(told.type, definition, version, told.properties or {})
+    codec = codec_of(schemas[reader], "t")
+    key = sent.key.encode() if isinstance(sent.key, str) else sent.key
+    values, keys = pa.array([sent.payload], pa.binary()), pa.array([key], pa.binary())
+    found, reasons = decode_rows(codec, values, keys, schemas[sent.version])
+    (row,) = found.to_pylist()
+    return row if isinstance(row, dict) else {"value": row}, reasons.get(0, "")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != NONE])
+def test_a_row_that_is_right_is_not_called_wrong_and_another_is(kind: str) -> None:
+    versions = (0, 1) if kind in RECORDS else (0,)
+    for written in versions:
+        for reader in versions:
+            sent = replace(SENT, kind=kind, version=written)
+            sent = replace(sent, payload=encoded(kind, written, 5, sent.name, "k"))
+            row, reason = decoded(sent, reader)
+            assert not reason
+            assert not wrong(sent, row, "FAILFAST")
+            assert wrong(replace(sent, number=6), row, "FAILFAST")
+            assert wrong(replace(sent, corrupt=True), row, "FAILFAST")
+    _, reason = decoded(replace(SENT, kind=kind, payload=malformed(kind)), 0)
+    assert reason
+
+
+@pytest.mark.parametrize("kind", [AVRO, JSON])
+def test_the_version_that_no_other_can_be_read_as_is_malformed(kind: str) -> None:
+    for written, reader in ((BAD, 0), (0, BAD)):
+        payload = encoded(kind, written, 5, "né5", "k")
+        assert decoded(replace(SENT, kind=kind, version=written, payload=payload), reader)[1]
+    assert schema_of(PROTOBUF, 0) != schema_of(PROTOBUF, 1)
