@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -11,13 +12,17 @@ from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import BrokerError
+
+_log = logging.getLogger(__name__)
 
 
 def schema_of(connection: Connection, topic: str, version: int | None = None) -> TopicSchema | None:
     """A version of the schema of a topic; ``None`` where there is none.
 
     Args:
-        connection: With ``admin_url`` that interface is asked, else the broker.
+        connection: With ``admin_url`` that interface is asked, else the broker; and the broker for
+            a version where the interface fails, for who asks that is on its way.
         topic: Full name, without the partition suffix.
         version: ``None`` for the newest.
 
@@ -29,8 +34,13 @@ def schema_of(connection: Connection, topic: str, version: int | None = None) ->
 
     def ask() -> TopicSchema | None:
         if connection.in_memory or connection.admin_url is not None:
-            with closing(connect_admin(connection)) as admin:
-                return admin.schema(topic, version)
+            try:
+                with closing(connect_admin(connection)) as admin:
+                    return admin.schema(topic, version)
+            except BrokerError as exc:
+                if connection.in_memory or version is None:
+                    raise
+                _log.debug("the broker is asked for a schema, since its interface fails: %s", exc)
         from keyshard.broker.wire.schema import ask_schema  # noqa: PLC0415
 
         return ask_schema(connection, topic, version, timeout_s)

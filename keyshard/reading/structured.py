@@ -24,7 +24,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.redaction import shown
 from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
+from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart, same
 from keyshard.schemas.projection import cast, check, check_told, columns_of
 
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
@@ -152,7 +152,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
             newest = schema_of(plan.connection, topic)
             other = newest is not None and newest.version < schema.version
         else:
-            other = not now.says_the_same(schema)
+            other = not same(now, schema, topic)
         if other:
             raise SchemaError(
                 f"{topic} was created anew since the query was built: version {schema.version} of "

@@ -7,17 +7,23 @@ import threading
 import time
 import uuid
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pulsar
 import pyarrow as pa
 import pytest
 from pulsar.schema import AvroSchema, Long, Record, String
 from pyarrow import compute
 
-from keyshard import KeyShardSource
+from keyshard import Connection, KeyShardSource
+from keyshard.broker.schemas import schema_of
+from keyshard.core.position.entry import full_topic_name
+from keyshard.errors import BrokerUnavailableError, SchemaError
+from keyshard.reading.structured import check_same, plan_decoding, writer_of
 from keyshard.testing.devbroker import DevBroker
 from written_data import write
 
@@ -114,3 +120,33 @@ def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevB
     assert table.filter(compute.is_valid(table.column("_corrupt_record"))).to_pylist() == [
         {"id": None, "_corrupt_record": b"\x09"}
     ]
+
+
+def test_a_query_on_its_way_asks_the_broker_where_the_admin_interface_is_away(
+    source: KeyShardSource, dev_broker: DevBroker
+) -> None:
+    pairs = f"schemas-{uuid.uuid4().hex}"
+    url = f"{dev_broker.admin_url}/admin/v2"
+    httpx.put(f"{url}/persistent/public/default/{pairs}").raise_for_status()
+    properties = {"kv.encoding.type": "INLINE"}
+    for part, kind in (("key", "STRING"), ("value", "AVRO")):
+        told = {"name": part, "type": kind, "properties": "{}"}
+        properties |= {f"{part}.schema.{name}": text for name, text in told.items()}
+    record = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}
+    definition = json.dumps({"key": "", "value": record})
+    body = {"type": "KEY_VALUE", "schema": definition, "properties": properties}
+    answer = httpx.post(f"{url}/schemas/public/default/{pairs}/schema", json=body)
+    answer.raise_for_status()
+    (avro,), of_pairs = source.topics, full_topic_name(pairs)
+    there = Connection(dev_broker.service_url, dev_broker.admin_url)
+    away = replace(there, admin_url="http://127.0.0.1:1", operation_timeout_ms=5_000)
+    plan = replace(plan_decoding(there, [avro, of_pairs]), connection=away)
+    check_same(plan)
+    first = writer_of(plan, avro, plan.schemas[avro], 0)
+    assert first == schema_of(there, avro, 0)
+    assert schema_of(away, avro, 9) is None
+    with pytest.raises(SchemaError, match="was created anew"):
+        check_same(replace(plan, schemas={of_pairs: replace(plan.schemas[avro], version=0)}))
+    # Whoever begins is told that a URL is wrong.
+    with pytest.raises(BrokerUnavailableError, match=r"127\.0\.0\.1:1"):
+        plan_decoding(away, [avro])
