@@ -21,6 +21,8 @@ from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerU
 T = TypeVar("T")
 CREATE_S = 30.0
 """Longest time to make a topic with its partitions, seconds."""
+_NO_OWNER = "find owner"
+"""What a broker says of a topic that is between two brokers, or was unloaded this moment."""
 _OFF = "transactionCoordinatorEnabled"
 """Setting of a broker that knows no transactions, which it names then."""
 _RECOVERING = ("None", "Initializing", "Close")
@@ -33,9 +35,10 @@ class PulsarAdmin:
     Args:
         connection: It has an ``admin_url``.
 
-    Every method raises BrokerUnavailableError (retriable) when there is no answer or one of status
-    500 and above, AdminError when the request is refused, and what :meth:`AdminHttp.request` raises
-    of TLS and permissions. Only Pulsar's own 404 says that something does not exist.
+    Every method raises BrokerUnavailableError (retriable) when there is no answer, one of status
+    500 and above, or none of Pulsar; AdminError when the request is refused, and what
+    :meth:`AdminHttp.request` raises of TLS and permissions. Only Pulsar's own 404 says that
+    something does not exist.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -263,9 +266,12 @@ class PulsarAdmin:
         reason = _reason(response)
         said = reason or response.text[:200] or response.reason_phrase
         told = f"status {response.status_code}, {said}"
-        if response.status_code == httpx.codes.NOT_FOUND and reason is None:
+        foreign = response.status_code == httpx.codes.NOT_FOUND and reason is None
+        if foreign:
             told += " (which Pulsar does not say: something else answers there)"
-        error = BrokerUnavailableError if response.is_server_error else AdminError
+        moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
+        later = response.is_server_error or foreign or moving
+        error = BrokerUnavailableError if later else AdminError
         raise self._failed(path, told, error)
 
     def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:
