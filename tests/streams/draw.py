@@ -40,6 +40,8 @@ class Query:
     failures: int = 0
     over: bool = False
     """Whether it is not to be started again."""
+    by_client: bool = False
+    """Whether one of its starts had pulsar-client, which keeps no order of the empty key."""
 
     def told(self) -> str:
         """What somebody wants to know of it."""
@@ -123,7 +125,7 @@ def query_of(
         "checkpoint": str(folder / "checkpoint"),
         "sink": new_sink(folder),
     }
-    query = Query(name, topics, spec, subscription)
+    query = Query(name, topics, spec, subscription, by_client="transport" in options)
     if drawn.random() < 0.4:
         project(drawn, query)
     return query
@@ -174,6 +176,7 @@ def change(drawn: random.Random, query: Query) -> None:
     if drawn.random() < 0.3 and query.kind != SEPARATED and query.spec["format"] == "keyshard":
         options["transport"] = drawn.choice(("wire", "client"))
         if options["transport"] == "client":
+            query.by_client = True
             options.pop("metadataColumns", None)
     if drawn.random() < 0.3:
         if BAD not in {one for topic in query.topics for one in topic.versions}:

@@ -278,7 +278,7 @@ class Case(Running):
                 told = self._wrong(query, sent, row)
                 if told:
                     self.problems.append(f"{query.name}: {sent}: {told}; {row}")
-                if sent.routing_key is not None:
+                if sent.routing_key or (sent.routing_key == "" and not query.by_client):
                     key = sent.topic, sent.partition, sent.routing_key
                     if last.get(key, 0) > number:
                         self.problems.append(f"{query.name}: {number} after {last[key]} of {key}")
