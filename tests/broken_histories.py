@@ -148,7 +148,17 @@ def handlers_end_with_what_is_older_than_a_letter(script: Script) -> Sequence[Ev
     rests_and_is_forgotten(script)
     handled_again(script, 0)
     letter = handled_again(script, 2, delivered=False)
-    return [letter, handled_again(script, 1)]
+    older = handled_again(script, 1)
+    script.add("delivered", message(2), worker="second")
+    return [letter, older]
+
+
+def handlers_end_with_what_is_older_where_no_delivery_is_told(script: Script) -> Sequence[Event]:
+    """The same, in a history that does not say what the broker delivered."""
+    rests_and_is_forgotten(script)
+    script.events = [event for event in script.events if event.kind != "delivered"]
+    shown = [handled_again(script, seq, delivered=False) for seq in (0, 2, 1)]
+    return shown[1:]
 
 
 def handlers_go_back_behind_a_letter_twice_after_one_fault(script: Script) -> Sequence[Event]:
@@ -402,6 +412,7 @@ BROKEN: dict[str, list[Change]] = {
         handlers_go_back_in_what_the_broker_delivered_again,
         handlers_go_back_to_what_came_after_the_fault,
         handlers_end_with_what_is_older_than_a_letter,
+        handlers_end_with_what_is_older_where_no_delivery_is_told,
         handlers_go_back_behind_a_letter_twice_after_one_fault,
         handlers_go_back_behind_what_is_a_letter_no_more,
         handlers_go_back_behind_an_attempt_that_is_no_letter,

@@ -180,6 +180,16 @@ def again_behind_a_letter_that_failed_again_meanwhile(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
+def again_behind_a_letter_that_does_not_come_again(script: Script) -> str:
+    """Found by the simulation, seed 16487916614727: only what is older was not acknowledged."""
+    rests_and_is_forgotten(script)
+    handled_again(script, 0)
+    handled_again(script, 2, delivered=False)
+    for seq in (1, 3):
+        handled_again(script, seq)
+    return "key_order bounded_duplicates"
+
+
 def again_behind_a_letter_of_a_process_that_was_killed(script: Script) -> str:
     """A handler had the message when it was killed; for its successor it waited with its key."""
     rests_and_is_forgotten(script, is_letter=False)
@@ -277,6 +287,7 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         again_behind_what_came_again_before_the_broker_forgot,
         again_behind_a_letter_that_was_let_out_meanwhile,
         again_behind_a_letter_that_failed_again_meanwhile,
+        again_behind_a_letter_that_does_not_come_again,
         again_behind_a_letter_of_a_process_that_was_killed,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,

@@ -32,7 +32,8 @@ def key_order(events: Sequence[Event]) -> Verdict:
     order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
     from an earlier message, once after a fault, but a message that comes for the first time never
     comes after a later one. A dead letter that was let out may come between older messages which
-    the fault brings again: they go on where they were, and then the letter runs again behind them.
+    the fault brings again: they go on where they were, and where the letter comes again, too, it
+    runs again behind them.
     """
     view = HistoryView.of(events)
     found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
@@ -84,7 +85,7 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         routing_name, order = event.routing_name, _order(event)
         faults_then = faults_of.get(event.stored)
         faults_of[event.stored] = faults
-        goes_on = letters.goes_on(event, is_letter=is_letter)
+        ahead = letters.ahead_of(event, is_letter=is_letter)
         before, top = last.get(routing_name, event), highest.get(routing_name, event)
         last[routing_name] = event
         if order >= _order(top):
@@ -98,16 +99,20 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
             continue
         then, back = used.get(routing_name, 0), order < _order(before)
         came_again = (arrival.latest if arrival else faults) > max(faults_then, then)
-        if back and not came_again and not goes_on:
-            found.violation(f"{_text(event)} came after {_text(before)}", before, event)
+        if back and not came_again:
+            letters.owe(ahead, event)
+            if not ahead:
+                found.violation(f"{_text(event)} came after {_text(before)}", before, event)
         if arrival is not None and event.stored not in view.parked:
             used[routing_name] = max(then, arrival.first)
         elif back:
             used[routing_name] = arrival.latest if arrival else faults
     for letter, older in letters.owed.values():
-        found.violation(
-            f"{_text(letter)} came before {_text(older)}, and not again behind it", letter, older
-        )
+        if letter.stored in view.left_out:
+            found.violation(
+                f"{_text(letter)} came before {_text(older)}, and not again behind it",
+                *(letter, older),
+            )
 
 
 def exactly_once(events: Sequence[Event]) -> Verdict:
@@ -277,7 +282,8 @@ class _LettersBetween:
     """Dead letters that were let out between older messages of their key which come again.
 
     Nobody who lets a key out knows what a broker will deliver again. So a key is where its last
-    message is that was no letter, and letters that ran ahead of it run again behind it.
+    message is that was no letter, and letters that ran ahead run again behind it where they come
+    again, too.
     """
 
     def __init__(self) -> None:
@@ -287,17 +293,23 @@ class _LettersBetween:
         self.owed: dict[Name, tuple[Event, Event]] = {}
         """Letters that have to run again, each with the older message that ran behind it."""
 
-    def goes_on(self, event: Event, *, is_letter: bool) -> bool:
-        """Whether the key of a message goes on behind where it was before letters came."""
+    def ahead_of(self, event: Event, *, is_letter: bool) -> list[Event]:
+        """Newer letters that came since a key was where it goes on with a message; none where it
+        does not go on."""
         name, order = event.routing_name, _order(event)
         self.owed.pop(event.stored, None)
         if is_letter:
             self._ahead.setdefault(name, []).append(event)
-            return False
+            return []
         last, self._last[name] = self._last.get(name), event
-        ahead = [one for one in self._ahead.pop(name, ()) if _order(one) > order]
-        self.owed |= {one.stored: (one, event) for one in ahead}
-        return bool(ahead) and last is not None and _order(last) < order
+        ahead = self._ahead.pop(name, [])
+        if last is None or order <= _order(last):
+            return []
+        return [one for one in ahead if _order(one) > order]
+
+    def owe(self, letters: Iterable[Event], older: Event) -> None:
+        """Letters have to run again behind an older message."""
+        self.owed |= {letter.stored: (letter, older) for letter in letters}
 
 
 class _StoredTwice:

@@ -164,6 +164,19 @@ class HistoryView(Sequence[Event]):
             resting.pass_by(event)
 
     @cached_property
+    def left_out(self) -> set[Name]:
+        """Stored messages that the broker delivered after user code got them last; where the
+        history does not say what it delivered, all."""
+        result: set[Name] = set()
+        for event in self._events:
+            if event.kind == "delivered":
+                result.add(event.stored)
+            elif event.kind == "started" and event.has_message:
+                result.discard(event.stored)
+        told = any(event.kind == "delivered" for event in self._events)
+        return result if told else {event.stored for event in self.seen}
+
+    @cached_property
     def parked(self) -> set[Name]:
         """Stored messages that may have rested, and come again when somebody lets them out."""
         started: set[Name] = set()
