@@ -197,5 +197,9 @@ def _loss(
 def gone(topic_partition: TopicPartition) -> TopicNotFoundError:
     """A topic partition was there when it was looked up, and is not now."""
     return TopicNotFoundError(
-        f"Topic partition {topic_partition} does not exist any more.", topic=topic_partition.topic
+        f"Topic partition {topic_partition} does not exist, and its topic did when it was looked "
+        "up: it is being deleted, or the broker deleted a partition that was inactive. For the "
+        "latter, create it again (pulsar-admin topics create-missed-partitions), and give topics "
+        "that nobody subscribes to a retention.",
+        topic=topic_partition.topic,
     )

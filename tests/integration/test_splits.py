@@ -26,6 +26,7 @@ from keyshard.errors import (
     DataLossTrimmedError,
     EncryptedMessageError,
     PositionAheadError,
+    TopicNotFoundError,
     TopicRecreatedError,
 )
 from keyshard.reading.split_reader import read_splits
@@ -122,6 +123,19 @@ def test_a_topic_that_was_created_anew_is_not_read_for_the_old_one(
     harness.publish(topic, [Message(b"new", key="k")])
     with pytest.raises(TopicRecreatedError, match="was deleted and created anew"):
         values(source, splits)
+
+
+def test_a_partition_that_the_broker_deleted_is_named_with_what_to_do(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic(2)
+    path = topic.replace("://", "/")
+    httpx.delete(f"{broker.admin_url}/admin/v2/{path}-partition-1").raise_for_status()
+    with pytest.raises(TopicNotFoundError, match=r"partition-1 .*create-missed-partitions"):
+        plan_read(source_of(broker, topic))
+    again = f"{broker.admin_url}/admin/v2/{path}/createMissedPartitions"
+    httpx.post(again, timeout=20).raise_for_status()
+    assert [one.entries for one in plan_read(source_of(broker, topic))] == [0, 0]
 
 
 def test_a_chunked_message_is_an_error_where_it_is_read(
