@@ -156,7 +156,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
         if other:
             raise SchemaError(
                 f"{topic} was created anew since the query was built: version {schema.version} of "
-                "its schema is another one now, and its values would be read wrong. Build the "
+                "its schema is not what it was, and values would be read wrong. Build the "
                 "query again.",
                 topic=topic,
             )
