@@ -35,10 +35,9 @@ class PulsarAdmin:
     Args:
         connection: It has an ``admin_url``.
 
-    Every method raises BrokerUnavailableError (retriable) when there is no answer, one of status
-    500 and above, or none of Pulsar; AdminError when the request is refused, and what
-    :meth:`AdminHttp.request` raises of TLS and permissions. Only Pulsar's own 404 says that
-    something does not exist.
+    Every method raises BrokerUnavailableError (retriable) when there is no answer, or one of status
+    500 and above; AdminError when the request is refused, and what :meth:`AdminHttp.request` raises
+    of TLS and permissions. Only Pulsar's own 404 says that something does not exist.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -270,7 +269,7 @@ class PulsarAdmin:
         if foreign:
             told += " (which Pulsar does not say: something else answers there)"
         moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
-        later = response.is_server_error or foreign or moving
+        later = response.is_server_error or moving
         error = BrokerUnavailableError if later else AdminError
         raise self._failed(path, told, error)
 
