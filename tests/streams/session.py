@@ -68,7 +68,9 @@ class Queries:
         try:
             reader = self._spark.readStream.format(spec["format"]).options(**spec["options"])
             rows = (reader.schema(spec["schema"]) if spec["schema"] else reader).load()
-            tag = f"{spec['options'].get('mode')} {rows.schema.simpleString()}"
+            # pulsar-client shows an empty key as none.
+            how = f"{spec['options']['mode']} {spec['options'].get('transport') == 'client'}"
+            tag = f"{how} {rows.schema.simpleString()}"
             writer = rows.writeStream.foreachBatch(
                 lambda batch, number: self._batch(spec, tag, batch, number)
             )
