@@ -58,6 +58,11 @@ class Query:
         return str(self.spec["options"]["mode"])
 
     @property
+    def has_bad(self) -> bool:
+        """Whether a start of it may be of a version that the others cannot be read as."""
+        return any(BAD in topic.versions for topic in self.topics)
+
+    @property
     def kind(self) -> str:
         """Of its values."""
         return self.topics[0].kind

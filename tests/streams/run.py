@@ -214,7 +214,8 @@ class Case(Running):
         there = {n for _, n, _ in self.rows(query)}
         return [
             one.number for one in query.sent
-            if one.confirmed and one.number not in there and not one.may_be_malformed
+            if one.confirmed and one.number not in there
+            and not (one.may_be_malformed or query.has_bad)
         ]  # fmt: skip
 
     def _check_backlogs(self) -> None:
@@ -228,7 +229,7 @@ class Case(Running):
                         one.entry for one in query.sent
                         if one.confirmed and one.topic == topic.name
                         and one.partition == (partition if topic.partitions else -1)
-                        and one.number not in done and not one.may_be_malformed
+                        and one.number not in done and not (one.may_be_malformed or query.has_bad)
                     }  # fmt: skip
                     backlog = self.broker.backlog(full, query.subscription)
                     if 0 <= backlog < len(owed):
@@ -287,7 +288,7 @@ class Case(Running):
     def _wrong(self, query: Query, sent: Sent, row: dict[str, Any]) -> str:
         """By the mode that any of its starts had: rows of an earlier one stay."""
         modes = {query.mode, "PERMISSIVE"}
-        told = [wrong(sent, row, mode) for mode in sorted(modes)]
+        told = [wrong(sent, row, mode, any_malformed=query.has_bad) for mode in sorted(modes)]
         if "" in told:
             if "__key" in row and query.spec["format"] == "keyshard":
                 wanted = text_of(sent.key)

@@ -172,19 +172,20 @@ def encoded(
     return text
 
 
-def wrong(sent: Sent, row: Mapping[str, Any], mode: str) -> str:  # noqa: PLR0911 - a table in words
+def wrong(sent: Sent, row: Mapping[str, Any], mode: str, *, any_malformed: bool = False) -> str:  # noqa: PLR0911 - a table in words
     """What is wrong with a row; empty where nothing is.
 
     Args:
         sent: What was published.
         row: Columns by name; bytes as ``{"hex": ...}``.
         mode: Of the query.
+        any_malformed: Whether the query may be of a version that this one cannot be read as.
     """
     corrupt = _bytes(row.get("_corrupt_record"))
     if corrupt is not None or (sent.corrupt and sent.kind != NONE):
         if mode == "PERMISSIVE" and "_corrupt_record" not in row:
             return ""  # the columns that were asked for do not tell
-        if mode != "PERMISSIVE" or not sent.may_be_malformed:
+        if mode != "PERMISSIVE" or not (sent.may_be_malformed or any_malformed):
             return f"a row that should be malformed {sent.corrupt}, in mode {mode}"
         if corrupt != sent.payload:
             return f"the corrupt bytes are {corrupt!r}"
