@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +33,10 @@ class Cluster:
 
     Args:
         directory: Where its data and its log go.
+        settings: Of the broker, beside those that are always so.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, settings: Mapping[str, str] | None = None) -> None:
         self._direct = free_port()
         behind = free_port({self._direct})
         self._proxied = free_port({self._direct, behind})
@@ -55,6 +57,7 @@ class Cluster:
                 # Acknowledgements are written down every 50 s instead of every 10 s, so that each
                 # death of the broker forgets some.
                 "managedLedgerDefaultMarkDeleteRateLimit": "0.02",
+                **(settings or {}),
             },
         )
         self.proxy = TcpProxy(self._proxied, behind)

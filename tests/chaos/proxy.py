@@ -27,6 +27,8 @@ class TcpProxy:
         self._flows.set()
         self._server = socket.create_server((LOOPBACK, port), backlog=64)
         self._closed = False
+        self._left: int | None = None
+        """Bytes of the target that still pass before the connections are cut."""
 
     def __enter__(self) -> TcpProxy:
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
@@ -53,6 +55,11 @@ class TcpProxy:
         for pair in pairs:
             self._end(pair)
         return len(pairs)
+
+    def cut_behind(self, size: int) -> None:
+        """Cut once so many bytes have come from the target: in the middle of whatever they are."""
+        with self._lock:
+            self._left = size
 
     def stall(self) -> None:
         """Pass nothing on until :meth:`resume`; connections stay open, and new ones are taken."""
@@ -88,10 +95,25 @@ class TcpProxy:
         with suppress(OSError):
             while data := source.recv(_CHUNK):
                 self._flows.wait()
+                if source is pair[1] and (left := self._count(len(data))) is not None:
+                    sink.sendall(data[:left])
+                    self.cut()
+                    break
                 sink.sendall(data)
         # An end is held back like everything else.
         self._flows.wait()
         self._end(pair)
+
+    def _count(self, size: int) -> int | None:
+        """How much of what came passes, where the connections are to be cut behind that."""
+        with self._lock:
+            if self._left is None:
+                return None
+            left, self._left = self._left, self._left - size
+            if left > size:
+                return None
+            self._left = None
+            return left
 
     def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from keyshard.broker.memory import Message
+from keyshard.core.position.entry import EntryId
 from keyshard.core.protobuf import Value, fields_of, message
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
@@ -32,6 +33,8 @@ class RawConnection:
     """A connection that can produce, also in one transaction of the first coordinator."""
 
     def __init__(self, host: str, port: int) -> None:
+        self.stored: list[EntryId] = []
+        """Entries that were published, as the broker confirmed them."""
         self._socket = socket.create_connection((host, port), timeout=TIMEOUT_S)
         self._request(CONNECT, CONNECTED, {1: b"contract", 4: 19})
 
@@ -62,9 +65,13 @@ class RawConnection:
         least, most = transaction
         self._request(END_TXN, END_TXN + 1, {1: 5, 2: least, 3: most, 4: how})
 
+    def coordinate(self) -> None:
+        """Reach the first coordinator; to end what another connection began."""
+        self._request(COORDINATOR_CONNECT, COORDINATOR_CONNECT + 1, {1: 1, 2: 0})
+
     def begin(self, topic: str, keys: Sequence[str]) -> tuple[Value, Value]:
         """Publish one message for each key in a transaction that stays open; its id."""
-        self._request(COORDINATOR_CONNECT, COORDINATOR_CONNECT + 1, {1: 1, 2: 0})
+        self.coordinate()
         begun = self._request(NEW_TXN, NEW_TXN + 1, {1: 2, 2: 60_000, 3: 0})
         least, most = begun.get(2, 0), begun.get(3, 0)
         added = {1: 3, 2: least, 3: most, 4: topic.encode()}
@@ -94,11 +101,20 @@ class RawConnection:
             if got == PING:
                 self._send(PONG, {})
             elif got == answer:
+                if got == RECEIPT:
+                    self._keep(content[3])
                 assert not (got > NEW_TXN and 4 in content), f"refused: {content}"
                 return content
             else:
                 # Producers of a topic that is unloaded are closed without being asked.
                 assert got in (PONG, CLOSE_PRODUCER), f"{got} instead of {answer}: {content}"
+
+    def _keep(self, message_id: Value) -> None:
+        assert isinstance(message_id, bytes)
+        ledger, entry = (fields_of(message_id).get(number, 0) for number in (1, 2))
+        assert isinstance(ledger, int)
+        assert isinstance(entry, int)
+        self.stored.append(EntryId(ledger, entry))
 
     def _send(self, kind: int, fields: dict[int, Value], payload: bytes = b"") -> None:
         command = message({1: kind, kind: message(fields)})

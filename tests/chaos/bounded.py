@@ -1,0 +1,684 @@
+"""Chaos for bounded reads: topics, bounds and faults by seed, compared with what was stored.
+
+``python -m tests.chaos.bounded --seed 7 --rounds 20`` starts a broker of its own. A round writes
+a topic and keeps the id of every message that the broker confirmed; then it reads between drawn
+bounds, while something happens to the broker, its admin interface, the connections or the topic. A
+read has to give exactly what is stored between its start and the end that its plan tells, or to
+fail by name, in time; and to leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pulsar
+
+from keyshard import KeyShardSource
+from keyshard.coordinator.bounded import plan_read
+from keyshard.core.message import MessageId
+from keyshard.core.position.bounds import Edge
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.split import Split, cut
+from keyshard.core.protobuf import Value
+from keyshard.errors import (
+    AdminError,
+    BrokerUnavailableError,
+    ChunkedMessageError,
+    DataLossTrimmedError,
+    KeyShardError,
+    ReplayTimeoutError,
+    TopicNotFoundError,
+    TopicRecreatedError,
+)
+from keyshard.reading.split_reader import read_splits
+from tests.chaos.admin_proxy import DRIPS, HANGS, AdminProxy
+from tests.chaos.cluster import Cluster
+from tests.contract.raw_protocol import ABORT, COMMIT, RawConnection
+
+TIMEOUT_MS = 6_000
+"""``operation_timeout_ms`` of reads."""
+DEADLINE_S = 45.0
+"""A read that takes longer has no end: several waits of ``TIMEOUT_MS``, and a restart."""
+LATER_MS = 1 << 60
+READS = 12
+"""Reads of a round."""
+COLUMNS = ["value", "__key", "__messageId", "__partition", "__publishTime"]
+SETTINGS = {
+    "transactionCoordinatorEnabled": "true",
+    "managedLedgerMinLedgerRolloverTimeMinutes": "0",
+    "managedLedgerMaxEntriesPerLedger": "15",
+    "maxMessageSize": str(1 << 18),
+}
+PASSING = (
+    "none", "none", "cut", "cut", "cut behind", "cut behind", "stall", "freeze", "unload", "unload",
+    "admin", "admin", "grow", "publish", "kill", "hang", "drip",
+)  # fmt: skip
+"""Faults after which everything is there."""
+LASTING = ("trim", "delete", "anew")
+"""Faults that take away what was planned."""
+UNAVAILABLE = (BrokerUnavailableError, ReplayTimeoutError)
+_GARBAGE = ("admin", "hang", "drip")
+
+
+@dataclass(frozen=True, order=True)
+class Stored:
+    """A message as it was confirmed."""
+
+    partition: int
+    id: MessageId
+    number: int
+    key: str | None
+
+
+@dataclass
+class Topic:
+    """What is stored of it."""
+
+    name: str
+    partitions: int
+    stored: list[Stored] = field(default_factory=list)
+    chunked: list[tuple[int, MessageId]] = field(default_factory=list)
+    opened: list[tuple[int, MessageId, tuple[Value, Value], list[Stored]]] = field(
+        default_factory=list
+    )
+    """Transactions that have not ended."""
+    times: dict[tuple[int, MessageId], int] = field(default_factory=dict)
+
+    def where(self) -> list[TopicPartition]:
+        """Its topic partitions."""
+        numbers = range(self.partitions) if self.partitions else [-1]
+        return [TopicPartition(self.name, number) for number in numbers]
+
+    def path(self, where: TopicPartition | None = None) -> str:
+        """Of the admin interface."""
+        return "/admin/v2/" + (where.name if where else self.name).replace("://", "/")
+
+
+class Violation(Exception):  # noqa: N818 - what is looked for
+    """A promise was broken."""
+
+
+class World:
+    """A broker, and what is done to it."""
+
+    def __init__(self, cluster: Cluster, admin: AdminProxy, seed: int) -> None:
+        self.cluster, self.admin, self.seed = cluster, admin, seed
+        self.http = httpx.Client(base_url=cluster.admin_url, timeout=30, trust_env=False)
+        self.counts: Counter[str] = Counter()
+        self.client = self._connected()
+        self._numbers = 0
+
+    def _connected(self) -> pulsar.Client:
+        quiet = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+        return pulsar.Client(self.cluster.direct_url, logger=quiet, operation_timeout_seconds=60)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+        self.http.close()
+
+    def ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """One request, again while the broker is busy with a fault."""
+        end_s = time.monotonic() + 60
+        while True:
+            try:
+                return self.http.request(method, path, **content).raise_for_status()
+            except httpx.HTTPError:
+                if time.monotonic() > end_s:
+                    raise
+            time.sleep(0.2)
+
+    def number(self) -> int:
+        """Of the next message."""
+        self._numbers += 1
+        return self._numbers
+
+    def namespace(self, name: str, retention: int) -> str:
+        self.ask("PUT", f"/admin/v2/namespaces/public/{name}")
+        kept = {"retentionTimeInMinutes": retention, "retentionSizeInMB": retention}
+        self.ask("POST", f"/admin/v2/namespaces/public/{name}/retention", json=kept)
+        return f"public/{name}"
+
+    def create(self, name: str, partitions: int) -> Topic:
+        topic = Topic(f"persistent://{name}", partitions)
+        if partitions:
+            self.ask("PUT", f"{topic.path()}/partitions", json=partitions)
+        else:
+            self.ask("PUT", topic.path())
+        return topic
+
+    # -- what is written
+
+    def publish(self, topic: Topic, chance: random.Random, count: int) -> None:
+        """Messages of one producer of each topic partition."""
+        batching = chance.choice(["none", "default", "keyed"])
+        kinds = pulsar.CompressionType
+        compression = chance.choice([kinds.NONE, kinds.LZ4, kinds.ZLib, kinds.ZSTD, kinds.SNAPPY])
+        size = chance.choice([0, 10, 3_000, 30_000])
+        run = chance.randint(2, 12)
+        for where in topic.where():
+            by_key = batching == "keyed"
+            producer = self.client.create_producer(
+                where.name,
+                batching_enabled=batching != "none",
+                batching_type=(
+                    pulsar.BatchingType.KeyBased if by_key else pulsar.BatchingType.Default
+                ),
+                batching_max_messages=run,
+                batching_max_publish_delay_ms=5_000,
+                compression_type=compression,
+                block_if_queue_full=True,
+                send_timeout_millis=0,
+            )
+            topic.stored.extend(self._sent(producer, where, chance, count, size))
+            producer.close()
+
+    def _sent(
+        self, producer: Any, where: TopicPartition, chance: random.Random, count: int, size: int
+    ) -> list[Stored]:
+        sent: list[Stored] = []
+
+        def send(number: int, key: str | None) -> None:
+            def done(result: Any, at: Any) -> None:
+                if result != pulsar.Result.Ok:
+                    return
+                one = MessageId(at.ledger_id(), at.entry_id(), max(0, at.batch_index()))
+                sent.append(Stored(where.partition, one, number, key))
+
+            value = b"%d|" % number + chance.randbytes(size)
+            producer.send_async(value, done, partition_key=key)
+
+        for _ in range(count):
+            send(self.number(), chance.choice(["a", "b", "c", None]))
+        producer.flush()
+        assert len(sent) == count, "all are confirmed"
+        return sent
+
+    def publish_chunked(self, topic: Topic, chance: random.Random) -> None:
+        where = chance.choice(topic.where())
+        producer = self.client.create_producer(
+            where.name, batching_enabled=False, chunking_enabled=True
+        )
+        at = producer.send(b"x" * (600 << 10), partition_key="a")
+        producer.close()
+        topic.chunked.append((where.partition, MessageId(at.ledger_id(), at.entry_id(), 0)))
+
+    def transact(self, topic: Topic, chance: random.Random, how: int | None) -> None:
+        """A transaction of one topic partition, that ends so, or stays open."""
+        where = chance.choice(topic.where())
+        coordinator = "persistent/pulsar/system/transaction_coordinator_assign-partition-0"
+        self.ask("GET", f"/lookup/v2/topic/{coordinator}")
+        self.ask("GET", f"/lookup/v2/topic/{where.name.replace('://', '/')}")
+        keys = ["a"] * chance.randint(1, 4)
+        with self.raw() as connection:
+            transaction = connection.begin(where.name, keys)
+            stored = [
+                Stored(where.partition, MessageId(*one, 0), -1, "a") for one in connection.stored
+            ]
+            if how is None:
+                topic.opened.append((where.partition, stored[0].id, transaction, stored))
+                return
+            connection.end(transaction, how)
+        if how == COMMIT:
+            topic.stored.extend(stored)
+
+    def raw(self) -> RawConnection:
+        return RawConnection("127.0.0.1", int(self.cluster.direct_url.rpartition(":")[2]))
+
+    def end_transactions(self, topic: Topic, chance: random.Random) -> None:
+        opened, topic.opened = topic.opened, []
+        for _, _, transaction, stored in opened:
+            how = chance.choice([COMMIT, ABORT])
+            with self.raw() as connection:
+                connection.coordinate()
+                connection.end(transaction, how)
+            if how == COMMIT:
+                topic.stored.extend(stored)
+
+    def roll(self, topic: Topic) -> None:
+        for where in topic.where():
+            self.ask("PUT", f"{topic.path(where)}/unload")
+
+    # -- what happens while it is read
+
+    def fault(self, name: str, topic: Topic, chance: random.Random) -> None:
+        """Let something happen; what concerns the admin interface is the proxy's."""
+        happens: dict[str, Callable[[Topic, random.Random], None]] = {
+            "cut": self._cut, "cut behind": self._cut_behind, "stall": self._stall,
+            "freeze": self._freeze, "kill": self._kill, "unload": self._unload,
+            "grow": self._grow, "publish": self._publish, "trim": self._trim,
+            "delete": self._delete, "anew": self._anew,
+        }  # fmt: skip
+        if name in happens:
+            happens[name](topic, chance)
+
+    def _cut(self, _: Topic, chance: random.Random) -> None:
+        for _ in range(chance.randint(1, 6)):
+            self.cluster.proxy.cut()
+            time.sleep(chance.random() * 0.1)
+
+    def _cut_behind(self, _: Topic, chance: random.Random) -> None:
+        self.cluster.proxy.cut_behind(int(2 ** (chance.random() * 18)))
+
+    def _stall(self, _: Topic, chance: random.Random) -> None:
+        self.cluster.proxy.stall()
+        time.sleep(chance.random() * 3)
+        self.cluster.proxy.resume()
+
+    def _freeze(self, _: Topic, chance: random.Random) -> None:
+        self.cluster.freeze()
+        time.sleep(chance.random() * 4)
+        self.cluster.thaw()
+
+    def _kill(self, *_: object) -> None:
+        self.cluster.kill()
+        self.cluster.start()
+        # The client waits ever longer before it connects again.
+        self.client.close()
+        self.client = self._connected()
+
+    def _unload(self, topic: Topic, chance: random.Random) -> None:
+        for _ in range(chance.randint(1, 3)):
+            self.roll(topic)
+            time.sleep(chance.random() * 0.2)
+
+    def _grow(self, topic: Topic, _: random.Random) -> None:
+        if topic.partitions:
+            self.ask("POST", f"{topic.path()}/partitions", json=topic.partitions + 1)
+
+    def _publish(self, topic: Topic, chance: random.Random) -> None:
+        self.publish(topic, chance, chance.randint(1, 30))
+
+    def _trim(self, topic: Topic, _: random.Random) -> None:
+        self.roll(topic)
+        for where in topic.where():
+            # Refused where there is nothing to trim.
+            self.http.post(f"{topic.path(where)}/trim")
+
+    def _delete(self, topic: Topic, _: random.Random) -> None:
+        suffix = "/partitions" if topic.partitions else ""
+        self.ask("DELETE", f"{topic.path()}{suffix}", params={"force": "true"})
+
+    def _anew(self, topic: Topic, chance: random.Random) -> None:
+        self._delete(topic, chance)
+        self.create(topic.name.removeprefix("persistent://"), topic.partitions)
+        self._publish(Topic(topic.name, topic.partitions), chance)
+
+
+@dataclass
+class Read:
+    """One read: its bounds, and what came."""
+
+    start: Any = Edge.EARLIEST
+    end: Any = Edge.LATEST
+    disorder_s: float | None = None
+    parts: int = 1
+    keys: frozenset[str] | None = None
+    splits: tuple[Split, ...] = ()
+    rows: list[tuple[int, MessageId, int, str | None, int]] = field(default_factory=list)
+    error: BaseException | None = None
+    took_s: float = 0.0
+
+    def run(
+        self, source: KeyShardSource, between: Callable[[], None], again: random.Random
+    ) -> None:
+        """Plan, let happen what happens in between, and read each part as a task of its own."""
+        began_s = time.monotonic()
+        try:
+            self.splits = plan_read(source, self.start, self.end, disorder_max_s=self.disorder_s)
+            between()
+            for split in cut(self.splits, self.parts):
+                if again.random() < 0.1:
+                    self._abandoned(source, split)
+                for batch in read_splits(source.how_to_connect(), [split], COLUMNS, keys=self.keys):
+                    self.rows.extend(map(_row, batch.to_pylist()))
+        except BaseException as exc:  # noqa: BLE001 - judged by its kind
+            self.error = exc
+        self.took_s = time.monotonic() - began_s
+
+    def _abandoned(self, source: KeyShardSource, split: Split) -> None:
+        """A task that is ended in the middle, and run again."""
+        batches = read_splits(source.how_to_connect(), [split], COLUMNS, keys=self.keys)
+        next(batches, None)
+        batches.close()  # type: ignore[attr-defined]
+
+
+def _row(one: dict[str, Any]) -> tuple[int, MessageId, int, str | None, int]:
+    ledger, entry, index = map(int, one["__messageId"].split(":"))
+    text = one["value"].partition(b"|")[0]
+    number = int(text) if text.isdigit() else -1
+    published = round(one["__publishTime"].timestamp() * 1000)
+    return one["__partition"], MessageId(ledger, entry, index), number, one["__key"], published
+
+
+def expected(topic: Topic, read: Read) -> list[tuple[int, MessageId, int, str | None]]:
+    """What is stored between the start of a read and the ends that its plan tells."""
+    found = []
+    ends = {one.topic_partition.partition: one.end for one in read.splits}
+    for one in sorted(topic.stored):
+        if one.partition not in ends or (read.keys is not None and one.key not in read.keys):
+            continue
+        start = _of(read.start, topic, one.partition)
+        bounds = [_inside(start, one, topic, edge=False), _inside(
+            ends[one.partition], one, topic, edge=True)]  # fmt: skip
+        if all(bounds):
+            found.append((one.partition, one.id, one.number, one.key))
+    return found
+
+
+def _of(bound: Any, topic: Topic, partition: int) -> Any:
+    if not isinstance(bound, dict):
+        return bound
+    return bound[TopicPartition(topic.name, partition)]
+
+
+def _inside(bound: Any, one: Stored, topic: Topic, *, edge: bool) -> bool:
+    """Whether a message is before the end (``edge``), or not before the start."""
+    if bound is Edge.LATEST or bound is Edge.EARLIEST:
+        return (bound is Edge.LATEST) == edge
+    at: Any = one.id
+    if isinstance(bound, int):
+        # What came since times were drawn is later than all of them.
+        at = topic.times.get((one.partition, one.id), LATER_MS)
+    before: bool = at < bound
+    return before == edge
+
+
+class Round:
+    """One topic, and reads of it."""
+
+    def __init__(self, world: World, number: int, tell: Callable[[str], None]) -> None:
+        self.world, self.number, self.tell = world, number, tell
+        self.chance = random.Random(f"{world.seed}: {number}")
+        chance = self.chance
+        self.loses = chance.random() < 0.25
+        namespace = world.namespace(f"r{number}", 0 if self.loses else -1)
+        self.topic = world.create(f"{namespace}/t", chance.choice([0, 0, 1, 2, 4]))
+        self.source = KeyShardSource(
+            self.topic.name,
+            service_url=world.cluster.proxied_url,
+            admin_url=world.admin.url,
+            operation_timeout_ms=TIMEOUT_MS,
+        )
+
+    def run(self) -> None:
+        """Write, read, and judge."""
+        self._write()
+        self._know()
+        if self.loses:
+            self._read(self.chance.choice(LASTING))
+            return
+        for _ in range(READS):
+            self._read(self.chance.choice(PASSING))
+            if self.topic.opened and self.chance.random() < 0.3:
+                self.world.end_transactions(self.topic, self.chance)
+        self._chain()
+        self._left_nothing()
+
+    def _write(self) -> None:
+        world, topic, chance = self.world, self.topic, self.chance
+        for _ in range(chance.randint(1, 8)):
+            kinds = ["publish"] * 5 + ["commit", "abort", "roll"]
+            kind = chance.choice(kinds + ["chunked"] * (chance.random() < 0.2))
+            if kind == "publish":
+                world.publish(topic, chance, chance.randint(1, 60))
+            elif kind == "roll":
+                world.roll(topic)
+            elif kind == "chunked":
+                world.publish_chunked(topic, chance)
+            else:
+                world.transact(topic, chance, COMMIT if kind == "commit" else ABORT)
+        if not self.loses and chance.random() < 0.4:
+            world.transact(topic, chance, None)
+            world.publish(topic, chance, chance.randint(1, 20))
+
+    def _know(self) -> None:
+        """Read everything in quiet; that gives the publish times, too."""
+        if self.topic.chunked:
+            return
+        read = Read()
+        read.run(self.source, lambda: None, random.Random(0))
+        self._judge(read, "none")
+        self.topic.times.update({(row[0], row[1]): row[4] for row in read.rows})
+
+    def _read(self, fault: str) -> None:
+        world, chance = self.world, self.chance
+        read = self._drawn()
+        inside = random.Random(chance.random())
+        # Before the plan, between plan and read, or while it is read.
+        when = chance.choice([0, 1, 2])
+        if fault in LASTING:
+            when = 1
+        rate = chance.choice([0.1, 0.4])
+        with self._spoilt(fault, rate):
+            happens = threading.Thread(
+                target=self._later, args=(fault, inside, chance.random() * 0.15), name="fault"
+            )
+            if when == 0:
+                happens.start()
+
+            def between() -> None:
+                if when == 1:
+                    world.fault(fault, self.topic, inside)
+                elif when == 2:
+                    happens.start()
+
+            read.run(self.source, between, random.Random(chance.random()))
+            if happens.ident is not None:
+                happens.join(120)
+                assert not happens.is_alive(), "the fault ended"
+        world.cluster.proxy.cut_behind(1 << 60)
+        if fault == "grow" and self.topic.partitions:
+            found = world.ask("GET", f"{self.topic.path()}/partitions").json()["partitions"]
+            self.topic.partitions = found
+        self._judge(read, fault)
+
+    def _later(self, fault: str, chance: random.Random, wait_s: float) -> None:
+        time.sleep(wait_s)
+        try:
+            self.world.fault(fault, self.topic, chance)
+        except Exception:  # noqa: BLE001 - a thread's end
+            traceback.print_exc()
+
+    @contextmanager
+    def _spoilt(self, fault: str, rate: float) -> Iterator[None]:
+        kinds = {"hang": (HANGS,), "drip": (DRIPS,)}
+        if fault in _GARBAGE:
+            seed = f"{self.world.seed} {self.number} {rate}"
+            self.world.admin.spoil(seed, rate, *([kinds[fault]] if fault in kinds else []))
+        try:
+            yield
+        finally:
+            self.world.admin.spoil(0, 0.0)
+
+    def _drawn(self) -> Read:
+        chance, topic = self.chance, self.topic
+        read = Read(parts=chance.choice([1, 1, 2, 5, 40]))
+        if chance.random() < 0.2:
+            read.keys = frozenset(chance.sample(["a", "b", "c"], 2))
+        times = sorted(set(topic.times.values()))
+        kind = chance.choice(["all", "positions", "positions", "times"])
+        if kind == "times" and times and not topic.chunked and not topic.opened:
+            known = {(one.partition, one.id) for one in topic.stored} <= topic.times.keys()
+            if known:
+                read.start, read.end = sorted(chance.choice(times) for _ in range(2))
+                read.disorder_s = chance.choice([None, 600.0])
+        elif kind == "positions":
+            starts, ends = {}, {}
+            for where in topic.where():
+                ids = sorted(one.id for one in topic.stored if one.partition == where.partition)
+                held = [at for number, at, *_ in topic.opened if number == where.partition]
+                ids = [one for one in ids if not held or one < min(held)]
+                starts[where], ends[where] = Edge.EARLIEST, Edge.LATEST
+                if ids:
+                    first, last = sorted(chance.choice(ids) for _ in range(2))
+                    starts[where] = chance.choice([first, first, Edge.EARLIEST])
+                    ends[where] = chance.choice([last, last, Edge.LATEST])
+            read.start, read.end = starts, ends
+        return read
+
+    def _judge(self, read: Read, fault: str) -> None:
+        world, topic = self.world, self.topic
+        outcome = "rows" if read.error is None else type(read.error).__name__
+        world.counts[f"{fault}: {outcome}"] += 1
+        what = f"round {self.number}, {fault}, {read.start} to {read.end}, {read.parts} parts"
+        if read.took_s > DEADLINE_S:
+            raise Violation(f"{what}: took {read.took_s:.0f} s, {outcome}")
+        if read.error is not None:
+            self._judge_error(read, fault, what)
+            return
+        got = [row[:4] for row in read.rows]
+        wanted = expected(topic, read)
+        if got != wanted:
+            missing = [one for one in wanted if one not in set(got)]
+            more = [one for one in got if one not in set(wanted)]
+            raise Violation(
+                f"{what}: {len(got)} rows instead of {len(wanted)}; missing {missing[:5]}, "
+                f"unexpected {more[:5]}; ends {[one.end for one in read.splits]}"
+            )
+        self._judge_ends(read, what)
+
+    def _judge_ends(self, read: Read, what: str) -> None:
+        """A read to the latest reaches all that was confirmed, up to an open transaction."""
+        for split in read.splits:
+            number = split.topic_partition.partition
+            if _of(read.end, self.topic, number) is not Edge.LATEST:
+                continue
+            held = [at for where, at, *_ in self.topic.opened if where == number]
+            last = max(
+                (one.id for one in self.topic.stored
+                 if one.partition == number and (not held or one.id < min(held))), default=None,
+            )  # fmt: skip
+            behind = isinstance(split.end, MessageId) and (last is None or last < split.end)
+            if last is not None and not behind and "publish" not in what:
+                raise Violation(f"{what}: ends at {split.end} before {last}")
+            if held and isinstance(split.end, MessageId) and split.end > min(held):
+                raise Violation(f"{what}: ends at {split.end} behind what is held back at {held}")
+
+    def _judge_error(self, read: Read, fault: str, what: str) -> None:
+        error = read.error
+        if not isinstance(error, KeyShardError):
+            assert error is not None
+            traceback.print_exception(error)
+            raise Violation(f"{what}: {error!r}, which says nothing to a user")
+        allowed: tuple[type[BaseException], ...] = ()
+        if fault in LASTING:
+            allowed = (DataLossTrimmedError, TopicRecreatedError, TopicNotFoundError)
+        elif fault not in ("none", "grow", "publish"):
+            allowed = UNAVAILABLE
+        if fault in _GARBAGE:
+            allowed = (*allowed, AdminError)
+        if self.topic.chunked:
+            allowed = (*allowed, ChunkedMessageError)
+        if not isinstance(error, allowed):
+            raise Violation(f"{what}: {error}")
+
+    def _chain(self) -> None:
+        """Reads one after the other while somebody publishes; together they have all of it."""
+        if self.topic.chunked or self.topic.opened:
+            return
+        world, topic = self.world, self.topic
+        chance, stop = random.Random(self.chance.random()), threading.Event()
+
+        def publish() -> None:
+            while not stop.is_set():
+                world.publish(topic, chance, 25)
+
+        writer = threading.Thread(target=publish, name="writer")
+        writer.start()
+        starts: Any = Edge.EARLIEST
+        rows: list[Any] = []
+        end_s = time.monotonic() + 4
+        while writer.is_alive():
+            if time.monotonic() > end_s:
+                stop.set()
+                writer.join(60)
+            if self.chance.random() < 0.2:
+                world.roll(topic)
+            read = Read(starts, Edge.LATEST)
+            read.run(self.source, lambda: None, random.Random(0))
+            if read.error is not None:
+                if isinstance(read.error, UNAVAILABLE):
+                    continue
+                stop.set()
+                raise Violation(f"round {self.number}, chain: {read.error!r}")
+            rows.extend(read.rows)
+            starts = {one.topic_partition: one.end for one in read.splits}
+            world.counts["chained"] += 1
+        # What was sent again after an unload is confirmed without its id.
+        got, wanted = (sorted(numbers) for numbers in (
+            [row[2] for row in rows], [one.number for one in topic.stored]
+        ))  # fmt: skip
+        if got != wanted:
+            missing, more = Counter(wanted) - Counter(got), Counter(got) - Counter(wanted)
+            raise Violation(f"round {self.number}, chain: missing {missing}, twice {more}")
+
+    def _left_nothing(self) -> None:
+        end_s = time.monotonic() + 30
+        for where in self.topic.where():
+            while True:
+                path = f"{self.topic.path(where)}/internalStats"
+                cursors = self.world.ask("GET", path).json()["cursors"].keys() - {"pulsar.dedup"}
+                if not cursors:
+                    break
+                if time.monotonic() > end_s:
+                    raise Violation(f"round {self.number}: left {sorted(cursors)}")
+                time.sleep(0.2)
+
+
+def main() -> int:
+    """0: every promise held; 1: one was broken, and how to see it again is told."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.bounded", description=__doc__)
+    parser.add_argument("--seed", type=int, help="decides everything; default: another each time")
+    parser.add_argument("--rounds", type=int, default=20, help="topics (default: 20)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first round")
+    parser.add_argument("--minutes", type=float, default=10, help="no round begins after that")
+    parser.add_argument("--keep-going", action="store_true", help="do not end at the first")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    directory = Path(tempfile.mkdtemp(prefix="keyshard-bounded-"))
+    print(f"seed {seed}, files in {directory}", flush=True)
+    end_s, broken = time.monotonic() + given.minutes * 60, 0
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(directory, SETTINGS))
+        admin = stack.enter_context(AdminProxy(cluster.admin_url))
+        world = World(cluster, admin, seed)
+        stack.callback(world.close)
+        for number in range(given.first, given.first + given.rounds):
+            if time.monotonic() > end_s:
+                break
+            try:
+                Round(world, number, print).run()
+            except Violation as exc:
+                broken += 1
+                print(
+                    f"BAD {exc}\nTo run it again:\n    python -m tests.chaos.bounded --seed {seed} "
+                    f"--first {number} --rounds 1",
+                    flush=True,
+                )
+                if not given.keep_going:
+                    break
+            print(f"round {number} ended; {sum(world.counts.values())} reads", flush=True)
+        for what, times in sorted(world.counts.items()):
+            print(f"{times:9,} {what}")
+        print(f"{admin.spoilt:9,} spoilt answers of the admin interface")
+    shutil.rmtree(directory)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
