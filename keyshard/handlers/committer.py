@@ -76,8 +76,9 @@ class Committer:
             return
         if self._store is not None:
             rescaled = self._coordinator.rescaled
-            positions = self._coordinator.handed_out.positions
-            parked = None if self._parked is None else self._parked.checkpoint(positions)
+            parked = None
+            if self._parked is not None:
+                parked = self._parked.checkpoint(self._coordinator.handed_out.positions)
             checkpoint = replace(self._coordinator.newest, parked=parked, rescaled=rescaled)
             self.stored_bytes = self._store.save(checkpoint)
             self._rescaled = rescaled

@@ -193,6 +193,16 @@ def test_a_broker_that_loads_a_topic_is_asked_again_for_its_transactions(
     assert caught.value.retriable
 
 
+def test_who_may_not_ask_for_transactions_is_warned(
+    answers: Callable[[Answer], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers(lambda _: httpx.Response(403, json={"reason": "no"}))
+    where = TopicPartition("persistent://public/default/t", 1)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.held_back_behind(where) is None
+    assert "persistent://public/default/t-partition-1 is not known" in caplog.text
+
+
 def test_what_is_not_shown_is_not_stored_yet() -> None:
     ledgers = [Ledger(3, 10, 1_000), Ledger(5, 4, 400), Ledger(7, 2, 200)]
     assert shown(ledgers, None) == tuple(ledgers)

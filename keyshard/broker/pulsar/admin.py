@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -18,6 +19,7 @@ from keyshard.core.position.ledger import Ledger, ledgers_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 CREATE_S = 30.0
 """Longest time to make a topic with its partitions, seconds."""
@@ -183,7 +185,8 @@ class PulsarAdmin:
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that is shown, where an open transaction holds back what is behind it.
 
-        The request does not load a topic: who asks right after :meth:`ledgers` has it loaded.
+        The request does not load a topic: who asks right after :meth:`ledgers` has it loaded. A
+        role that may not ask is told so in the log, and that none holds anything back.
 
         Raises:
             BrokerUnavailableError: The topic is not loaded, or is being loaded (retriable).
@@ -194,7 +197,13 @@ class PulsarAdmin:
         path = f"transactions/transactionBufferStats/{name}"
         try:
             response = self._http.request("GET", f"/admin/v3/{path}")
-        except AuthorizationError:
+        except AuthorizationError as exc:
+            _log.warning(
+                "Whether open transactions hold back entries of %s is not known: %s Rows of theirs "
+                "may be in neither of two reads that follow each other.",
+                topic_partition,
+                exc.message,
+            )
             return None
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
             self._has_transactions = False

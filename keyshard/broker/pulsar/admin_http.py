@@ -21,7 +21,7 @@ from keyshard.redaction import shown
 TIMEOUT_S = 10.0
 """Longest time in which nothing comes of an answer, seconds."""
 ANSWER_S = 30.0
-"""Longest time in which all of an answer comes, seconds; it begins with its first bytes."""
+"""Longest time in which the content of an answer comes, seconds, from the end of its headers."""
 CONNECT_S = 3.0
 """Longest time to be connected, seconds."""
 REDIRECTS_MAX = 5
