@@ -75,7 +75,7 @@ def rows_by_topic(tables: Iterable[pa.Table], groups: list[list[Kind]]) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def matrix(dev_broker: DevBroker, tmp_path_factory: pytest.TempPathFactory) -> DevBroker:
     """The broker, with everything that the table has."""
     java = JavaClient(dev_broker.service_url, tmp_path_factory.mktemp("java") / "log")
