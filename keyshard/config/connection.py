@@ -233,6 +233,11 @@ class Connection:
         return _MEMORY.fullmatch(self.service_url) is not None
 
     @property
+    def by_client(self) -> bool:
+        """Whether pulsar-client consumes and reads."""
+        return self.transport == CLIENT and not self.in_memory
+
+    @property
     def tls(self) -> bool:
         """Whether the broker is spoken to with TLS."""
         return self.service_url.startswith("pulsar+ssl://")

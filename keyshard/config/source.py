@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 
-from keyshard.config.connection import AUTO, CLIENT, SERVICE_URL, WIRE, Connection
+from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection
 from keyshard.config.field_types import in_both
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.metadata_columns import check_metadata_columns
@@ -139,9 +139,8 @@ class SourceConfig:
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_choice("value_format", self.value_format, "auto", "raw")
         check_choice("malformed", self.malformed, "FAILFAST", "PERMISSIVE", "DROPMALFORMED")
-        by_client = self.transport == CLIENT and not self.in_memory
         metadata = check_metadata_columns(
-            "metadata_columns", self.metadata_columns, by_client=by_client
+            "metadata_columns", self.metadata_columns, by_client=self.how_to_connect().by_client
         )
         object.__setattr__(self, "metadata_columns", metadata)
         self._check_corrupt()
@@ -242,7 +241,7 @@ class SourceConfig:
 
     def _check_corrupt(self) -> None:
         check_choice("on_corrupt", self.on_corrupt, "fail", "skip", "park")
-        if self.on_corrupt != "fail" and self.transport == CLIENT and not self.in_memory:
+        if self.on_corrupt != "fail" and self.how_to_connect().by_client:
             raise ConfigError(
                 f"on_corrupt is {self.on_corrupt!r}, and transport is 'client': pulsar-client "
                 "acknowledges entries that it cannot read by itself, and tells nobody. Use "

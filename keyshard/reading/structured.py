@@ -16,7 +16,7 @@ from pyarrow import compute
 
 from keyshard.arrow.columns import COLUMNS, SCHEMA
 from keyshard.broker.schemas import schema_of
-from keyshard.config.connection import CLIENT, Connection
+from keyshard.config.connection import Connection
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_set import EntrySet
@@ -232,7 +232,7 @@ class Decoder:
             pairs = any(schema.type == KEY_VALUE for schema in schemas)
             names += ["__topic", "__schemaVersion"]
             names += ["__messageId", "__partition"] if self._plan.mode == FAILFAST else []
-            names += [KEY_BYTES] if pairs and not _by_client(self._plan.connection) else []
+            names += [KEY_BYTES] if pairs and not self._plan.connection.by_client else []
         return tuple(dict.fromkeys(names))
 
     def decoded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -375,13 +375,8 @@ class Decoder:
         )
 
 
-def _by_client(connection: Connection) -> bool:
-    """Whether pulsar-client consumes and reads."""
-    return connection.transport == CLIENT and not connection.in_memory
-
-
 def _check_transport(connection: Connection, topic: str) -> None:
-    if _by_client(connection):
+    if connection.by_client:
         raise SchemaError(
             f"Keys of {topic} stand apart from its values, and pulsar-client does not tell whether "
             "a key was set as bytes or as text that looks like them. Set transport='wire', or "

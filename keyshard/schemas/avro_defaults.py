@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keyshard.schemas.avro_types import DECIMAL
+from keyshard.schemas.avro_unions import kind_of
 
 _Decimal = Callable[[bytes, Any, Any], Any]
 
@@ -49,7 +50,7 @@ class _Defaults:
         if isinstance(kind, list):  # of null and one other, or of one
             kind = next((one for one in kind if one != "null"), None)
         kind = self._named.get(kind, kind) if isinstance(kind, str) else kind
-        name = kind["type"] if isinstance(kind, dict) else kind
+        name = kind_of(kind)
         if name in ("bytes", "fixed") and isinstance(default, str):
             data = default.encode("latin-1")
             is_decimal = isinstance(kind, dict) and kind.get("logicalType") == DECIMAL

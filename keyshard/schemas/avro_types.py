@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from keyshard.errors import SchemaError
-from keyshard.schemas.avro_unions import members, with_member
+from keyshard.schemas.avro_unions import kind_of, members, with_member
 from keyshard.schemas.casting import cast
 
 _TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
@@ -151,12 +151,12 @@ class _Parser:
 
     def _union_of_many(self, found: list[AvroType], others: list[AvroType], path: str) -> AvroType:
         kinds = frozenset().union(*(one.kinds for one in others))
-        names = [_name_of(one.schema) for one in others]
+        names = [kind_of(one.schema) for one in others]
         number = next(
             (one for types, one in _NUMBERS if len(names) == 2 and {*names} == types), None
         )
         if number is not None:
-            schema = [_name_of(one.schema) for one in found]
+            schema = [kind_of(one.schema) for one in found]
             return AvroType(schema, number, number, number, kinds - {_TIME} | {"union of numbers"})
         if not self._unions:
             why = f"is a union of {len(others)} types"
@@ -281,10 +281,6 @@ def _branches(types: list[Any], namespace: str, path: str) -> Iterator[tuple[Any
     for one in types:
         yield one, namespace, f"{path}.member{number}" if many and one != "null" else path
         number += one != "null"
-
-
-def _name_of(schema: Any) -> str:
-    return str(schema.get("type")) if isinstance(schema, dict) else str(schema)
 
 
 def _full(name: str, namespace: str) -> str:

@@ -51,7 +51,7 @@ def with_member(default: Any, kind: Any, named: Callable[[str], Any]) -> Any:
             return default if default is None else with_member(default, first, named)
         (field,) = first["fields"]
         return {field["name"]: with_member(default, field["type"], named)}
-    name = kind["type"] if isinstance(kind, dict) else kind
+    name = kind_of(kind)
     if name == "record" and isinstance(default, dict):
         types = {one["name"]: one["type"] for one in kind["fields"]}
         return {
@@ -128,19 +128,21 @@ class _Pairing:
         """Which type of a union one becomes: the same one, else the first that it fits into."""
         if isinstance(written, str):
             written = self._written.get(written, written)
-        kind = _kind(written)
-        same = [place for place, one in enumerate(wanted) if _kind(one) == kind]
+        kind = kind_of(written)
+        same = [place for place, one in enumerate(wanted) if kind_of(one) == kind]
         if kind in _NAMED:
             named = [place for place in same if _full_name(wanted[place]) == _full_name(written)]
             same = named or [place for place in same if _is_called(written, wanted[place])]
-        wider = (place for place, one in enumerate(wanted) if _kind(one) in _PROMOTED.get(kind, ()))
+        wider = (
+            place for place, one in enumerate(wanted) if kind_of(one) in _PROMOTED.get(kind, ())
+        )
         return same[0] if same else next(wider, None)
 
     def _single(self, written: Any, wanted: Any) -> Any:
         if not isinstance(written, dict):
             return written
-        kind = _kind(written)
-        alike = isinstance(wanted, dict) and _kind(wanted) == kind
+        kind = kind_of(written)
+        alike = isinstance(wanted, dict) and kind_of(wanted) == kind
         if kind in ("array", "map"):
             within = "items" if kind == "array" else "values"
             return written | {within: self.pair(written[within], wanted[within] if alike else None)}
@@ -185,7 +187,8 @@ def _without_member(kind: Any) -> Any:
     return kind["fields"][0]["type"] if _is_member(kind) else kind
 
 
-def _kind(kind: Any) -> str:
+def kind_of(kind: Any) -> str:
+    """What a type is, without what it is made of: ``int``, ``record``, ``array``, ..."""
     return str(kind["type"] if isinstance(kind, dict) else kind)
 
 
@@ -205,7 +208,7 @@ def _named(kind: Any) -> Iterator[tuple[str, Any]]:
         for one in kind:
             yield from _named(one)
     elif isinstance(kind, dict):
-        if _kind(kind) in _NAMED:
+        if kind_of(kind) in _NAMED:
             yield _full_name(kind).lstrip("."), kind
         for one in kind.get("fields", ()):
             yield from _named(one["type"])

@@ -13,14 +13,21 @@ import httpx
 
 from tests.chaos.proxy import LOOPBACK
 
-WRONG = ("status 500", "status 503", "another 404", "no JSON", "no object", "empty", "cut", "late")
+STATUS_500, FOREIGN_404 = "status 500", "another 404"
+INSTEAD = {
+    STATUS_500: (500, b'{"reason": "drawn"}'), "status 503": (503, b'{"reason": "drawn"}'),
+    FOREIGN_404: (404, b"<html><body>404 Not Found</body></html>"), "no JSON": (200, b"<html>"),
+    "no object": (200, b"[7]"), "empty": (200, b""),
+}  # fmt: skip
+"""What is answered, with nobody asked."""
+WRONG = (*INSTEAD, "cut", "late")
 """What may become of an answer."""
 HANGS, DRIPS = "hangs", "drips"
 """What keeps who asked waiting; not among the others, because it takes so long."""
 _LATE_S = 1.5
 _HANG_S = 60.0
 _DRIP_S = 0.5
-_PAGE = b"<html><body>404 Not Found</body></html>"
+_PASSED_ON = ("Content-Type", "Accept")
 
 
 class _Server(ThreadingHTTPServer):
@@ -36,12 +43,12 @@ class AdminProxy:
     """
 
     def __init__(self, target: str) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._chance = random.Random()
         self._rate, self._kinds = 0.0, WRONG
         self.spoilt = 0
         """Answers that were not passed on as they came."""
-        self._closed = threading.Event()
+        self._spoils = 0
         self._client = httpx.Client(base_url=target, timeout=20, trust_env=False)
         self._server = _Server((LOOPBACK, 0), self._handler())
         self._server.daemon_threads = True
@@ -61,29 +68,29 @@ class AdminProxy:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._closed.set()
+        self.spoil(0, 0.0)
         self._server.shutdown()
         self._server.server_close()
         self._client.close()
 
     def spoil(self, seed: object, rate: float, kinds: tuple[str, ...] = WRONG) -> None:
-        """From now on a part of all answers is spoilt."""
-        with self._lock:
+        """From now on a part of all answers is spoilt; who waits for one that hangs gets it."""
+        with self._changed:
             self._chance, self._rate, self._kinds = random.Random(str(seed)), rate, kinds
+            self._spoils += 1
+            self._changed.notify_all()
 
     def _drawn(self) -> str | None:
-        with self._lock:
+        with self._changed:
             if self._chance.random() >= self._rate:
                 return None
             self.spoilt += 1
             return self._chance.choice(self._kinds)
 
-    def _answer(self, path: str) -> tuple[int, bytes]:
-        found = self._client.get(path)
-        return found.status_code, found.content
-
     def _wait(self, seconds: float) -> None:
-        self._closed.wait(seconds)
+        with self._changed:
+            before = self._spoils
+            self._changed.wait_for(lambda: self._spoils != before, seconds)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self
@@ -92,24 +99,28 @@ class AdminProxy:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                headers = {name: self.headers[name] for name in _PASSED_ON if name in self.headers}
+                wrong = proxy._drawn()
+                if wrong == HANGS:
+                    proxy._wait(_HANG_S)
+                if wrong in INSTEAD:
+                    self._send(wrong, *INSTEAD[wrong])
+                    return
                 try:
-                    status, body = proxy._answer(self.path)
+                    found = proxy._client.request(
+                        self.command, self.path, content=sent, headers=headers
+                    )
                 except httpx.HTTPError:
                     self.close_connection = True
                     return
-                self._send(proxy._drawn(), status, body)
+                self._send(wrong, found.status_code, found.content)
+
+            do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - the server's names
 
             def _send(self, wrong: str | None, status: int, body: bytes) -> None:
-                if wrong == HANGS:
-                    proxy._wait(_HANG_S)
                 if wrong == "late":
                     proxy._wait(_LATE_S)
-                if wrong in ("status 500", "status 503"):
-                    status, body = int(wrong[-3:]), b'{"reason": "drawn"}'
-                if wrong == "another 404":
-                    status, body = 404, _PAGE
-                if wrong in ("no JSON", "no object", "empty"):
-                    status, body = 200, {"no JSON": b"<html>", "no object": b"[7]"}.get(wrong, b"")
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -53,6 +53,8 @@ TIMEOUT_MS = 6_000
 """``operation_timeout_ms`` of reads."""
 DEADLINE_S = 45.0
 """A read that takes longer has no end: several waits of ``TIMEOUT_MS``, and a restart."""
+ASK_S = 60.0
+"""Longest time of a request of an administrator, with what the broker refuses meanwhile."""
 LATER_MS = 1 << 60
 READS = 12
 """Reads of a round."""
@@ -117,7 +119,6 @@ class World:
 
     def __init__(self, cluster: Cluster, admin: AdminProxy, seed: int) -> None:
         self.cluster, self.admin, self.seed = cluster, admin, seed
-        self.http = httpx.Client(base_url=cluster.admin_url, timeout=30, trust_env=False)
         self.counts: Counter[str] = Counter()
         self.client = self._connected()
         self._numbers = 0
@@ -129,18 +130,10 @@ class World:
     def close(self) -> None:
         """Close its connections."""
         self.client.close()
-        self.http.close()
 
     def ask(self, method: str, path: str, **content: Any) -> httpx.Response:
         """One request, again while the broker is busy with a fault."""
-        end_s = time.monotonic() + 60
-        while True:
-            try:
-                return self.http.request(method, path, **content).raise_for_status()
-            except httpx.HTTPError:
-                if time.monotonic() > end_s:
-                    raise
-            time.sleep(0.2)
+        return self.cluster.ask(method, path, time.monotonic() + ASK_S, **content)
 
     def number(self) -> int:
         """Of the next message."""
@@ -307,7 +300,9 @@ class World:
         self.roll(topic)
         for where in topic.where():
             # Refused where there is nothing to trim.
-            self.http.post(f"{topic.path(where)}/trim")
+            httpx.post(
+                f"{self.cluster.admin_url}{topic.path(where)}/trim", timeout=ASK_S, trust_env=False
+            )
 
     def _delete(self, topic: Topic, _: random.Random) -> None:
         suffix = "/partitions" if topic.partitions else ""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -126,7 +127,7 @@ class Cluster:
         Raises:
             TimeoutError: The broker refused it until the deadline.
         """
-        self._ask("PUT", f"{_PATH}/unload", deadline)
+        self.ask("PUT", f"{_PATH}/unload", deadline)
 
     def grow(self, deadline: float) -> None:
         """Add a partition.
@@ -135,7 +136,7 @@ class Cluster:
             TimeoutError: The broker refused it until the deadline.
         """
         self._partitions += 1
-        self._ask("POST", f"{_PATH}/partitions", deadline, self._partitions)
+        self.ask("POST", f"{_PATH}/partitions", deadline, json=self._partitions)
 
     def backlog(self, deadline: float) -> int:
         """Messages that are not acknowledged; at least 1 where nobody has subscribed yet.
@@ -146,9 +147,7 @@ class Cluster:
         backlog = 0
         for number in range(self._partitions):
             path = f"{_PATH}-partition-{number}/stats?getPreciseBacklog=true"
-            subscription = (
-                self._ask("GET", path, deadline).json()["subscriptions"].get(SUBSCRIPTION)
-            )
+            subscription = self.ask("GET", path, deadline).json()["subscriptions"].get(SUBSCRIPTION)
             backlog += subscription["msgBacklog"] if subscription else 1
         return backlog
 
@@ -159,7 +158,7 @@ class Cluster:
             TimeoutError: The broker did not tell until the deadline.
         """
         path = f"{_PATH}-{SUBSCRIPTION}-DLQ/stats?getPreciseBacklog=true"
-        subscriptions = self._ask("GET", path, deadline).json()["subscriptions"]
+        subscriptions = self.ask("GET", path, deadline).json()["subscriptions"]
         return int(subscriptions[f"{SUBSCRIPTION}-parked"]["msgBacklog"])
 
     def _signal(self, number: signal.Signals) -> None:
@@ -167,11 +166,15 @@ class Cluster:
         assert group is not None
         os.killpg(group, number)
 
-    def _ask(self, method: str, path: str, deadline: float, body: object = None) -> httpx.Response:
-        """One request; repeated while the broker is busy with the fault before."""
+    def ask(self, method: str, path: str, deadline: float, **content: Any) -> httpx.Response:
+        """One request; repeated while the broker is busy with the fault before.
+
+        Raises:
+            TimeoutError: The broker refused it until the deadline.
+        """
         while True:
             try:
-                return self._admin.request(method, path, json=body).raise_for_status()
+                return self._admin.request(method, path, **content).raise_for_status()
             except httpx.HTTPError as exc:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{method} {path} is refused: {exc}") from exc

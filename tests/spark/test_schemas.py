@@ -340,18 +340,25 @@ class Alike(Record):
 Alike.__name__ = "First"
 
 
+def reading_names(
+    spark: SparkSession, topic: SparkTopic, names: list[str | None], **options: str
+) -> StreamingQuery:
+    """A query that adds what is in the column ``name``."""
+    how = topic.options(parallelism="1", **options)
+    rows = spark.readStream.format("keyshard").options(**how).load().select("name")
+    query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
+    return query.foreachBatch(
+        lambda batch, _: names.extend(row["name"] for row in batch.collect())
+    ).start()
+
+
 def test_a_topic_that_is_created_anew_is_not_read_by_the_schema_that_it_had(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []
     send(topic, AvroSchema(First), First(id=1, name="a"))
     before = table(spark, topic)
-    how = topic.options(parallelism="1", partitionDiscoveryIntervalMillis="300")
-    rows = spark.readStream.format("keyshard").options(**how).load().select("name")
-    query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
-    query = query.foreachBatch(
-        lambda batch, _: names.extend(row["name"] for row in batch.collect())
-    ).start()
+    query = reading_names(spark, topic, names, partitionDiscoveryIntervalMillis="300")
     try:
         until(query, lambda: names == ["a"])
         url = f"{topic.broker.admin_url}/admin/v2/persistent/public/default/{topic.name}/partitions"
@@ -379,12 +386,7 @@ def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_
     httpx.delete(f"{url}/partitions", params={"force": True}).raise_for_status()
     httpx.put(url).raise_for_status()
     send(topic, AvroSchema(First), First(id=1, name="a"))
-    how = topic.options(parallelism="1", partitionDiscoveryIntervalMillis="600000")
-    rows = spark.readStream.format("keyshard").options(**how).load().select("name")
-    query = rows.writeStream.option("checkpointLocation", str(topic.checkpoint))
-    query = query.foreachBatch(
-        lambda batch, _: names.extend(row["name"] for row in batch.collect())
-    ).start()
+    query = reading_names(spark, topic, names, partitionDiscoveryIntervalMillis="600000")
     try:
         until(query, lambda: names == ["a"])
         # A reconnect makes it again at once, so that no request has to.

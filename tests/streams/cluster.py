@@ -1,16 +1,14 @@
-"""A broker, an admin interface that can be made to misbehave, and who publishes."""
+"""A broker, and who publishes."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,70 +24,6 @@ from tests.tested_pulsar import PULSAR
 
 ASK_S = 60.0
 _POLL_S = 0.2
-_PASSED_ON = ("content-type", "accept")
-
-
-class BadAdmin:
-    """Stands before the admin interface; a context manager."""
-
-    def __init__(self, target: str) -> None:
-        self.mode = ""
-        """``500``, ``404``, ``hang``, or empty: what is asked is passed on."""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                """Pass a request on, or do not."""
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                while outer.mode == "hang":
-                    time.sleep(_POLL_S)
-                if outer.mode:
-                    self._write(int(outer.mode), b"default backend", "text/plain")
-                    return
-                headers = {k: v for k, v in self.headers.items() if k.lower() in _PASSED_ON}
-                try:
-                    told = httpx.request(
-                        self.command, target + self.path, content=body, headers=headers,
-                        timeout=ASK_S, trust_env=False,
-                    )  # fmt: skip
-                except httpx.HTTPError:
-                    self._write(502, b"bad gateway", "text/plain")
-                    return
-                kind = told.headers.get("content-type", "application/json")
-                self._write(told.status_code, told.content, kind)
-
-            def _write(self, status: int, body: bytes, kind: str) -> None:
-                with suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(body)))
-                    self.send_header("content-type", kind)
-                    self.end_headers()
-                    self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Say nothing."""
-
-        for method in ("GET", "PUT", "POST", "DELETE"):
-            setattr(Handler, f"do_{method}", Handler.answer)
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, *_: Any) -> None:
-                """Who asked is gone."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> BadAdmin:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.mode = ""
-        self._server.shutdown()
-        self._server.server_close()
 
 
 class Broker:

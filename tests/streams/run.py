@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.streams.cluster import BadAdmin, Broker, entry_of, text_of
+from tests.chaos.admin_proxy import FOREIGN_404, HANGS, STATUS_500, AdminProxy
+from tests.streams.cluster import Broker, entry_of, text_of
 from tests.streams.draw import Query, Topic, change, query_of, register
 from tests.streams.ends import end
 from tests.streams.running import Running
@@ -40,6 +41,8 @@ FAULTS = (
     *("kill session",) * 3, "kill broker", "stop broker", "unload", "new version", "bad version",
     "grow", "admin 500", "admin 404", "admin hang", "restart query", "pause",
 )  # fmt: skip
+_ANSWERS = {"admin 500": STATUS_500, "admin 404": FOREIGN_404, "admin hang": HANGS}
+"""What becomes of all answers of the admin interface."""
 
 
 class Case(Running):
@@ -65,7 +68,7 @@ class Case(Running):
     def run(self) -> None:
         """The case, from its topics to its verdict."""
         with ExitStack() as stack:
-            self._admin = stack.enter_context(BadAdmin(self.broker.admin_url))
+            self._admin = stack.enter_context(AdminProxy(self.broker.admin_url))
             stack.callback(self.kill)
             count = self.drawn.choice((2, 3, 3))
             for number in range(count):
@@ -155,11 +158,11 @@ class Case(Running):
             topic.partitions += 1
             broker.grow(topic.name, topic.partitions)
         elif fault.startswith("admin "):
-            self._admin.mode = fault.removeprefix("admin ")
+            self._admin.spoil(self._seed, 1.0, (_ANSWERS[fault],))
             for one in self.queries:
                 self.publish(one, 10)
             self.pause(drawn.choice((2.0, 6.0)))
-            self._admin.mode = ""
+            self._admin.spoil(self._seed, 0.0)
         elif fault == "restart query":
             self._restart(query)
         else:

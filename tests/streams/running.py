@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.streams.draw import Query
+from tests.streams.session import kill_with_children
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.1
@@ -72,11 +71,7 @@ class Running:
         """Kill the session and all that it started."""
         if self.process is None:
             return
-        with suppress(psutil.NoSuchProcess):
-            me = psutil.Process(self.process.pid)
-            for one in [*me.children(recursive=True), me]:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+        kill_with_children(self.process.pid)
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()

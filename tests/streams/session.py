@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import sqlite3
 import sys
 import threading
@@ -31,13 +30,18 @@ log is written."""
 _LOOK_S = 0.01
 
 
+def kill_with_children(pid: int) -> None:
+    """Kill a process and all that it started, itself last."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for one in [*root.children(recursive=True), root]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
 def die() -> None:
     """Kill everything of this session at once."""
-    me = psutil.Process()
-    for one in me.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
-    os.kill(me.pid, signal.SIGKILL)
+    kill_with_children(os.getpid())
 
 
 class Queries:

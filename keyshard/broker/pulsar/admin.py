@@ -274,8 +274,7 @@ class PulsarAdmin:
         reason = _reason(response)
         said = reason or response.text[:200] or response.reason_phrase
         told = f"status {response.status_code}, {said}"
-        foreign = response.status_code == httpx.codes.NOT_FOUND and reason is None
-        if foreign:
+        if response.status_code == httpx.codes.NOT_FOUND and reason is None:
             told += " (which Pulsar does not say: something else answers there)"
         moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
         later = response.is_server_error or moving
