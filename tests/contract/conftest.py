@@ -37,9 +37,6 @@ OLDER_BROKERS = {
     "test_acknowledging_what_waits_ends_a_stall_only_when_the_mark_delete_passes_it": _NO_LIMIT,
     "test_it_tells_version_and_limits": _NO_LIMIT,
     "test_consumers_bring_a_deleted_topic_back_and_the_rest_can_be_removed": _HELD_UP,
-    "test_ranges_in_threads_get_every_message_once_and_in_order_per_key": (
-        "before 4.0 an entry may come twice from a broker that is well"
-    ),
     "test_keyless_messages_all_arrive_and_spread_over_the_ranges": "before 4.0 they have one slot",
     "test_a_lone_consumer_at_its_limit_gets_more_only_from_the_half_on": _COUNTED,
     "test_beside_another_a_consumer_at_its_limit_gets_as_many_as_it_acknowledges": _COUNTED,

@@ -36,6 +36,8 @@ class Harness(Protocol):
     """Whether a key that is empty is told from none."""
     not_handed_out: Collection[str]
     """Columns beside the content that are null here."""
+    may_repeat: bool
+    """Whether an entry may come twice though nothing failed (docs/semantics.md)."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""

@@ -33,6 +33,7 @@ class MemoryHarness:
     whole_entries = False
     empty_keys = True
     not_handed_out: Collection[str] = (BROKER_PUBLISH_TIME,)
+    may_repeat = False
 
     def __init__(self) -> None:
         self._cluster = MemoryCluster(

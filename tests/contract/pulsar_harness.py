@@ -42,6 +42,7 @@ class PulsarHarness:
     whole_entries = False
     empty_keys = False
     not_handed_out: Collection[str] = NOT_BY_CLIENT
+    may_repeat = True
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker import DevBroker, ports, process, registry
 from keyshard.testing.devbroker.config import render_config
-from keyshard.testing.devbroker.readiness import LogWatch
+from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,35 @@ def test_free_ports_are_outside_the_ephemeral_range() -> None:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not [port for port in found if low <= port <= high]
     assert all(ports.port_is_free(port) for port in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a port be held for a server")
+def test_a_port_is_given_to_one_and_a_server_may_listen_on_it() -> None:
+    port = ports.free_port()
+    assert not _another_process_may_hold(port)
+    with socket.create_server((ports.LOOPBACK, port)):
+        assert not ports.port_is_free(port)
+    ports.give_back(port)
+    assert _another_process_may_hold(port)
+
+
+def _another_process_may_hold(port: int) -> bool:
+    code = f"from keyshard.testing.devbroker import ports; print(ports._hold({port}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout == "True\n"
+
+
+def test_a_broker_whose_port_was_taken_meanwhile_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "broker.log"
+    log.write_text("bind(..) failed with error(-98): Address already in use\n")
+
+    def outcome(start: int) -> Outcome:
+        watch = LogWatch(log, start)
+        nobody = Connection("pulsar://127.0.0.1:1", "http://127.0.0.1:1")
+        return wait_until_ready(nobody, returncode=lambda: 1, log=watch, deadline=0)
+
+    assert outcome(0) is Outcome.TAKEN
+    assert outcome(log.stat().st_size) is Outcome.DIED
 
 
 def test_a_broker_tells_its_addresses_before_it_runs(tmp_path: Path) -> None:

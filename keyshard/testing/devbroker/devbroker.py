@@ -17,7 +17,13 @@ from keyshard.testing.devbroker.classes import class_archive, log_configuration
 from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
 from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
 from keyshard.testing.devbroker.java import java_home
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port, loopback_interface, port_is_free
+from keyshard.testing.devbroker.ports import (
+    LOOPBACK,
+    free_port,
+    give_back,
+    loopback_interface,
+    port_is_free,
+)
 from keyshard.testing.devbroker.process import BrokerProcess
 from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 from keyshard.testing.devbroker.security import (
@@ -295,15 +301,22 @@ class DevBroker:
             shutil.rmtree(self.data_dir / name, ignore_errors=True)
 
     def close(self) -> None:
-        """End the broker, and remove its data directory when it is a temporary one."""
+        """End the broker, and remove its data directory when it is a temporary one.
+
+        Its ports are free for others then.
+        """
         if self._temporary:
             self.kill()
             if self._data_dir is not None:
                 shutil.rmtree(self._data_dir, ignore_errors=True)
                 self._data_dir = None
-                self._bookie_port = None
         else:
             self.stop()
+        for port in (self._port, self._admin_port, self._bookie_port):
+            if port is not None:
+                give_back(port)
+        if self._temporary:
+            self._bookie_port = None
 
     def _prepare(self, home: Path) -> None:
         """Write the configuration; the bookie's port is part of its data's identity and stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,6 +16,7 @@ LOOPBACK = "127.0.0.1"
 _FIRST, _LAST = 20_000, 32_000
 _TRIES_MAX = 200
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_held: dict[int, socket.socket] = {}
 
 
 def port_is_free(port: int) -> bool:
@@ -34,6 +36,10 @@ def free_port(taken: Collection[int] = ()) -> int:
     A client that reconnects to a dead broker would otherwise sooner or later be given the broker's
     own port for its end, connect to itself, and keep the broker from starting again.
 
+    On Linux nobody else is given the port until :func:`give_back`, or this process ends: many
+    brokers start side by side, seconds lie between the choice and the listening, and one that is
+    dead comes back to its port.
+
     Args:
         taken: Ports not to choose.
 
@@ -45,9 +51,35 @@ def free_port(taken: Collection[int] = ()) -> int:
     chooser = random.SystemRandom()
     for _ in range(_TRIES_MAX):
         port = chooser.randint(first, last)
-        if port not in taken and port_is_free(port):
+        if port not in taken and port_is_free(port) and _hold(port):
             return port
     raise DevBrokerError(f"No free port was found between {first} and {last}. Name one.")
+
+
+def give_back(port: int) -> None:
+    """Let others be given a port; does nothing where it is not held."""
+    if port in _held:
+        _held.pop(port).close()
+
+
+def _hold(port: int) -> bool:
+    """Bind a port without listening; whether nobody else has.
+
+    Linux lets a server listen beside a socket that only is bound, where both may share the address
+    (``SO_REUSEADDR``, as servers usually do). Whoever binds without sharing is refused: so holders
+    see one another.
+    """
+    if sys.platform != "linux":
+        return True
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.bind((LOOPBACK, port))
+    except OSError:
+        holder.close()
+        return False
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held[port] = holder
+    return True
 
 
 def loopback_interface() -> str:

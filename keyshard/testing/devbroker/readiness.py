@@ -20,6 +20,7 @@ _NAMESPACE = "public/default"
 _PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
 _STUCK = re.compile(rb"Lock on resource /ledgers/available/\S+ was invalidated\. state Valid")
 _STUCK_LINES = 3
+_IN_USE = b"Address already in use"
 
 
 class Outcome(Enum):
@@ -27,6 +28,7 @@ class Outcome(Enum):
 
     READY = "it is ready"
     DIED = "its process ended"
+    TAKEN = "another process listens on one of its ports"
     LATE = "it was not ready in time"
     STUCK = "its storage keeps losing its registration"
 
@@ -44,9 +46,16 @@ class LogWatch:
     def __init__(self, path: Path, start: int) -> None:
         """Watch what is written to ``path`` after its first ``start`` bytes."""
         self._path = path
+        self._start = start
         self._next = start
         self._rest = b""
         self._found = 0
+
+    def has(self, text: bytes) -> bool:
+        """Whether a text was written."""
+        with self._path.open("rb") as log:
+            log.seek(self._start)
+            return text in log.read()
 
     def stuck(self) -> bool:
         """Whether the storage is in that loop."""
@@ -78,7 +87,7 @@ def wait_until_ready(
     with closing(AdminHttp(connection)) as admin:
         while True:
             if returncode() is not None:
-                return Outcome.DIED
+                return Outcome.TAKEN if log.has(_IN_USE) else Outcome.DIED
             if log.stuck():
                 return Outcome.STUCK
             if _serves(connection, admin):
