@@ -20,6 +20,9 @@ INSTALL = "pip install 'keyshard[schemas]'"
 _PARTS = 8
 """Into how many parts values go of which one cannot be decoded: of few, all values but a few are
 decoded three times, of many the last ones one by one."""
+_TOGETHER = 8_192
+"""Most values that are decoded together: of more, what was made of the first leaves the processor's
+caches before it is used (docs/adr/0023)."""
 _LOOKED_AT = 256
 """Most values that are looked at one by one for those that cannot be decoded."""
 _Rows = range | list[int]
@@ -120,9 +123,9 @@ def decode_rows(
     """Decode values; null stays null, but for a key beside it. What cannot be decoded is null,
     and it is said why.
 
-    All are tried together. Where one fails the eighths are, so that one bad value among many costs
-    about as much again as all the others; among few the codec looks for the bad ones, so that many
-    of them cost no more each than a few do.
+    Thousands are tried together. Where one fails the eighths of those are, so that one bad value
+    costs about as much again as these; among few the codec looks for the bad ones, so that many of
+    them cost no more each than a few do.
 
     Returns:
         (decoded values, reasons by row, ascending).
@@ -135,6 +138,22 @@ def decode_rows(
     if writer is not None and writer.type != codec.kind:
         why = f"it was written as {writer.type}"
         return pa.nulls(len(values), codec.type), dict.fromkeys(range(len(values)), why)
+    reasons: dict[int, str] = {}
+    decoded_parts: list[pa.Array] = []
+    for start in range(0, len(values), _TOGETHER):
+        some = slice(start, start + _TOGETHER)
+        part, wrong = _decode_few(codec, values[some], keys[some], writer)
+        decoded_parts.append(part)
+        reasons |= {start + row: why for row, why in wrong.items()}
+    if len(decoded_parts) == 1:
+        return decoded_parts[0], reasons
+    return pa.concat_arrays([*decoded_parts, pa.nulls(0, codec.type)]), reasons
+
+
+def _decode_few(
+    codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+) -> tuple[pa.Array, dict[int, str]]:
+    """As :func:`decode_rows`, of values that are tried together."""
     reasons: dict[int, str] = {}
     parts: list[tuple[_Rows, pa.Array]] = []
     left: list[_Rows] = [range(len(values))]

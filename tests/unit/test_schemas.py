@@ -382,6 +382,17 @@ def test_one_bad_value_among_many_leaves_the_others(bad: bytes, extra: list[Any]
     assert rows == [None if i == 137 else value for i, value in enumerate(values)]
 
 
+@pytest.mark.parametrize("bad", [[], [0, 8_191, 8_192, 16_384, 19_999], range(8_192, 16_384)])
+def test_more_values_than_are_decoded_together_keep_their_rows(bad: Sequence[int]) -> None:
+    data = written(SOME, *[{"id": i, "name": None, "tags": ["t"]} for i in range(20_000)])
+    for row in bad:
+        data[row] = b"\x01"
+    rows, reasons = rows_of(avro(SOME), data)
+    assert list(reasons) == list(bad)
+    ids = [None if row is None else row["id"] for row in rows]
+    assert ids == [None if i in reasons else i for i in range(20_000)]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_damaged_avro_is_a_row_with_a_reason_or_a_value(seed: int) -> None:
     draw = random.Random(seed)
