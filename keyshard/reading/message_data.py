@@ -16,6 +16,7 @@ from keyshard.reading.structured import (
     WITHOUT_SCHEMA,
     Decoding,
     check_same,
+    keep_newest,
     plan_decoding,
     writer_of,
 )
@@ -23,6 +24,9 @@ from keyshard.redaction import first_line, shown
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
 from keyshard.schemas.projection import check_told
+
+LEDGERS_MAX = 100_000
+"""Ledgers of which it is remembered how their messages are decoded, about 25 MB."""
 
 
 class MessageData:
@@ -109,6 +113,7 @@ class MessageData:
             check_told(codec.untold, topic)
             known = self._topics[topic] = plan, codec
         self._ledgers[where] = known
+        keep_newest(self._ledgers, LEDGERS_MAX)
         return known
 
 

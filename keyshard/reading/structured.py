@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import compute
@@ -37,8 +38,12 @@ WITHOUT_SCHEMA = (RAW.type, "NONE")
 """Types that say of values only that they are bytes."""
 
 _METADATA = frozenset(COLUMNS.names) - {"value"}
+VERSIONS_MAX = 1_000
+"""Schemas of other versions that a process keeps: a stream has another plan with each ledger."""
+SEEN_MAX = 100
+"""Ledgers of a topic partition that are remembered, the newest."""
 _other_versions: dict[tuple[str, str, int], TopicSchema] = {}
-"""Schemas by plan, topic and version; of one process."""
+"""By plan, topic and version; of one process."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,7 @@ class Ledgers:
                 found.add(where.topic)
                 self.followed += bool(seen)
                 seen |= came
+                seen.difference_update(sorted(seen)[:-SEEN_MAX])
         return found
 
 
@@ -415,7 +421,18 @@ def writer_of(
                 topic=topic,
             )
         _other_versions[key] = found
+        keep_newest(_other_versions, VERSIONS_MAX)
     return found
+
+
+def keep_newest(kept: dict[Any, Any], most: int) -> None:
+    """Let go of the older half of what is kept, where that is too much; from any thread.
+
+    What is asked for again is made again.
+    """
+    if len(kept) > most:
+        for old in list(kept)[: len(kept) // 2]:
+            kept.pop(old, None)
 
 
 _BYTES = pa.schema([pa.field("value", pa.binary())])

@@ -7,6 +7,7 @@ import json
 import pickle
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import fastavro
@@ -22,6 +23,7 @@ from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
+from keyshard.reading import message_data, structured
 from keyshard.reading.message_data import MessageData
 from keyshard.reading.structured import (
     CORRUPT,
@@ -30,6 +32,7 @@ from keyshard.reading.structured import (
     Ledgers,
     check_same,
     plan_decoding,
+    writer_of,
 )
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
@@ -546,6 +549,29 @@ def test_a_topic_may_be_another_where_its_entries_have_a_ledger_that_none_had() 
     assert new("7:11;9:0", "8:1") == [P0.topic]
     assert ledgers.followed == 1
     assert new("7:12;9:1", "8:2") == []
+
+
+def test_what_is_kept_of_ledgers_has_a_limit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query or handler that runs for months meets a new ledger every few minutes."""
+    for module, name in (
+        (structured, "SEEN_MAX"), (structured, "VERSIONS_MAX"), (message_data, "LEDGERS_MAX"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, 4)
+    monkeypatch.setattr(structured, "_other_versions", {})
+    topic = shop.topic("orders", FIRST, SECOND)
+    plan, ledgers, read = shop.plan(topic), Ledgers(), MessageData(shop.connection)
+    one = keyshard.Message.for_test(avro(FIRST, {"id": 1, "name": "a"}))
+    one = one._replace(topic=topic, schema_version=0)
+    for ledger in range(1, 30):
+        assert ledgers.new({P0: EntrySet.parse(f"{ledger}:0-3")}) == {P0.topic}
+        assert ledgers.new({P0: EntrySet.parse(f"{ledger}:4")}) == set()
+        later = replace(plan, name=f"{plan.name} {ledgers.followed}")
+        assert writer_of(later, topic, plan.schemas[topic], 0) == shop.cluster.schemas[topic][0]
+        assert read(one._replace(message_id=one.message_id._replace(ledger=ledger)))["id"] == 1
+    (seen,) = ledgers._seen.values()
+    assert len(seen) <= 4
+    assert len(structured._other_versions) <= 4
+    assert len(read._ledgers) <= 4
 
 
 def test_of_a_topic_that_was_created_anew_no_version_is_what_it_was(shop: Shop) -> None:
