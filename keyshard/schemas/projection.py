@@ -11,6 +11,8 @@ from keyshard.schemas import casting
 
 _INTEGER_OF_FLOAT = {pa.float32(): 16, pa.float64(): 32}
 """Bits of integers that a float holds exactly."""
+_DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
+"""Of integers, by their bits."""
 _LOSSLESS = {
     (pa.float32(), pa.float64()),
     (pa.string(), pa.binary()),
@@ -81,8 +83,8 @@ def check(kind: pa.DataType, untold: Mapping[str, str], wanted: pa.Schema, topic
         problem = _problem(there[field.name], field.type, field.name)
         if problem:
             raise SchemaError(
-                f"{problem} in the schema of {topic}, and a cast would lose something. Give "
-                "another type in schema(...), or set valueFormat=raw.",
+                f"{problem} (schema of {topic}). Give another type in schema(...), or set "
+                "valueFormat=raw.",
                 topic=topic,
             )
 
@@ -122,7 +124,7 @@ def _problem(source: pa.DataType, target: pa.DataType, path: str) -> str:
         problems = (
             _problem(there[field.name], field.type, f"{path}.{field.name}")
             if field.name in there
-            else f"Field '{path}.{field.name}' is not"
+            else f"Column {path!r} has no field {field.name!r}, but {', '.join(there) or 'none'}"
             for field in target
         )
         return next(filter(None, problems), "")
@@ -132,13 +134,15 @@ def _problem(source: pa.DataType, target: pa.DataType, path: str) -> str:
         return _problem(source.key_type, target.key_type, f"{path} (key)") or _problem(
             source.item_type, target.item_type, f"{path}[]"
         )
-    return f"Column {path!r} is wanted as {target} and is {source}"
+    return f"Column {path!r} is wanted as {target} and is {source}, and that cast is not made"
 
 
 def _widens(source: pa.DataType, target: pa.DataType) -> bool:
     types = pa.types
     if types.is_integer(source) and types.is_integer(target):
         return bool(target.bit_width >= source.bit_width)
+    if types.is_integer(source) and types.is_decimal(target):
+        return bool(target.precision - target.scale >= _DIGITS[source.bit_width])
     if types.is_integer(source):
         return bool(source.bit_width <= _INTEGER_OF_FLOAT.get(target, 0))
     if types.is_decimal(source) and types.is_decimal(target):

@@ -8,6 +8,7 @@ import pickle
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import fastavro
@@ -297,6 +298,9 @@ def test_a_primitive_is_the_column_value(shop: Shop) -> None:
     assert rows_of(plan, [batch], only(value=pa.int64())) == [{"value": 5}]
     assert rows_of(plan, [batch], only(value=pa.float64())) == [{"value": 5.0}]
     assert rows_of(plan, [batch], only(value=pa.binary())) == [{"value": b"\0\0\0\5"}]
+    assert rows_of(plan, [batch], only(value=pa.decimal128(12, 2))) == [{"value": Decimal(5)}]
+    with pytest.raises(SchemaError, match=r"'value' is wanted as decimal128\(11, 2\)"):
+        Decoder(plan, only(value=pa.decimal128(11, 2)))
 
 
 @pytest.mark.parametrize(
@@ -335,6 +339,11 @@ def test_fields_of_fields_can_be_chosen(shop: Shop) -> None:
     worse = only(one=pa.struct([("id", pa.int8())]))
     with pytest.raises(SchemaError, match=r"'one\.id' is wanted as int8"):
         Decoder(shop.plan(topic), worse)
+    nobody = only(many=pa.list_(pa.struct([("nobody", pa.int8())])))
+    with pytest.raises(
+        SchemaError, match=r"'many\[\]' has no field 'nobody', but id, name, added "
+    ):
+        Decoder(shop.plan(topic), nobody)
 
 
 def test_topics_that_differ_are_one_error_and_can_be_projected(shop: Shop) -> None:
