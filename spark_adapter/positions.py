@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from keyshard import Checkpoint
 from keyshard.coordinator.reached import positions_of
-from keyshard.core.position.bounds import parse_position
+from keyshard.core.position.bounds import parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
@@ -106,7 +106,11 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
     if not ends:
         raise ConfigError("The DataFrame has no batch read of format('keyshard').")
     for name, end in ends.items():
-        parse_position(f"The end of {name}", end)
+        if isinstance(parse_bound(f"The end of {name}", end), int):
+            raise ConfigError(
+                f"The end of {name} is {end!r}, a publish time, which is no position: messages of "
+                "earlier times may lie behind it. Give the read endingOffsets, not endingTime."
+            )
     return ends
 
 

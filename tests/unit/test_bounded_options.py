@@ -63,6 +63,7 @@ def test_every_option_says_its_part_whatever_its_case() -> None:
     [
         ({"startingOffsets": "soon"}, "startingOffsets is 'soon'; write 'earliest', 'latest'"),
         ({"startingOffsets": ""}, "startingOffsets is ''; write 'earliest'"),
+        ({"startingOffsets": "then"}, "'ledger:entry' or 'ledger:entry:index'."),  # and no time
         ({"startingOffsets": "2026-11-21"}, "startingOffsets is '2026-11-21'; write 'earliest'"),
         ({"endingOffsets": "7:3"}, "a position is one of a single topic partition. Write JSON"),
         ({"endingOffsets": '{"orders": 7}'}, "endingOffsets of 'orders' is 7; write"),

@@ -128,15 +128,21 @@ def parse_bound(name: str, given: object) -> Bound:
         given = str(given)
     if isinstance(given, str):
         text = given.strip()
-        if text.lower() in (Edge.EARLIEST.value, Edge.LATEST.value):
-            return Edge(text.lower())
-        if match := _ID.fullmatch(text):
-            ledger, entry, index = map(int, match.groups(default="0"))
-            if max(ledger, entry) < 2**63:
-                return MessageId(ledger, entry, index)
+        if (bound := _edge_or_id(text)) is not None:
+            return bound
         if match := _TIME.fullmatch(text):
             return _time(name, text, match)
     raise ConfigError(f"{name} is {shown(given)}; {_WANTED}.")
+
+
+def _edge_or_id(text: str) -> Edge | MessageId | None:
+    if text.lower() in (Edge.EARLIEST.value, Edge.LATEST.value):
+        return Edge(text.lower())
+    if match := _ID.fullmatch(text):
+        ledger, entry, index = map(int, match.groups(default="0"))
+        if max(ledger, entry) < 2**63:
+            return MessageId(ledger, entry, index)
+    return None
 
 
 def parse_position(name: str, given: object) -> Edge | MessageId:
@@ -145,10 +151,9 @@ def parse_position(name: str, given: object) -> Edge | MessageId:
     Raises:
         ConfigError: It is something else.
     """
-    if isinstance(given, str) and not _TIME.fullmatch(given.strip()):
-        bound = parse_bound(name, given)
-        if not isinstance(bound, int):
-            return bound
+    bound = _edge_or_id(given.strip()) if isinstance(given, str) else None
+    if bound is not None:
+        return bound
     raise ConfigError(
         f"{name} is {shown(given)}; write 'earliest', 'latest', or a position 'ledger:entry' or "
         "'ledger:entry:index'."
