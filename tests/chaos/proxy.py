@@ -25,6 +25,8 @@ class TcpProxy:
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._flows = threading.Event()
         self._flows.set()
+        self._holds = threading.Event()
+        """Set when something of a client is held back."""
         self._server = socket.create_server((LOOPBACK, port), backlog=64)
         self._closed = False
         self._left: int | None = None
@@ -63,7 +65,12 @@ class TcpProxy:
 
     def stall(self) -> None:
         """Pass nothing on until :meth:`resume`; connections stay open, and new ones are taken."""
+        self._holds.clear()
         self._flows.clear()
+
+    def wait_until_it_holds(self, timeout_s: float) -> bool:
+        """Wait until a client has sent something since :meth:`stall`; whether one has in time."""
+        return self._holds.wait(timeout_s)
 
     def resume(self) -> None:
         """Pass on what was held back, in order, and all that follows."""
@@ -94,6 +101,8 @@ class TcpProxy:
     ) -> None:
         with suppress(OSError):
             while data := source.recv(_CHUNK):
+                if source is pair[0]:
+                    self._holds.set()
                 self._flows.wait()
                 if source is pair[1] and (left := self._count(len(data))) is not None:
                     sink.sendall(data[:left])

@@ -23,8 +23,10 @@ from tests.chaos.cluster import TOPIC, Cluster
 
 FIRST = EntryId(0, 0)
 ENTRIES = 30
-ON_THE_WAY_S = 0.05
-"""Time after which a request is on its way and has no answer, seconds."""
+REQUEST_S = 1.0
+"""Longest time until a request is on its way, where one is made, seconds."""
+BACK_S = 0.15
+"""Time for which nothing answers after a cut, seconds."""
 
 
 class Line(Protocol):
@@ -90,15 +92,18 @@ class PulsarLine:
 
     def cut_while(self, asking: Callable[[], object]) -> object:
         self._proxy.stall()
-        cut = threading.Timer(ON_THE_WAY_S, self._proxy.cut)
-        resume = threading.Timer(4 * ON_THE_WAY_S, self._proxy.resume)
+        cut = threading.Thread(target=self._cut_soon)
         cut.start()
-        resume.start()
         try:
             return asking()
         finally:
             cut.join()
-            resume.join()
+
+    def _cut_soon(self) -> None:
+        self._proxy.wait_until_it_holds(REQUEST_S)
+        self._proxy.cut()
+        time.sleep(BACK_S)
+        self._proxy.resume()
 
     def close(self) -> None:
         self.broker.close()
