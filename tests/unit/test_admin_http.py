@@ -260,6 +260,15 @@ def test_a_broker_that_cannot_answer_now_may_be_asked_again(
         admin.cluster()
 
 
+def test_a_topic_of_pulsars_own_has_nothing_to_say_of_transactions(
+    answers: Callable[[Answer], None],
+) -> None:
+    answers(lambda _: httpx.Response(200, content=b""))
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        where = TopicPartition("persistent://public/default/__change_events", 0)
+        assert admin.held_back_behind(where) is None
+
+
 @pytest.mark.parametrize("told", [b"<html>", b"[7]", b"{}", b"null", b"7", b""])
 def test_what_is_no_answer_of_pulsar_is_an_error_and_no_topic_that_is_gone(
     answers: Callable[[Answer], None], told: bytes
