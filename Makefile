@@ -15,7 +15,7 @@ OLDEST := $(VENV)/oldest
 # Everything here starts many short processes, and each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test oldest unit simulate chaos lint format bench protocol help
+.PHONY: demo test cluster oldest unit simulate chaos lint format bench protocol help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -44,6 +44,10 @@ simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WOR
 
 chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats them, SUBJECT=stream|handlers, WORKERS=embedded|processes:2, TRANSPORT=wire|client
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TRANSPORT),--transport $(TRANSPORT)) --json chaos.json
+
+cluster: $(INSTALLED) ## the contract, kills under Spark and chaos on two brokers and two bookies; MINUTES=20, SEED=...
+	@KEYSHARD_TEST_BROKERS=2 $(BIN)/python -m pytest tests/contract tests/spark/test_exactly_once.py -m "broker or spark"
+	@$(BIN)/python -m tests.chaos --brokers 2 --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json
 
 lint: $(INSTALLED) ## format, lint, types and import rules
 	@$(BIN)/ruff format --check .

@@ -29,6 +29,7 @@ from bench import (
     stalled,
     transport,
     tuning,
+    unpark,
     wide,
     workers,
 )
@@ -42,6 +43,7 @@ _WITHOUT_OPTIONS = {
     "schemas": schemas.run,
     "stalled": stalled.run,
     "cold": cold.run,
+    "unpark": unpark.run,
 }  # fmt: skip
 
 

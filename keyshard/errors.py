@@ -19,8 +19,9 @@
     ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
-    ├── EncryptedMessageError          KEYSHARD_ENCRYPTED_MESSAGE
-    ├── CorruptEntryError              KEYSHARD_CORRUPT_ENTRY
+    ├── UnreadableEntryError           KEYSHARD_UNREADABLE_ENTRY
+    │   ├── CorruptEntryError          KEYSHARD_CORRUPT_ENTRY
+    │   └── EncryptedMessageError      KEYSHARD_ENCRYPTED_MESSAGE
     ├── SchemaError                    KEYSHARD_SCHEMA
     ├── MalformedMessageError          KEYSHARD_MALFORMED_MESSAGE
     ├── CheckpointError                KEYSHARD_CHECKPOINT_INVALID
@@ -49,6 +50,8 @@
     ├── HandlerProcessError            KEYSHARD_HANDLER_PROCESS
     ├── WindowFullError                KEYSHARD_WINDOW_FULL
     ├── NotRunningError                KEYSHARD_NOT_RUNNING
+    ├── ThreadStartError               KEYSHARD_THREAD_START
+    ├── UnexpectedError                KEYSHARD_UNEXPECTED
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
 Each message starts with its code in brackets, says what happened and where, and what to do.
@@ -187,18 +190,24 @@ class ChunkedMessageError(KeyShardError):
     code = "KEYSHARD_CHUNKED_MESSAGE"
 
 
-class EncryptedMessageError(KeyShardError):
-    """A bounded read came to a message that is encrypted; keyshard has no keys to read it."""
+class UnreadableEntryError(KeyShardError):
+    """An entry is stored and keyshard cannot read it."""
 
-    code = "KEYSHARD_ENCRYPTED_MESSAGE"
-
-
-class CorruptEntryError(KeyShardError):
-    """An entry cannot be read: its checksum, compression or structure is wrong."""
-
-    code = "KEYSHARD_CORRUPT_ENTRY"
+    code = "KEYSHARD_UNREADABLE_ENTRY"
     stored: bytes = b""
     """What is stored of it, where that is at hand; it does not travel with a pickled error."""
+
+
+class CorruptEntryError(UnreadableEntryError):
+    """An entry cannot be read: its checksum, compression or structure is wrong, or its size."""
+
+    code = "KEYSHARD_CORRUPT_ENTRY"
+
+
+class EncryptedMessageError(UnreadableEntryError):
+    """A message is encrypted, and keyshard has no keys to read it."""
+
+    code = "KEYSHARD_ENCRYPTED_MESSAGE"
 
 
 class SchemaError(KeyShardError):
@@ -208,7 +217,7 @@ class SchemaError(KeyShardError):
 
 
 class MalformedMessageError(KeyShardError):
-    """A value cannot be decoded by the schema of its topic."""
+    """A value cannot be decoded by the schema of its topic, or a dead letter by its properties."""
 
     code = "KEYSHARD_MALFORMED_MESSAGE"
 
@@ -374,6 +383,18 @@ class NotRunningError(KeyShardError):
     """What was asked for needs a running source."""
 
     code = "KEYSHARD_NOT_RUNNING"
+
+
+class ThreadStartError(KeyShardError):
+    """The system starts no thread: too many run, or the main thread of the program has ended."""
+
+    code = "KEYSHARD_THREAD_START"
+
+
+class UnexpectedError(KeyShardError):
+    """A thread of the source raised an error that nobody expected, which ends the source."""
+
+    code = "KEYSHARD_UNEXPECTED"
 
 
 BY_CODE = {

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+# A run loads packages that need it, and once the main thread has ended it does not load.
+import concurrent.futures.thread  # noqa: F401
 import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,11 +18,18 @@ from keyshard.config.handlers import HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.metadata_columns import NAME_KEY_BYTES
-from keyshard.core.option_checks import check_bool, check_integer, check_seconds
+from keyshard.core.option_checks import (
+    check_bool,
+    check_integer,
+    check_names,
+    check_seconds,
+    suggesting,
+)
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.redaction import shown
+from keyshard.threads import begin
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,12 +47,7 @@ if TYPE_CHECKING:
 
 
 def _handling(options: HandlerOptions) -> HandlerConfig:
-    known = {field.name for field in fields(HandlerConfig)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"run() has no option {shown(unknown[0])}. It has: {', '.join(sorted(known))}."
-        )
+    check_names("run()", options, {field.name for field in fields(HandlerConfig)})
     return HandlerConfig(**options)
 
 
@@ -64,10 +70,15 @@ class KeyShardSource(SourceConfig):
     """
 
     def coordinator(self) -> Coordinator:
-        """An unstarted runtime for this source; connects in the process that starts it."""
+        """An unstarted runtime for this source; connects in the process that starts it.
+
+        Raises:
+            ConfigError: The source names no subscription.
+        """
         from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
         from keyshard.coordinator.coordinator import Coordinator  # noqa: PLC0415
 
+        self.check_subscribed()
         connection = self.how_to_connect()
         admin = None if self.admin_url is None else connect_admin(connection)
         return Coordinator(self, lambda: connect(connection, self.hosting()), admin)
@@ -91,13 +102,13 @@ class KeyShardSource(SourceConfig):
 
         Args:
             handle: ``def`` or ``async def``, called with a :class:`keyshard.Message`. It may raise
-                :class:`keyshard.RetryLater` or :class:`keyshard.Reject`; whatever else it raises
-                is tried again by the retry policy.
+                :class:`keyshard.RetryLater` or :class:`keyshard.Reject`. After any other
+                exception, the retry policy decides. A returned exception counts as raised.
             observers: Who is told about every attempt.
             **options: Fields of :class:`keyshard.HandlerConfig`.
 
         Raises:
-            ConfigError: An option is wrong, or the source runs already.
+            ConfigError: An option is wrong, no subscription is named, or the source runs already.
             KeyShardError: What ended the source.
         """
         from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
@@ -108,6 +119,7 @@ class KeyShardSource(SourceConfig):
         with self.running_as(run):
             run.run()
 
+    @suggesting
     def batches(
         self,
         max_rows: int = 5_000,
@@ -190,7 +202,8 @@ class KeyShardSource(SourceConfig):
     ) -> int:
         """Let parked keys out: their dead letters are replayed in order, then newer messages pass.
 
-        Returns at once; a dead letter that fails again parks its key again.
+        Returns at once. The keys come out a few at a time, so that other keys do not wait for them.
+        A dead letter that fails again parks its key again.
 
         Args:
             key: The routing key: the ordering key, else the partition key.
@@ -228,7 +241,8 @@ class KeyShardSource(SourceConfig):
             topic: Those of messages of this topic.
             older_than_s: Those that have been there for longer, seconds.
             rejected: Rejected ones, and those that went without their key, instead of those of
-                parked keys. What was given up before and is still stored counts again.
+                parked keys; every one where nothing else is given. What was given up before and is
+                still stored counts again.
 
         Returns:
             How many dead letters.
@@ -238,7 +252,7 @@ class KeyShardSource(SourceConfig):
             NotRunningError: :meth:`run` does not run.
             BrokerError: The broker cannot be reached, or refused.
         """
-        selection = Selection(key, all, topic, older_than_s)
+        selection = Selection.for_discard(key, all, topic, older_than_s, rejected=rejected)
         count: int = self._parking().discard(selection, rejected=rejected)
         return count
 
@@ -308,12 +322,15 @@ class KeyShardSource(SourceConfig):
             KeyShardError: The schemas cannot be asked for.
         """
         from keyshard.arrow.columns import columns_of  # noqa: PLC0415
-        from keyshard.broker.schemas import topics_of  # noqa: PLC0415
+        from keyshard.broker.schemas import first_tries_s, topics_of  # noqa: PLC0415
         from keyshard.reading.structured import Decoder, plan_decoding  # noqa: PLC0415
         from keyshard.schemas.codecs import keys_apart  # noqa: PLC0415
 
         connection = self.how_to_connect()
-        plan = plan_decoding(connection, topics_of(self), self.malformed, self.metadata_columns)
+        plan = plan_decoding(
+            connection, topics_of(self), self.malformed, self.metadata_columns,
+            tries_s=first_tries_s(connection),
+        )  # fmt: skip
         made = Decoder(plan, plan.columns if columns is None else plan.only(columns))
         apart = any(map(keys_apart, plan.schemas.values()))
         if apart and set(made.raw_columns) - set(columns_of(self.metadata_columns)):
@@ -352,6 +369,14 @@ class SourceStream:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._closed = False
+
+    def __del__(self) -> None:
+        """Close a stream that nobody has any more, in a thread: this may hold any lock."""
+        if self._closed or sys.is_finalizing():
+            return
+        warnings.warn("A SourceStream was not closed.", ResourceWarning, source=self, stacklevel=2)
+        begin("keyshard-close-stream", self._coordinator.stop)
 
     def next_batch(self, timeout_s: float, rows_max: int | None = None) -> SourceBatch | None:
         """The next batch; ``None`` when nothing came in time.
@@ -370,7 +395,7 @@ class SourceStream:
         while self._coordinator.batches.wait_for_rows(max(0.0, deadline - time.monotonic())):
             checkpoint = self._coordinator.batches.cut(rows_max)
             if checkpoint is not None:
-                return SourceBatch(self._coordinator, checkpoint)
+                return SourceBatch(self._coordinator, checkpoint, self)
             # There are rows, but fewer than batch_rows_min, or the checkpoint has no room for them.
             if time.monotonic() + CUT_AGAIN_S >= deadline:
                 return None
@@ -387,6 +412,7 @@ class SourceStream:
 
     def close(self) -> None:
         """Stop receiving, flush acknowledgements and give the ranges back. Idempotent."""
+        self._closed = True
         self._coordinator.stop()
 
     def __enter__(self) -> SourceStream:
@@ -407,8 +433,12 @@ class SourceBatch:
     The rows of one key lie in one layout partition, in publish order per topic partition.
     """
 
-    def __init__(self, coordinator: Coordinator, end: Checkpoint) -> None:
+    def __init__(
+        self, coordinator: Coordinator, end: Checkpoint, stream: SourceStream | None = None
+    ) -> None:
         self._coordinator = coordinator
+        self._stream = stream
+        """What would close the coordinator, if nobody had it any more."""
         self.end = end
 
     @property

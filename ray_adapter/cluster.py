@@ -8,15 +8,28 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._private import auto_init_hook
 
-from keyshard.core.lanes.failure import text_of
-from keyshard.errors import ClusterError
+from keyshard.core.lanes.failure import Failure, text_of
+from keyshard.errors import ClusterError, KeyShardError
 
 CONNECT_TIMEOUT_S = 5.0
 """Longest wait for the port of a cluster, seconds."""
+
+START_TIMEOUT_S = 60.0
+"""Longest wait until actors have found a place, unless a job says another, seconds."""
+NOWHERE_S = 5.0
+"""The same where no node has what they ask for, unless a job waits longer than others, seconds."""
+_GONE = (
+    "Ray was shut down while the job ran. What was not acknowledged comes again; end a job before "
+    "ray.shutdown()."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +46,18 @@ def connect() -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "")
-    _answers(address)
+    _answers(address, "which RAY_ADDRESS names,")
+    if address in ("", "auto"):
+        # Ray takes what the last `ray start` on this machine wrote, also when that is long dead.
+        file = Path(get_ray_address_file(None))
+        with suppress(OSError, UnicodeDecodeError):
+            _answers(file.read_text().strip(), f"which {file} names,")
     minds = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=True)
     except Exception as exc:
-        raise _unreachable(address, text_of(exc)) from exc
+        where = f"at {address}, which RAY_ADDRESS names," if address else "here"
+        raise _unreachable(where, text_of(exc)) from exc
     finally:
         # Ray puts its own in the place of one that ends a run in order.
         if callable(minds) and threading.current_thread() is threading.main_thread():
@@ -46,7 +65,7 @@ def connect() -> None:
     _log.info("connected to Ray with %s", resources_text(ray.cluster_resources()))
 
 
-def _answers(address: str) -> None:
+def _answers(address: str, by: str) -> None:
     """Ray itself waits for minutes for a cluster that is not there."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
@@ -54,20 +73,99 @@ def _answers(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as exc:
-        raise _unreachable(address, text_of(exc)) from exc
+        raise _unreachable(f"at {address}, {by}", text_of(exc)) from exc
 
 
-def _unreachable(address: str, why: str) -> ClusterError:
-    where = f"at {address}, which RAY_ADDRESS names," if address else "here"
+def _unreachable(where: str, why: str) -> ClusterError:
     return ClusterError(
         f"The Ray cluster {where} cannot be reached: {why}. Start one with ray start --head, set "
-        "RAY_ADDRESS to one that runs, or unset it for one on this machine."
+        "RAY_ADDRESS to one that runs, or set it to local for one in this program."
+    )
+
+
+class Session:
+    """The connection to Ray that a job begins with."""
+
+    _lock = threading.Lock()
+    _held = 0
+    _connects = True
+
+    def __init__(self) -> None:
+        # Through Ray Client each question would be one to the server.
+        asks = not ray.util.client.ray.is_connected()
+        self._id = ray.get_runtime_context().get_worker_id() if asks else None
+        self._holds = False
+
+    def hold(self) -> None:
+        """Until :meth:`close`, Ray connects no call by itself.
+
+        After ``ray.shutdown()`` it would start another cluster, which has none of the actors.
+        """
+        with Session._lock:
+            self._holds = True
+            if not Session._held:
+                Session._connects = auto_init_hook.enable_auto_connect
+                auto_init_hook.enable_auto_connect = False
+            Session._held += 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether Ray was shut down since, whatever was started then."""
+        if not ray.is_initialized():
+            return True
+        try:
+            return self._id is not None and self._id != ray.get_runtime_context().get_worker_id()
+        except Exception:  # noqa: BLE001 - it is being shut down
+            return True
+
+    def check(self) -> None:
+        """Check that it is there.
+
+        Raises:
+            ClusterError: It is not.
+        """
+        if self.lost:
+            raise ClusterError(_GONE)
+
+    def named(self, error: BaseException) -> KeyShardError:
+        """What ended a thread: Ray raises many things where it is not there any more."""
+        if isinstance(error, KeyShardError):
+            return error
+        if isinstance(error, SystemExit) or self.lost:
+            named: KeyShardError = ClusterError(_GONE)
+        else:
+            named = KeyShardError(f"The job ended unexpectedly: {Failure.of(error).reason}.")
+        named.__cause__ = error
+        return named
+
+    def close(self) -> None:
+        """Ray may connect by itself again. Idempotent."""
+        with Session._lock:
+            if not self._holds:
+                return
+            self._holds = False
+            Session._held -= 1
+            if not Session._held:
+                auto_init_hook.enable_auto_connect = Session._connects
+
+
+def fits_nowhere(each: Mapping[str, Any]) -> bool:
+    """Whether no node of the cluster has what an actor asks for, also when all is free."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return bool(nodes) and not any(
+        all(has.get(name, 0) >= amount for name, amount in each.items()) for has in nodes
     )
 
 
 def shortage(ready: int, wanted: int, each: Mapping[str, Any], within_s: float) -> ClusterError:
     """The error of actors that found no place in time."""
     asked = resources_text(each) if each else "no resources by name"
+    if fits_nowhere(each):
+        return ClusterError(
+            f"No node of the cluster has {asked}, which each actor asks for. {capacity()} Ask for "
+            "less, or add such a node. Where an autoscaler adds it, set start_timeout_s above "
+            f"{START_TIMEOUT_S:g} s."
+        )
     return ClusterError(
         f"Only {ready} of {wanted} actors found a place within {within_s:g} s. Each asks for "
         f"{asked}. {capacity()} Ask for fewer actors (parallelism) or less for each, add nodes, or "

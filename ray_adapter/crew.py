@@ -28,7 +28,13 @@ from keyshard.errors import (
 )
 from keyshard.reading.message_data import MessageData
 from ray_adapter.actor import HandlerActor, Loaded, Outcome
-from ray_adapter.cluster import shortage
+from ray_adapter.cluster import (
+    NOWHERE_S,
+    START_TIMEOUT_S,
+    Session,
+    fits_nowhere,
+    shortage,
+)
 from ray_adapter.options import JobOptions
 
 LOOK_S = 0.2
@@ -94,6 +100,7 @@ class Crew:
         self._given_up = given_up
         self._read_data = read_data
         self._pickled = _pickled(handler, self.handler_name)
+        self.session = Session()
         # By import: the class is found in ray_adapter.actor there.
         try:
             self._class = ray.remote(HandlerActor).options(
@@ -157,25 +164,29 @@ class Crew:
             GivenUp: Nobody waits for it any more.
         """
         arrow = self._options.takes == "arrow"
+        self.session.check()
         try:
             method = actor.handle_arrow if arrow else actor.handle_messages
             outcome: Outcome = self._answer(method.remote(rows, start), None)
         except DEATHS as exc:
+            self.session.check()
             raise HandlerProcessError(
                 f"The actor ended while it handled rows: {_first_line(exc)}. Look for a crash or "
                 "the memory limit."
             ) from exc
         except exceptions.RayError as exc:
+            self.session.check()
             raise self._unanswered(actor, start, exc) from exc
         return outcome
 
     def end(self, actors: Sequence[Handle]) -> None:
         """Kill actors, whatever they do."""
         for actor in actors:
-            if ray.is_initialized():
+            if not self.session.lost:
                 ray.kill(actor, no_restart=True)
 
     def _made(self) -> Handle:
+        self.session.check()
         try:
             return self._class.remote(self._pickled, self._read_data)
         except (TypeError, ValueError, AttributeError) as exc:
@@ -198,7 +209,15 @@ class Crew:
 
     def _placed(self, actors: Sequence[Handle], deadline_s: float) -> None:
         """Every actor runs, on the same keyshard as here."""
+        self.session.check()
+        options = self._options
         refs = [actor.version.remote() for actor in actors]
+        if options.start_timeout_s <= START_TIMEOUT_S:
+            # Nothing but an autoscaler helps there, and for that somebody waits longer.
+            first_s = min(deadline_s, time.monotonic() + NOWHERE_S)
+            ready = self._ready(refs, first_s)
+            if len(ready) < len(refs) and fits_nowhere(options.amounts):
+                raise shortage(len(ready), len(refs), options.amounts, options.start_timeout_s)
         ready = self._ready(refs, deadline_s)
         for ref in ready:
             try:
@@ -218,10 +237,10 @@ class Crew:
                     "the same version on every node."
                 )
         if len(ready) < len(refs):
-            options = self._options
             raise shortage(len(ready), len(refs), options.amounts, options.start_timeout_s)
 
     def _loaded(self, actors: Sequence[Handle], deadline_s: float) -> None:
+        self.session.check()
         refs = [actor.load.remote() for actor in actors]
         ready = self._ready(refs, deadline_s)
         for ref in ready:
@@ -246,6 +265,7 @@ class Crew:
 
     def _ready(self, refs: list[Any], deadline_s: float) -> list[Any]:
         while True:
+            self.session.check()
             left_s = deadline_s - time.monotonic()
             ready, waiting = ray.wait(
                 refs, num_returns=len(refs), timeout=max(0.0, min(LOOK_S, left_s))
@@ -257,6 +277,7 @@ class Crew:
 
     def _answer(self, ref: Any, deadline_s: float | None) -> Any:
         while True:
+            self.session.check()
             if ray.wait([ref], timeout=LOOK_S)[0]:
                 return ray.get(ref)
             if self._given_up():

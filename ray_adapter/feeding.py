@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from keyshard.arrow.messages import messages_of
-from keyshard.core.lanes.failure import Failure, FailureKind
+from keyshard.core.lanes.failure import Failure, FailureKind, times
+from keyshard.core.message import Message
 from keyshard.errors import HandlerFailedError, HandlerProcessError
+from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.handlers.processes import Reply
 from ray_adapter.crew import Crew, Unsendable
 from ray_adapter.exchange import Done, Exchange, Seat
 from ray_adapter.options import JobOptions
@@ -24,13 +28,17 @@ class Feeder:
         seat: Of the actor.
         crew: Calls it.
         options: Of the job.
+        outcomes: Where first failures are logged; that of all feeders.
     """
 
-    def __init__(self, exchange: Exchange, seat: Seat, crew: Crew, options: JobOptions) -> None:
+    def __init__(
+        self, exchange: Exchange, seat: Seat, crew: Crew, options: JobOptions, outcomes: OutcomeLog
+    ) -> None:
         self._exchange = exchange
         self._seat = seat
         self._crew = crew
         self._options = options
+        self._outcomes = outcomes
 
     def run(self) -> None:
         """Until the job ends, or the actor is retired.
@@ -82,21 +90,30 @@ class Feeder:
                     return outcome.done, results
                 if outcome.done > done:
                     done, attempts, began_s = outcome.done, 0, time.monotonic()
-                failure = Failure.of(outcome.failed.to_error())
+                failure = _failure_of(outcome.failed)
             attempts += 1
             elapsed_s = time.monotonic() - began_s
             decision = self._options.retry.decide(attempts, elapsed_s, failure)
             if decision.delay_s is None or failure.kind is FailureKind.UNFIT:
                 raise self._failed(pieces, done, attempts, failure, lost) from failure.error
+            self._warn(attempts, _message(pieces, done), failure, decision.delay_s)
             self._exchange.pause(decision.delay_s)
             if self._exchange.interrupted() and not lost:
                 return done, results
+
+    def _warn(self, attempts: int, message: Message, failure: Failure, delay_s: float) -> None:
+        """Log a first failure: the retries may take long, and then end the job."""
+        if attempts > 1:
+            return
+        with self._exchange.changed:  # guards the log, too
+            self._outcomes.retried_message(
+                message, message.routing_key, failure.error, failure.reason, delay_s
+            )
 
     def _failed(
         self, pieces: Sequence[Piece], done: int, attempts: int, failure: Failure, lost: bool
     ) -> HandlerFailedError:
         """The error that ends the job."""
-        times = "once" if attempts == 1 else f"{attempts} times"
         after = (
             "Nothing of it, or behind it in its key, is acknowledged; it comes again. Mend the "
             "handler, or let it return a result for such a message."
@@ -105,14 +122,14 @@ class Feeder:
             message = _message(pieces, done)
             key = message.routing_key
             return HandlerFailedError(
-                f"The handler {self._crew.handler_name} failed {times} with message "
+                f"The handler {self._crew.handler_name} failed {times(attempts)} with message "
                 f"{message.message_id} of {message.topic}, partition {message.partition}, key "
                 f"{key!r}: {failure.reason}. {after}",
                 topic=message.topic, key=key, message_id=str(message.message_id),
             )  # fmt: skip
         first, last = _message(pieces, done), _message(pieces, rows_of(pieces) - 1)
         return HandlerFailedError(
-            f"The handler {self._crew.handler_name} failed {times} with "
+            f"The handler {self._crew.handler_name} failed {times(attempts)} with "
             f"{rows_of(pieces) - done} rows, from message {first.message_id} of {first.topic}, "
             f"partition {first.partition}, key {first.routing_key!r}, to {last.message_id} of "
             f"{last.topic}, partition {last.partition}, key {last.routing_key!r}: "
@@ -121,9 +138,18 @@ class Feeder:
         )  # fmt: skip
 
 
-def _message(pieces: Sequence[Piece], row: int) -> Any:
+def _failure_of(reply: Reply) -> Failure:
+    """What a handler raised in its actor, and where."""
+    failure = Failure.of(reply.to_error())
+    if not reply.where:
+        return failure
+    return replace(failure, reason=f"{failure.reason.rstrip('.')} (at {reply.where})")
+
+
+def _message(pieces: Sequence[Piece], row: int) -> Message:
     for piece in pieces:
         if row < piece.block.rows:
-            return messages_of(piece.where, piece.block)[row]
+            message: Message = messages_of(piece.where, piece.block)[row]
+            return message
         row -= piece.block.rows
     raise AssertionError(f"row {row} is not there")

@@ -32,8 +32,9 @@ from keyshard.errors import (
     WorkerUnreachableError,
 )
 from keyshard.redaction import shown
+from keyshard.threads import begin
 from keyshard.version import VERSION
-from ray_adapter.cluster import capacity, connect, resources_text
+from ray_adapter.cluster import NOWHERE_S, capacity, connect, fits_nowhere, resources_text
 
 LOOK_S = 0.1
 """Time between two looks whether anybody still waits for an actor, seconds."""
@@ -114,7 +115,7 @@ def _placement(workers: Workers) -> dict[str, Any]:
 class WorkerActor:
     """Hosts consumers in an actor."""
 
-    def begin(self, version: str, packed: bytes, asker: str) -> str:
+    def begin(self, version: str, packed: str, asker: str) -> str:
         """Begin; says what a worker process says.
 
         Args:
@@ -125,9 +126,7 @@ class WorkerActor:
         here = ray.get_runtime_context().get_node_id() == asker
         server, hello = begun(version, packed, LOOPBACK if here else ray.util.get_node_ip_address())
         if server is not None:
-            threading.Thread(
-                target=_serve, args=(server.serve_to_the_end,), name="keyshard-host", daemon=True
-            ).start()
+            begin("keyshard-host", _serve, server.serve_to_the_end)
         return hello
 
 
@@ -175,7 +174,12 @@ class RayWorker(Worker):
     def _said(self, ref: Any, placement: Mapping[str, Any], stop: threading.Event) -> str:
         end_s = time.monotonic() + START_TIMEOUT_S
         try:
+            began_s = time.monotonic()
             while not ray.wait([ref], timeout=LOOK_S)[0]:
+                if not ray.is_initialized():
+                    raise ClusterError("Ray was shut down while a Ray worker began.")
+                if time.monotonic() > began_s + NOWHERE_S and fits_nowhere(_amounts(placement)):
+                    raise _no_place(placement)
                 if stop.is_set():
                     raise WorkerUnreachableError("Nobody waits for a Ray worker any more.")
                 if time.monotonic() > end_s:
@@ -203,10 +207,19 @@ class RayWorker(Worker):
                 _log.debug("%s was not killed: %s", self._actor, text_of(exc))
 
 
-def _no_place(placement: Mapping[str, Any]) -> ClusterError:
+def _amounts(placement: Mapping[str, Any]) -> dict[str, float]:
     cpus = {"CPU": placement["num_cpus"]} if "num_cpus" in placement else {}
+    return {**cpus, **placement.get("resources", {})}
+
+
+def _no_place(placement: Mapping[str, Any]) -> ClusterError:
+    asked = resources_text(_amounts(placement))
+    if fits_nowhere(_amounts(placement)):
+        return ClusterError(
+            f"No node of the Ray cluster has {asked}, which each worker asks for. {capacity()} Ask "
+            "for less for each, or add such a node."
+        )
     return ClusterError(
-        f"A Ray worker found no place within {START_TIMEOUT_S:g} s. It asks for "
-        f"{resources_text(cpus | placement.get('resources', {}))}. {capacity()} Ask for fewer "
-        "workers or less for each, or add nodes."
+        f"A Ray worker found no place within {START_TIMEOUT_S:g} s. It asks for {asked}. "
+        f"{capacity()} Ask for fewer workers or less for each, or add nodes."
     )

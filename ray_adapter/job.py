@@ -20,19 +20,22 @@ from typing import Any
 
 from keyshard import KeyShardSource, RetryPolicy
 from keyshard.core.metadata_columns import refuse_for_handlers
-from keyshard.core.option_checks import check_integer, check_seconds
+from keyshard.core.option_checks import check_integer, check_seconds, suggesting
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import ClusterError, ConfigError, NotRunningError
+from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
+from keyshard.handlers.outcome_log import OutcomeLog
 from keyshard.handlers.stop_signals import stopping_signals
 from keyshard.reading.message_data import MessageData
 from keyshard.redaction import shown
+from keyshard.threads import begin
 from ray_adapter import cluster
 from ray_adapter.actor import check_handler
+from ray_adapter.cluster import START_TIMEOUT_S
 from ray_adapter.crew import Crew, GivenUp
 from ray_adapter.exchange import LOOK_S, Done, Exchange, Seat
 from ray_adapter.feeding import Feeder
-from ray_adapter.options import ACTORS_MAX, JobOptions
+from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
 from ray_adapter.portions import rows_of, whole_pieces
 
 END_S = 10.0
@@ -63,6 +66,7 @@ class Job:
             source.coordinator(), source, options.checkpoint,
             executor="ray", workers=lambda: len(self._exchange.seats),
         )  # fmt: skip
+        self._outcomes = OutcomeLog()
         self._feeders: list[threading.Thread] = []
         self._others: list[threading.Thread] = []
         # Runs before what Ray does at the end of the interpreter, which was registered before.
@@ -165,8 +169,19 @@ class Job:
                     exchange.seats, split_ring(len(exchange.seats)), strict=True
                 )
             ]
-            state = "ended" if self._ended else "ending" if exchange.ending else "running"
+            state = self._state
         return {"state": state, "actors": actors, "source": self._run.status()}
+
+    def __repr__(self) -> str:
+        topics = self._source.topics_pattern or ", ".join(self._source.topics)
+        return (
+            f"<Job of {shown(self._source.subscription)} on {shown(topics)}: {self._state}, "
+            f"{len(self._exchange.seats)} actors>"
+        )
+
+    @property
+    def _state(self) -> str:
+        return "ended" if self._ended else "ending" if self._exchange.ending else "running"
 
     def close(self) -> None:
         """End the job: what was taken is acknowledged, actors and consumers go. Idempotent.
@@ -229,6 +244,7 @@ class Job:
     # -- begin and end -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._crew.session.hold()
         seats = self._exchange.seats
         for seat, actor in zip(seats, self._crew.start(len(seats)), strict=True):
             seat.actor = actor
@@ -241,7 +257,7 @@ class Job:
             self._feed(seat)
 
     def _feed(self, seat: Seat) -> None:
-        feeder = Feeder(self._exchange, seat, self._crew, self._options)
+        feeder = Feeder(self._exchange, seat, self._crew, self._options, self._outcomes)
         self._feeders.append(self._thread(str(seat.index), feeder.run))
 
     def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
@@ -250,19 +266,10 @@ class Job:
                 work()
             except GivenUp:
                 pass
-            except SystemExit as exc:  # what Ray raises where it is not there any more
-                error = ClusterError(
-                    "Ray was shut down while the job ran. What was not acknowledged comes again; "
-                    "end a job before ray.shutdown()."
-                )
-                error.__cause__ = exc
-                self._exchange.fail(error)
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
-                self._exchange.fail(exc)
+                self._exchange.fail(self._crew.session.named(exc))
 
-        thread = threading.Thread(target=guarded, name=f"keyshard-ray-{name}", daemon=True)
-        thread.start()
-        return thread
+        return begin(f"keyshard-ray-{name}", guarded)
 
     def _end(self) -> None:
         """In this order: nothing more is handled, what was taken is committed, the source ends."""
@@ -282,6 +289,7 @@ class Job:
                 if timeout_s == commit_s:
                     self._committed.set()
             self._ended = True
+            self._crew.session.close()
         atexit.unregister(self._end)
 
     # -- threads -----------------------------------------------------------------------------------
@@ -306,12 +314,13 @@ class Job:
             self._run.commit(entries)
 
 
+@suggesting
 def run(
     source: KeyShardSource,
     handler: object,
     *,
     parallelism: int | None = None,
-    takes: str = "messages",
+    takes: Takes = "messages",
     max_rows: int = 1_000,
     max_wait_s: float = 0.02,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -321,7 +330,7 @@ def run(
     resources: Mapping[str, float] | None = None,
     scheduling_strategy: Any = None,
     runtime_env: Mapping[str, Any] | None = None,
-    start_timeout_s: float = 60.0,
+    start_timeout_s: float = START_TIMEOUT_S,
     drain_timeout_s: float = 30.0,
 ) -> Job:
     """Have the messages of a source handled by actors of Ray, in order per key.
@@ -347,7 +356,7 @@ def run(
             name; from ``__main__``, notebooks and closures it travels by value, as in Ray. It is
             called with what ``takes`` says, may be ``async def``, and may raise
             :class:`keyshard.RetryLater`. :class:`keyshard.Reject` ends the job, which has no
-            dead-letter topic.
+            dead-letter topic. A returned exception counts as raised.
         parallelism: Actors; ``None``: as many as the source has ranges.
         takes: ``messages``: each :class:`keyshard.Message`; what it returns is a result. ``arrow``:
             a ``pyarrow.RecordBatch`` with all columns of :data:`keyshard.arrow.columns.SCHEMA`.
@@ -362,7 +371,8 @@ def run(
         resources: See Ray.
         scheduling_strategy: See Ray.
         runtime_env: See Ray.
-        start_timeout_s: Longest wait until actors have found a place and loaded the handler.
+        start_timeout_s: Longest wait until actors have found a place and loaded the handler,
+            seconds. Unless it is above the default, 5 s where no node has what an actor asks for.
         drain_timeout_s: Longest wait for what actors work on, at a drain or rescale, seconds.
 
     Raises:
@@ -374,6 +384,7 @@ def run(
     """
     if not isinstance(source, KeyShardSource):
         raise ConfigError(f"source is {shown(source)}; give a keyshard.KeyShardSource.")
+    source.check_subscribed()
     refuse_for_handlers(source.metadata_columns)
     options = JobOptions(
         parallelism=source.parallelism if parallelism is None else parallelism,

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from keyshard.config.handlers import checkpoint_url
 from keyshard.core.lanes.retrying import RetryPolicy
@@ -14,6 +14,7 @@ from keyshard.core.option_checks import check_choice, check_integer, check_secon
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
+Takes = Literal["messages", "arrow"]
 ACTORS_MAX = 10_000
 PLACEMENT = ("num_cpus", "num_gpus", "resources", "scheduling_strategy", "runtime_env")
 """Options that Ray knows by the same names, for each actor."""
@@ -25,7 +26,7 @@ class JobOptions:
 
     parallelism: int
     """Actors, each of which owns an equal part of the ring; 1 to 10,000."""
-    takes: str = "messages"
+    takes: Takes = "messages"
     """What the handler is called with: ``messages`` (each :class:`keyshard.Message`) or ``arrow``
     (a ``pyarrow.RecordBatch`` of the rows of one part of the ring)."""
     max_rows: int = 1_000

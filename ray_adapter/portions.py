@@ -91,7 +91,7 @@ class Waiting:
         rows = size = 0
         while queue:
             block = queue[0].block
-            rows, size = rows + block.rows, size + block.payload_bytes
+            rows, size = rows + block.rows, size + block.column_bytes
             if popped and (rows > rows_max or size > bytes_max):
                 break
             popped.append(queue.popleft())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from keyshard.config.connection import CLIENT
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.bounded import plan_read
 from keyshard.core.metadata_columns import check_known, check_transport
+from keyshard.core.option_checks import check_integer
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
     from keyshard.source import KeyShardSource
+
+BLOCKS_MAX = 1_000_000
+"""Most blocks and read tasks of a dataset."""
+_COUNTS = ("override_num_blocks", "concurrency", "parallelism")
+"""Options of Ray that are numbers of blocks or tasks."""
+_OWN = ("start", "end", "columns", "disorder_max_s")
 
 
 def read(
@@ -67,7 +76,7 @@ def read(
         disorder_max_s: How far publish times go back at most in a topic partition, seconds; with
             some allowance for what is sent again after an outage, such as 3600.
         **options: Those of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
-            ``concurrency`` and ``ray_remote_args``.
+            ``concurrency`` and ``ray_remote_args``; no other names.
 
     Raises:
         ConfigError: A bound, a column or an option is wrong, or there is no ``admin_url``.
@@ -86,6 +95,7 @@ def read(
             f"{source.service_url} is a cluster of this process, which Ray's workers cannot reach. "
             "Give the URL of a broker."
         )
+    _check_options(options, read_datasource)
     names = _columns(columns, source)
     stretches = plan_read(source, start, end, disorder_max_s=disorder_max_s)
     datasource = KeyShardDatasource(
@@ -93,6 +103,24 @@ def read(
     )
     dataset: Dataset = read_datasource(datasource, **options)
     return dataset
+
+
+def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]) -> None:
+    """Refuse options that Ray would pass on unread, and numbers that it fails at later."""
+    of_ray = inspect.signature(read_datasource).parameters.values()
+    passed_on = {one.name for one in of_ray if one.kind is one.KEYWORD_ONLY}
+    for name in given:
+        if name not in passed_on:
+            near = difflib.get_close_matches(name, [*_OWN, *sorted(passed_on)], n=1)
+            meant = f"Did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"read() has no option {shown(name)}. {meant}Its own options are "
+                f"{', '.join(_OWN)}; it passes those of ray.data.read_datasource on."
+            )
+    for name in _COUNTS:
+        value = given.get(name)
+        if value is not None and (name, value) != ("parallelism", -1):
+            check_integer(name, value, 1, BLOCKS_MAX)
 
 
 def _columns(given: object, source: SourceConfig) -> list[str] | None:

@@ -34,6 +34,7 @@ from spark_adapter.pulsar_source import PulsarDataSource  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.datasource import DataSource
 
     from keyshard import KeyShardSource
 
@@ -54,9 +55,11 @@ def register(spark: SparkSession) -> None:
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard or pyarrow.
     """
     check_workers(spark)
-    spark.dataSource.register(KeyShardDataSource)
+    if not _is_known(spark, KeyShardDataSource):
+        spark.dataSource.register(KeyShardDataSource)
     try:
-        spark.dataSource.register(PulsarDataSource)
+        if not _is_known(spark, PulsarDataSource):
+            spark.dataSource.register(PulsarDataSource)
     except AnalysisException as exc:
         if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
             raise
@@ -64,6 +67,21 @@ def register(spark: SparkSession) -> None:
             "format('pulsar') stays that of the JVM connector, because its jar is on the class "
             "path; take the jar away to have keyshard under this name."
         )
+
+
+def _is_known(spark: SparkSession, source: type[DataSource]) -> bool:
+    """Whether a session knows a source already; Spark warns if it is registered again."""
+    session, jvm = getattr(spark, "_jsparkSession", None), getattr(spark, "_jvm", None)
+    if session is None or jvm is None:  # Spark Connect
+        return False
+    try:
+        found = jvm.org.apache.spark.sql.execution.datasources.DataSource.lookupDataSource(
+            source.name(), session.sessionState().conf()
+        )
+    except Exception as exc:  # noqa: BLE001 - of Py4J, or of PySpark for what it knows
+        _log.debug("Spark does not find format(%r) by itself: %s", source.name(), exc)
+        return False
+    return str(found.getName()).endswith(".PythonDataSourceV2")
 
 
 def read_stream(spark: SparkSession, source: KeyShardSource) -> DataFrame:

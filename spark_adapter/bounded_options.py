@@ -31,7 +31,7 @@ class BoundedRead:
     """What is read, and in how many parts."""
 
     source: KeyShardSource
-    """Topics and connection; its subscription is not used."""
+    """Topics and connection; it has no subscription."""
     start: str | Mapping[str, object] = Edge.EARLIEST
     end: str | Mapping[str, object] = Edge.LATEST
     names: tuple[tuple[str, str], ...] = ()
@@ -73,8 +73,7 @@ def parse_bounded(options: Mapping[str, str]) -> BoundedRead:
             )
         else:
             others[name] = text
-    # Its default stands for the subscription that is not used.
-    source = parse_options(others | {"subscription": "keyshard"})
+    source = parse_options(others, stream=False)
     return BoundedRead(source, **found, names=tuple(names.items()))
 
 

@@ -27,7 +27,9 @@ from pyspark.errors import PySparkTypeError
 from keyshard import KeyShardSource
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.retry import retry_until
+from keyshard.broker.schemas import first_tries_s
 from keyshard.config.connection import Connection
+from keyshard.core.position.entry import is_system_topic
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import Secret, shown
 from spark_adapter.bounded_options import parse_bounded
@@ -35,7 +37,12 @@ from spark_adapter.catalog_plan import TableName, columns_alike, named, steps
 from spark_adapter.options import parse_options
 from spark_adapter.session_catalog import SessionCatalog
 from spark_adapter.structure import plan_of, schema_of
-from spark_adapter.table_options import of_batches, of_streams, with_options
+from spark_adapter.table_options import (
+    check_takes_no_filters,
+    of_batches,
+    of_streams,
+    with_options,
+)
 from spark_adapter.wording import told_to_spark
 
 if TYPE_CHECKING:
@@ -138,7 +145,9 @@ def _checked(options: Mapping[str, str]) -> KeyShardSource:
     for name in options:
         if name.lower() in _TOPICS:
             raise ConfigError(f"Option {name!r} is not one of all tables: each has its topic.")
-    parse_bounded({"topic": "any"} | {n: text for n, text in options.items() if of_batches(n)})
+    check_takes_no_filters(
+        parse_bounded({"topic": "any"} | {n: text for n, text in options.items() if of_batches(n)})
+    )
     source = parse_options(
         {"topic": "any", **_subscribed(options)}
         | {name: text for name, text in options.items() if of_streams(name)}
@@ -172,7 +181,7 @@ def _topics(connection: Connection, scope: _Scope) -> dict[str, list[str]]:
                 names = [f"{one}/{of}" for one in scope.tenants for of in admin.namespaces(one)]
             return {one: sorted(admin.topics(*one.split("/"))) for one in sorted(names)}
 
-    return retry_until(listed, connection.operation_timeout_ms / 1000)
+    return retry_until(listed, first_tries_s(connection))
 
 
 class _Sync:
@@ -247,7 +256,7 @@ class _Sync:
     def _look(self, database: str, topics: Sequence[str]) -> None:
         """Work out the tables of a database."""
         _log.info("catalog: %s has %d topics", database, len(topics))
-        by_name = {_local(full): full for full in topics if not _local(full).startswith("__")}
+        by_name = {_local(full): full for full in topics if not is_system_topic(full)}
         for table, own in self._named(by_name).items():
             name = TableName(database, table)
             options = {**self._options, "topic": by_name[own]}

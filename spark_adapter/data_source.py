@@ -16,8 +16,8 @@ from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
 from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
-from spark_adapter.structure import Rows, plan_of, rows_of, schema_of, wants_bytes_alone
-from spark_adapter.table_options import options_of
+from spark_adapter.structure import Rows, needs_no_schema, plan_of, rows_of, schema_of
+from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
 from spark_adapter.wording import told_to_spark
 
 
@@ -26,6 +26,8 @@ class KeyShardDataSource(DataSource):
 
     _plan: Decoding | None = None
     """What :meth:`schema` found: Spark takes this object along to where readers are made."""
+    _planned = False
+    """Whether the schemas of the topics were asked for."""
 
     @classmethod
     def name(cls) -> str:
@@ -36,12 +38,13 @@ class KeyShardDataSource(DataSource):
         """What a query has that names no columns; wrong options are refused at once."""
         source = _source_of(self.options)
         with told_to_spark():
-            self._plan = plan_of(source)
-            return schema_of(self._plan, source.metadata_columns)
+            return schema_of(self._planned_for(source), source.metadata_columns)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
         read = parse_bounded(options_of(schema, self.options))
+        if is_table(schema, self.options):
+            check_takes_no_filters(read)
         rows = self._rows(read.source, schema)
         kind = FilteringBatchReader if read.pushes_filters else KeyShardBatchReader
         return kind(replace(read, source=rows.source_of(read.source)), rows)
@@ -53,25 +56,32 @@ class KeyShardDataSource(DataSource):
         return KeyShardStreamReader(rows.source_of(source), rows)
 
     def writer(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002
-        """Refused: nothing is written."""
+        """Refuses to write."""
         raise self._reads_only()
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002, N802
-        """Refused: nothing is written."""
+        """Refuses to write."""
         raise self._reads_only()
 
     def _reads_only(self) -> ConfigError:
         return ConfigError(
-            f"format({self.name()!r}) of keyshard reads, and does not write. Send the rows with a "
-            "producer of pulsar-client in foreachPartition, or of a stream in foreachBatch."
+            f"format({self.name()!r}) of keyshard is a source for reading only; no save mode or "
+            "option makes it write. To write to a topic, send the rows with a producer of "
+            "pulsar-client: of a DataFrame in foreachPartition, of a stream in foreachBatch."
         )
 
     def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
-        """Columns of a query: also of one with a schema of its own, which asks for none."""
+        """How rows get the columns of a query."""
         with told_to_spark():
-            if self._plan is None and not wants_bytes_alone(schema):
-                self._plan = plan_of(source)
-            return rows_of(schema, self._plan)
+            if needs_no_schema(schema, source.malformed):
+                return rows_of(schema, None)
+            return rows_of(schema, self._planned_for(source))
+
+    def _planned_for(self, source: KeyShardSource) -> Decoding | None:
+        """The plan of a query, by the schemas that its topics declare; they are asked for once."""
+        if not self._planned:
+            self._plan, self._planned = plan_of(source), True
+        return self._plan
 
 
 def _source_of(options: Mapping[str, str]) -> KeyShardSource:

@@ -7,7 +7,6 @@ with the task.
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 import threading
@@ -16,9 +15,11 @@ from typing import Any
 from pyarrow import flight
 
 from keyshard.broker.hosted.process import at
-from keyshard.broker.hosted.wire import check_token, question, told
+from keyshard.broker.hosted.questions import INTRODUCE, Verifier
+from keyshard.broker.hosted.wire import told
 from keyshard.broker.hosted.worker import end_process, started
 from keyshard.errors import BrokerError, KeyShardError
+from keyshard.threads import begin
 
 CHILDREN_MAX = 64
 """Worker processes behind one door; a query has one behind each that it uses."""
@@ -35,17 +36,18 @@ class Door(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, token: str, address: str) -> None:
         super().__init__(at(address, 0))
         self.endpoint = at(address, self.port)
-        self._token = token
+        self._verifier = Verifier(token, self.endpoint)
         self._address = address
         self._lock = threading.Lock()
         self._starting = 0
         self._children: list[subprocess.Popen[bytes]] = []
-        threading.Thread(target=self.serve, name="keyshard-door", daemon=True).start()
+        begin("keyshard-door", self.serve)
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
-        asked = question(action.body.to_pybytes())
-        check_token(asked, self._token)
-        answer: dict[str, Any] = {}
+        if action.type == INTRODUCE:
+            return [self._verifier.introduce(action.body)]
+        asked, proof = self._verifier.read(action.body, action.type)
+        answer: dict[str, Any] = {"proof": proof}
         try:
             answer["result"] = self._start(**asked["arguments"])
         except KeyShardError as exc:
@@ -62,7 +64,7 @@ class Door(flight.FlightServerBase):  # type: ignore[misc]
                 raise BrokerError(f"{CHILDREN_MAX} worker processes live behind one task already.")
             self._starting += 1
         try:
-            child, hello = started((version, base64.b64decode(packed)), address=self._address)
+            child, hello = started((version, packed), address=self._address)
             with self._lock:
                 self._children.append(child)
         finally:

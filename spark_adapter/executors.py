@@ -25,6 +25,7 @@ from pyspark.accumulators import AccumulatorParam
 from keyshard.core.option_checks import check_integer
 from keyshard.errors import ClusterError, ConfigError
 from keyshard.redaction import first_line
+from keyshard.threads import begin
 from spark_adapter import registry
 from spark_adapter.door import Door
 from spark_adapter.preflight import check_workers
@@ -120,8 +121,7 @@ class ExecutorWorkers:
         self._error = ""
         self._thread = InheritableThread(target=self._run, name=self._group, daemon=True)
         self._thread.start()
-        self._teller = threading.Thread(target=self._tell, name=f"{self._group}-tell", daemon=True)
-        self._teller.start()
+        self._teller = begin(f"{self._group}-tell", self._tell)
         atexit.register(self.stop)
 
     def wait(self, timeout_s: float) -> None:

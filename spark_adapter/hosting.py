@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import threading
 import time
@@ -84,8 +83,5 @@ class Doors:
         setup = setup_of(self._connection, keeps=_tasks_fetch.is_set())
         version, packed = setup.packed()
         with closing(Asker(door, token, "task of Spark workers")) as asker:
-            hello = asker.ask(
-                "start", START_TIMEOUT_S, version=version,
-                packed=base64.b64encode(packed).decode(),
-            )  # fmt: skip
+            hello = asker.ask("start", START_TIMEOUT_S, version=version, packed=packed)
         return Worker(hello, setup.token, "worker on an executor")

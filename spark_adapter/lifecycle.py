@@ -1,15 +1,23 @@
 """The end of Spark's stream process: nothing of keyshard may outlive the query.
 
 Spark ends the process with SIGTERM and without ``stop()``. When the JVM dies, nobody tells it.
+
+If the process ends otherwise, Spark only says that the connection was reset. So the process writes
+a line to its standard error, which is the JVM's, when it leaves, and Python's stacks when a signal
+such as SIGSEGV ends it. If neither is there, it was killed (SIGKILL): look for the memory limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+
+from keyshard.threads import begin
 
 WATCH_INTERVAL_S = 1.0
 """How often the parent is looked at, seconds."""
@@ -23,16 +31,20 @@ def end_with_host(stop: Callable[[], None]) -> None:
     Call it once, from the main thread of the process. Every other thread must be a daemon.
     """
     parent = os.getppid()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__.fileno() if sys.__stderr__ else 2)
 
-    def leave(_signal: int = 0, _frame: object = None) -> None:
+    def leave(number: int = 0, _frame: object = None) -> None:
+        why = signal.Signals(number).name if number else f"its parent, process {parent}, is gone"
+        _say(f"keyshard: stream process {os.getpid()} ends and gives its ranges back: {why}\n")
+
         def stop_quietly() -> None:
             with contextlib.suppress(Exception):
                 stop()
 
         # In a thread of its own: the client may wait for a broker that does not answer.
-        stopper = threading.Thread(target=stop_quietly, daemon=True)
-        stopper.start()
-        stopper.join(STOP_TIMEOUT_S)
+        with contextlib.suppress(Exception):
+            begin("keyshard-leave", stop_quietly).join(STOP_TIMEOUT_S)
         os._exit(0)
 
     def watch() -> None:
@@ -43,4 +55,10 @@ def end_with_host(stop: Callable[[], None]) -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, leave)
-    threading.Thread(target=watch, name="keyshard-parent-watch", daemon=True).start()
+    begin("keyshard-parent-watch", watch)
+
+
+def _say(line: str) -> None:
+    """Write to standard error, also where a signal has interrupted a write."""
+    with contextlib.suppress(OSError):
+        os.write(2, line.encode())

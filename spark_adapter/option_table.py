@@ -105,7 +105,15 @@ OPTIONS = (
         "on_corrupt",
         "`fail` or `skip` when an entry cannot be read: the query ends before it, or acknowledges "
         "it, counts it in `corruptSkipped` and leaves it out. `skip` is refused with `transport` "
-        "`client`: pulsar-client skips them all, and nobody is told.",
+        "`client`: pulsar-client skips them without a notice.",
+    ),
+    Option(
+        "onEncrypted",
+        "on_encrypted",
+        "`fail` or `skip` when a message is encrypted: the query ends before it with "
+        "`KEYSHARD_ENCRYPTED_MESSAGE`, or acknowledges its entry, counts it in `encryptedSkipped` "
+        "and leaves it out. `skip` is refused with `transport` `client`, whose consumers stall "
+        "behind encrypted batches.",
     ),
     Option(
         "valueFormat",
@@ -119,7 +127,8 @@ OPTIONS = (
         "malformed",
         "What becomes of a value that the schema does not fit: `FAILFAST` ends the query and names "
         "topic, message, field and reason; `PERMISSIVE` gives nulls, and the bytes in column "
-        "`_corrupt_record`; `DROPMALFORMED` leaves the row out.",
+        "`_corrupt_record`; `DROPMALFORMED` leaves the row out, whichever columns are selected; "
+        "for that, it decodes every value.",
     ),
     Option(
         "metadataColumns",

@@ -28,12 +28,14 @@ _DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _OF_BATCHES = {option.name.lower(): option for option in BATCH_OPTIONS}
 _INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
-_REQUIRED = {"subscription"}
-"""Fields that a query has to name, also those with a default in Python."""
 
 
-def parse_options(options: Mapping[str, str]) -> KeyShardSource:
+def parse_options(options: Mapping[str, str], *, stream: bool = True) -> KeyShardSource:
     """Make a source of Spark's options; names are case-insensitive.
+
+    Args:
+        options: Texts by name.
+        stream: Whether messages are acknowledged, for which a subscription has to be named.
 
     Raises:
         ConfigError: An option is unknown, missing, given twice or wrong; names the option.
@@ -56,7 +58,7 @@ def parse_options(options: Mapping[str, str]) -> KeyShardSource:
         raise ConfigError(f"Give only one of {given['topics']!r} and 'topicsPattern'.")
     if not given.keys() & {"topics", "topics_pattern"}:
         raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
-    if not fields.keys() >= _REQUIRED:
+    if stream and "subscription" not in fields:
         raise ConfigError(
             "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
             "backlog of this query."
@@ -124,7 +126,7 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
         }
     for name, field in fields.items():
         value = getattr(source, name)
-        if name in ("topics", "connection") or (value == field.default and name not in _REQUIRED):
+        if name in ("topics", "connection") or value == field.default:
             continue
         if name not in known:
             raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
@@ -145,7 +147,7 @@ def options_table() -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for option in OPTIONS:
         default = defaults[option.field]
-        none = default in (None, ()) or option.field in _REQUIRED or option.name == "startingTime"
+        none = default in (None, ()) or option.name == "startingTime"
         shown = "" if none else f"`{default}`"
         shown = shown.lower() if option.field in _BOOLEANS else shown
         lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from keyshard.core.position.bounds import Edge
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.serialized import BYTES_MAX, SerializedId
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
@@ -29,7 +29,6 @@ MADE_UP = "spark-pulsar-"
 """Beginning of the names that are made up, as the JVM connector makes them up."""
 _SUBSCRIPTIONS = ("subscription", "predefinedSubscription", "subscriptionPrefix")
 """Options that name it; the second comes before the third."""
-_PARTITION = re.compile(r"-partition-(\d{1,9})$", re.ASCII)
 
 
 class Translated(NamedTuple):
@@ -219,8 +218,7 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
         return Edge.EARLIEST.value
     if found.latest:
         return Edge.LATEST.value
-    match = _PARTITION.search(topic_partition)
-    partition = int(match[1]) if match else -1
+    partition = TopicPartition.parse(topic_partition).partition
     if found.partition not in (-1, partition):
         raise ConfigError(
             f"{name} is the id of a message in partition {found.partition}. Give each topic "

@@ -32,7 +32,7 @@ from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import seems_stream, translated
 from spark_adapter.pulsar_stream import PulsarStreamReader
-from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, plan_of, schema_of, strict_of
+from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
 from spark_adapter.wording import told_to_spark
 
 
@@ -113,8 +113,7 @@ class PulsarDataSource(KeyShardDataSource):
         options, names, _ = translated(self.options, stream=stream)
         with told_to_spark(**names):
             source = parse_options(options) if stream else parse_bounded(options).source
-            self._plan = plan_of(source)
-            return _renamed(schema_of(self._plan, source.metadata_columns))
+            return _renamed(schema_of(self._planned_for(source), source.metadata_columns))
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""

@@ -1,8 +1,10 @@
 """Where the workers of a Spark application are: a file that its driver's processes find.
 
 The user's Python process starts workers, and the stream process of a query asks them. Both belong
-to one JVM on the driver's machine: the file is named by its process id, in a directory that nobody
-else may enter. It holds the token, so it never leaves that machine.
+to one JVM on the driver's machine: the file is named by its process id and says when that process
+started, so another JVM that gets the id does not take the workers of a killed application for its
+own. The file is in a directory that nobody else may enter. It holds the token, so it never leaves
+that machine.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -52,16 +55,46 @@ def write(jvm: int, hosted: Hosted) -> None:
     path = path_of(jvm)
     new = path.with_suffix(f".{os.getpid()}")
     new.touch(0o600)
-    new.write_text(json.dumps(asdict(hosted)))
+    new.write_text(json.dumps({"started": _started(jvm), **asdict(hosted)}))
     new.replace(path)
 
 
 def read(jvm: int) -> Hosted | None:
-    """What is hosted for the application of a JVM; ``None``: nobody started any."""
+    """What is hosted for the application of a JVM; ``None``: nobody started any.
+
+    What another process with that id left, or cannot be read, is removed.
+    """
+    path = path_of(jvm)
     try:
-        return Hosted(**json.loads(path_of(jvm).read_text()))
+        text = path.read_text()
     except FileNotFoundError:
         return None
+    try:
+        match json.loads(text):
+            case {"started": str(started), "token": str(token), "doors": list(doors)}:
+                if started and started == _started(jvm):
+                    return Hosted(token, doors)
+    except (ValueError, RecursionError):
+        pass
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _started(process: int) -> str:
+    """When a process started, as the system says it; empty for none.
+
+    No two processes of one id have the same.
+    """
+    try:
+        # The name, in brackets, may hold anything; the start is the 20th field behind it.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"
+    except (OSError, IndexError):
+        told = subprocess.run(
+            ["ps", "-o", "lstart=", "-p", str(process)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return told.stdout.strip()
 
 
 def forget(jvm: int) -> None:

@@ -34,6 +34,7 @@ from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.own_process import collect_rarely
 from keyshard.reading.structured import Ledgers
+from keyshard.threads import owned_by
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
 from spark_adapter.hosting import keep_content
 from spark_adapter.lifecycle import end_with_host
@@ -178,7 +179,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             planned=planned,
             available_now=self._available_now,
         )
-        server = BatchServer(coordinator.batches, self._source.worker_host)
+        with owned_by(coordinator.fail):
+            server = BatchServer(coordinator.batches, self._source.worker_host)
         self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
         end_with_host(coordinator.stop)
         return self._runtime

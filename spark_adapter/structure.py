@@ -24,7 +24,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from keyshard.broker.schemas import topics_of
+from keyshard.broker.schemas import first_tries_s, topics_of
 from keyshard.core.metadata_columns import (
     BROKER_PUBLISH_TIME,
     KEY_BYTES,
@@ -38,6 +38,7 @@ from keyshard.core.metadata_columns import (
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.structured import (
     CORRUPT,
+    DROPMALFORMED,
     WITHOUT_SCHEMA,
     Decoder,
     Decoding,
@@ -159,7 +160,8 @@ def plan_of(source: KeyShardSource) -> Decoding | None:
         return None
     connection = source.how_to_connect()
     metadata = source.metadata_columns
-    plan = plan_decoding(connection, topics_of(source), source.malformed, metadata)
+    tries_s = first_tries_s(connection)
+    plan = plan_decoding(connection, topics_of(source), source.malformed, metadata, tries_s=tries_s)
     if all(schema.type in WITHOUT_SCHEMA for schema in plan.schemas.values()):
         return None
     return plan
@@ -186,10 +188,12 @@ def _spark_type(column: pa.Field) -> DataType:
     return kind
 
 
-def wants_bytes_alone(schema: StructType) -> bool:
-    """Whether a schema has nothing but columns of a topic without a schema."""
-    fields = schema.toNullable().fields
-    return all(SELECTABLE.get(field.name) == field.dataType for field in fields)
+def needs_no_schema(columns: StructType, mode: str) -> bool:
+    """Whether rows of these columns are the same whatever the schemas of their topics are."""
+    return mode != DROPMALFORMED and all(
+        field.name != "value" and SELECTABLE.get(field.name) == field.dataType
+        for field in columns.toNullable().fields
+    )
 
 
 def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
@@ -218,7 +222,10 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
     from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
 
     wanted = to_arrow_schema(schema, timezone="UTC")
-    return Rows(Decoder(plan, wanted).raw_columns, wanted, plan, strict)
+    decoder = Decoder(plan, wanted)
+    if not decoder.decodes and CORRUPT not in schema.names:
+        return Rows(schema.names, strict=strict)
+    return Rows(decoder.raw_columns, wanted, plan, strict)
 
 
 def strict_of(schema: StructType) -> pa.Schema | None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from pyspark.sql.types import StructField, StructType
 
-from spark_adapter.bounded_options import is_of_streams
+from keyshard.errors import ConfigError
+from spark_adapter.bounded_options import BoundedRead, is_of_streams
 from spark_adapter.option_table import BATCH_OPTIONS, OPTIONS
 
 _KEY = "keyshard"
@@ -38,11 +39,11 @@ def options_of(
         given: Its own options. Where they name topics, it reads no table.
         stream: Whether it is one; each kind has options that the other does not take.
     """
-    said = next((one.metadata[_KEY] for one in schema.fields if _KEY in one.metadata), None)
+    if not is_table(schema, given):
+        return given
+    said = next(one.metadata[_KEY] for one in schema.fields if _KEY in one.metadata)
     fields = _STREAM if stream else _STREAM | _BATCH
     own = {fields.get(name.lower(), name.lower()) for name in given}
-    if said is None or own & _TOPICS:
-        return given
     fits = of_streams if stream else of_batches
     of_table = {
         name: text
@@ -50,6 +51,30 @@ def options_of(
         if fits(name) and fields.get(name.lower(), name.lower()) not in own
     }
     return {**of_table, **given}
+
+
+def is_table(schema: StructType, given: Mapping[str, str]) -> bool:
+    """Whether a query reads a table: it has the columns of one, and names no topics itself."""
+    own = {_STREAM.get(name.lower()) for name in given}
+    return not own & _TOPICS and any(_KEY in one.metadata for one in schema.fields)
+
+
+def check_takes_no_filters(read: BoundedRead) -> None:
+    """Check that a table keeps its filters with Spark.
+
+    A statement may use a table several times, and Spark plans such uses once, by the filters of one
+    of them (docs/adr/0030).
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if read.pushes_filters:
+        raise ConfigError(
+            "Option 'pushFilters' is not one of tables: a statement that uses a table twice, as a "
+            "union, a join with itself or a subquery does, would lack rows. Remove it, and choose "
+            "what is read by topic, positions, times or keys; or use "
+            "spark.read.format('keyshard').load() once for each query."
+        )
 
 
 def of_streams(name: str) -> bool:

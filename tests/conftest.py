@@ -6,6 +6,7 @@ The real broker is started once per process, when a test needs it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -16,17 +17,27 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from control_folder import own_control_folder
-from keyshard.testing.devbroker import DevBroker
-from tests.tested_pulsar import PULSAR
+from keyshard.testing.devbroker import DevBroker, DevCluster
+from tests.tested_pulsar import BROKERS, PULSAR
+
+# A shell that starts "make test &" has it ignore these signals, and every process that a test
+# starts inherits that: Ctrl-C would end none of them. A handler of this process is not inherited.
+for number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("keyshard", deadline=None)
 settings.load_profile("keyshard")
 
-FOLDERS = ("unit", "property", "spark", "ray", "mutants", "simulation", "chaos", "integration")
+FOLDERS = (
+    *("unit", "property", "spark", "ray", "mutants", "simulation", "chaos", "ways"),
+    "integration",
+)
 """What tells most in the least time comes first, then what lasts or waits longest; the rest fills
 the processes up to the end."""
-LONG = frozenset({"spark", "ray", "mutants", "simulation", "chaos"})
+LONG = frozenset({"spark", "ray", "mutants", "simulation", "chaos", "ways"})
 """Folders whose tests last longest."""
 PROCESSES_MAX = 8
 """Most processes that ``-n auto`` starts: each may have a broker and a Spark session."""
@@ -43,6 +54,7 @@ TOGETHER = {
     "tests/contract/test_cut_reader.py": "one cut broker",
     "tests/integration/test_cut_readers.py": "one cut broker of readers",
     "tests/integration/test_data_loss.py": "one broker that loses data",
+    "tests/integration/test_cluster.py": "one cluster",
     "tests/integration/test_readme.py": "one page",
     "tests/integration/test_status.py": "one source",
     "tests/mutants/test_mutants.py": "one copy of the code",
@@ -118,10 +130,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(scope="session")
-def dev_broker() -> Iterator[DevBroker]:
+def dev_broker() -> Iterator[DevBroker | DevCluster]:
     """A real Pulsar broker of this session; tests that kill brokers start their own."""
-    with DevBroker(PULSAR) as broker:
-        yield broker
+    if BROKERS > 1:
+        with DevCluster(BROKERS, version=PULSAR) as cluster:
+            yield cluster
+    else:
+        with DevBroker(PULSAR) as broker:
+            yield broker
 
 
 @pytest.fixture

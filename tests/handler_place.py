@@ -30,7 +30,10 @@ class Place:
         self.errors: list[BaseException] = []
 
     def source(self, **changes: Any) -> KeyShardSource:
-        given = {"parallelism": 4, "starting_position": "earliest", "service_url": self.url}
+        given = {
+            "subscription": "keyshard", "parallelism": 4, "starting_position": "earliest",
+            "service_url": self.url,
+        }  # fmt: skip
         return KeyShardSource(self.topic, **(given | changes))
 
     def publish(self, keys: int, per_key: int) -> int:

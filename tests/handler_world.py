@@ -40,8 +40,8 @@ class RecordedRun:
         self.topic = topic
         self.events: list[Event] = [] if before is None else before.events
         self.recorder = Recorder(self, "host")
-        given = {"parallelism": 4, "starting_position": "earliest"} | settings
-        self.source = RecordedSource(topic, **given)
+        given = {"subscription": "keyshard", "parallelism": 4, "starting_position": "earliest"}
+        self.source = RecordedSource(topic, **(given | settings))
         epochs = max((event.epoch or 0 for event in self.events), default=-1) + 1
         self.source.record(connect, self.recorder, epochs)
         self.handled: defaultdict[str, list[int]] = (

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from keyshard.core.ring.key_slot import key_slot
 
 DEADLINE_S = float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30"))
 """After this a wait has failed, seconds."""
+_LISTENING = "0A"
 
 P0 = TopicPartition("persistent://public/default/t", 0)
 P1 = TopicPartition("persistent://public/default/t", 1)
@@ -104,6 +106,26 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
         never.wait(0.002)
 
 
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address (as the kernel writes it) and port of each socket a process listens on."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except FileNotFoundError:  # Closed meanwhile.
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
 class FakeConsumer:
     """A consumer that delivers what the test put in, and remembers what was acknowledged."""
 
@@ -124,6 +146,7 @@ class FakeConsumer:
         self.bell: Callable[[], None] | None = None
         self.bell_lock = threading.Lock()
         self.asked_connected = 0
+        self.refused = ""
 
     def give(self, step: Sequence[EntryBlock] | BaseException) -> None:
         """Let something arrive now; rings when it was asked to."""
@@ -152,9 +175,6 @@ class FakeConsumer:
             raise step
         return list(step)
 
-    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
-        return False
-
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         if self.errors:
             raise self.errors.popleft()
@@ -166,6 +186,9 @@ class FakeConsumer:
 
     def has_given_all(self) -> bool:
         return self.is_connected()
+
+    def trouble(self) -> str:
+        return self.refused
 
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
         self.closed = True

@@ -143,7 +143,10 @@ class Run:
         # run() has an option workers of its own, which is meant here.
         names = {field.name for field in fields(SourceConfig)} - {"workers"}
         settings = {name: options.pop(name) for name in names & options.keys()}
-        given = {"parallelism": 3, "starting_position": "earliest", "service_url": place.url}
+        given = {
+            "subscription": "keyshard", "parallelism": 3, "starting_position": "earliest",
+            "service_url": place.url,
+        }  # fmt: skip
         if "topics_pattern" not in settings:
             given["topics"] = place.topic
         self.source = KeyShardSource(**(given | settings))

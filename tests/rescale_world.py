@@ -34,7 +34,7 @@ class Refusing(MemoryBroker):
     def subscribe(
         self, topic_partition: TopicPartition, subscription: str, hash_range: HashRange,
         *, start: StartPosition, consumer_name: str, receiver_queue_size: int,
-        columns: Collection[str] | None = None,
+        receiver_queue_bytes: int | None = None, columns: Collection[str] | None = None,
     ) -> Consumer:  # fmt: skip
         error = self.refuse(hash_range)
         if error is not None:
@@ -42,7 +42,8 @@ class Refusing(MemoryBroker):
             raise error
         return super().subscribe(
             topic_partition, subscription, hash_range, start=start, consumer_name=consumer_name,
-            receiver_queue_size=receiver_queue_size, columns=columns,
+            receiver_queue_size=receiver_queue_size,
+            receiver_queue_bytes=receiver_queue_bytes, columns=columns,
         )  # fmt: skip
 
 

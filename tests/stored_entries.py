@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from keyshard.arrow.content import CONTENT, METADATA
 from keyshard.arrow.messages import messages_of
-from keyshard.broker.wire import bulk
+from keyshard.broker.wire import bulk, decoding
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -152,6 +152,58 @@ def plain(value: bytes | None = b"v", key: str | None = "k") -> dict[str, Any]:
     }  # fmt: skip
 
 
+def memory_of(messages: Sequence[dict[str, Any]], producer: bytes = b"producer") -> int:
+    """What messages count with against the limit of an entry, bytes."""
+    found = 0
+    for one in messages:
+        keys = keys_of(one, 2, 6, 7)
+        key, ordering_key = (keys.get(number, b"") for number in (2, 7))
+        assert isinstance(key, bytes)
+        assert isinstance(ordering_key, bytes)
+        found += 256 + len(one["value"] or b"") + 2 * len(key + ordering_key) + len(producer)
+        found += sum(192 + len((k + v).encode()) for k, v in one["properties"].items())
+    return found
+
+
+@contextmanager
+def memory_max(limit: int) -> Iterator[None]:
+    """With another limit for the memory of an entry, in both decoders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "ENTRY_MEMORY_MAX", limit)
+        patch.setattr(bulk, "_LIMITS", (bulk._LIMITS[0], limit, *bulk._LIMITS[2:]))
+        yield
+
+
+COUNTS = (-(2**31), -1, 0, 2, 1_000_000, 1_000_001, 2**31 - 1, 2**31, 2**32 - 1, 2**63)
+"""Numbers that a batch may declare to have of messages."""
+
+
+def extreme(draw: random.Random, rows_max: int = 20_000_000) -> bytes:
+    """An entry that is small and claims or unpacks to much, or that is encrypted."""
+    compression = draw.choice([LZ4, ZLIB, ZSTD, SNAPPY])
+
+    def of(one: bytes, count: int, producer: bytes = b"p", value: bytes = b"") -> bytes:
+        said = struct.pack(">I", len(one)) + one
+        payload = said * (count if not value else 1) + value
+        fields = BASE | {1: producer, 8: compression, 9: len(payload), 11: count}
+        return stored(message(fields), packed(payload, compression))
+
+    pair = message({1: message({1: b"", 2: draw.choice([b"", b"v", b"\xff"])})})
+    key = draw.choice([b"", b"k", b"k" * 100, b"\xff"])
+    rows = draw.choice([1, 100, 3_000, 1_000_001, 3_000_000, 20_000_000])
+    kinds = [
+        lambda: stored(message(BASE | {11: draw.choice(COUNTS) % 2**64}), batch_payload([plain()])),
+        lambda: of(message({3: 0}), min(rows, rows_max)),
+        lambda: of(message({2: key, 3: 0}), min(rows, rows_max, 3_000_000)),
+        lambda: of(pair * min(rows, rows_max, 3_000_000) + message({3: 0}), 1),
+        lambda: of(pair * 30 + message({2: key, 3: 0}), min(rows, rows_max, 3_000)),
+        lambda: of(message({3: 0}), 1_000, b"p" * draw.choice([100_000, 1_000_000])),
+        lambda: of(message({3: 20_000_000}), 1, value=bytes(20_000_000)),
+        lambda: stored(message(BASE | {11: draw.choice(COUNTS) % 2**64, 13: b"\x0a\x01k"}), b"?"),
+    ]
+    return draw.choice(kinds)()
+
+
 DAMAGE = st.one_of(
     st.tuples(st.just("cut"), st.integers(0, 400), st.just(0)),
     st.tuples(st.just("flip"), st.integers(0, 400), st.integers(1, 255)),
@@ -220,6 +272,8 @@ def _random_entry(draw: random.Random) -> bytes:
     """A batch or a single message, mostly damaged, or bytes that are nothing."""
     if not draw.randrange(8):
         return draw.randbytes(draw.randrange(200))
+    if not draw.randrange(500):
+        return extreme(draw)
 
     def text() -> str:
         return "".join(draw.choices("ab=+/é€\U0001f600\0 ", k=draw.randrange(6)))

@@ -1,4 +1,4 @@
-"""The Pulsar version of brokers that are spoken to over ports: of contract, chaos and others."""
+"""The Pulsar version and the number of brokers of tests that speak to brokers over ports."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ from keyshard.testing.devbroker import DEFAULT_VERSION
 
 PULSAR = os.environ.get("KEYSHARD_TEST_PULSAR") or DEFAULT_VERSION
 """``KEYSHARD_TEST_PULSAR=3.3.6 pytest tests/contract`` takes another one; it is fetched first."""
+BROKERS = int(os.environ.get("KEYSHARD_TEST_BROKERS") or 1)
+"""With ``KEYSHARD_TEST_BROKERS=2`` the session's broker is a cluster of two, with two bookies."""

@@ -26,7 +26,7 @@ from keyshard.core.window.layout import Located
 ROWS_PER_BATCH_MAX = 10_000
 """Most rows of one record batch, unless one entry has more."""
 BYTES_PER_BATCH_MAX = 8 * 1024 * 1024
-"""Payload after which a record batch ends."""
+"""Memory of its columns, with keys and properties, at which a record batch ends, bytes."""
 
 SCHEMA = pa.schema([
     pa.field("value", pa.binary()),
@@ -164,7 +164,7 @@ def record_batches(
 
     Yields:
         Batches of at most :data:`ROWS_PER_BATCH_MAX` rows and about
-        :data:`BYTES_PER_BATCH_MAX` of payload, unless one entry is larger.
+        :data:`BYTES_PER_BATCH_MAX` of columns, unless one entry is larger.
     """
     schema = select(names)
     content = [name for name in names if name in CONTENT_NAMES]
@@ -213,12 +213,12 @@ def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:
     rows = size = 0
     for located in blocks:
         block: EntryBlock = located[1]
-        rows_after, size_after = rows + block.rows, size + block.payload_bytes
+        rows_after, size_after = rows + block.rows, size + block.column_bytes
         if part and (rows_after > ROWS_PER_BATCH_MAX or size_after > BYTES_PER_BATCH_MAX):
             yield part
             part, rows, size = [], 0, 0
         part.append(located)
         rows += block.rows
-        size += block.payload_bytes
+        size += block.column_bytes
     if part:
         yield part

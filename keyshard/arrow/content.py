@@ -6,7 +6,7 @@ and the garbage collector has nothing to look at.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,8 @@ METADATA = pa.schema([
 ])  # fmt: skip
 """What they tell as well, and is content only where it was asked for, behind the rest."""
 CONTENT_NAMES = frozenset([*CONTENT.names, *METADATA.names])
+PAIR_BYTES = 8
+"""Bytes of a property beside its name and value."""
 PROPERTYLESS_MAX = 10_000
 """Most messages of a delivery that share one empty column when none of them has a property: making
 one costs as much as the keys and values of a hundred messages."""
@@ -132,6 +134,7 @@ def entry_block(
         event_ms, (publish_ms, *_), properties, wrong = times
         unreadable = sum(wrong)
     content = pack(values, partition_keys, ordering_keys, event_ms, properties, metadata=metadata)
+    rows = len(values)
     return EntryBlock(
         entry_id,
         batch_size,
@@ -146,7 +149,47 @@ def entry_block(
         keys_of_bytes=keys_of_bytes,
         unreadable=unreadable,
         schema_version=schema_version,
+        other_bytes=other_bytes(content)(0, rows),
     )
+
+
+def other_bytes(
+    content: pa.RecordBatch, names: Collection[str] | None = None
+) -> Callable[[int, int], int]:
+    """What tells the bytes of keys, properties and metadata of the rows from one to another.
+
+    Args:
+        content: Content of a delivery, as it was packed.
+        names: Columns that count; ``None``: all but the values.
+    """
+    ends: list[memoryview] = []
+    pairs: list[tuple[memoryview, memoryview, memoryview]] = []
+    row_bytes = 0
+    for name, column in zip(content.schema.names, content.columns, strict=True):
+        if name == "value" or (names is not None and name not in names):
+            continue
+        if name == "__properties":
+            if len(column.keys):
+                pairs.append((_ends(column), _ends(column.keys), _ends(column.items)))
+        elif name in (SEQUENCE_ID, BROKER_PUBLISH_TIME):
+            row_bytes += 8
+        elif name != "__eventTime" and column.null_count < len(column):
+            ends.append(_ends(column))
+
+    def of(start: int, stop: int) -> int:
+        found = row_bytes * (stop - start) + sum(one[stop] - one[start] for one in ends)
+        for rows, keys, values in pairs:
+            first, last = rows[start], rows[stop]
+            found += keys[last] - keys[first] + values[last] - values[first]
+            found += PAIR_BYTES * (last - first)
+        return found
+
+    return of
+
+
+def _ends(column: pa.Array) -> memoryview:
+    """Where the values of a column begin, and where the last of them ends."""
+    return memoryview(column.buffers()[1]).cast("i")
 
 
 def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
@@ -173,6 +216,7 @@ def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
         block.keys_of_bytes,
         later_parts=parts[1:],
         schema_version=block.schema_version,
+        other_bytes=block.other_bytes * len(parts) // block.rows,
         kept=parts[0].kept,
     )
 

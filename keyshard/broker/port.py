@@ -67,14 +67,6 @@ class Consumer(Protocol):
         not come.
         """
 
-    def ask_ahead(self, messages: int) -> bool:
-        """Have the broker send more messages ahead from now on; whether the client can do that.
-
-        Args:
-            messages: Messages that may be on their way or wait for :meth:`receive`; more than up
-                to now.
-        """
-
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge whole entries of this topic partition, whoever received them.
 
@@ -106,6 +98,13 @@ class Consumer(Protocol):
         there, while that process stands still.
         """
 
+    def trouble(self) -> str:
+        """What the broker refuses this consumer, or which broker does not answer it, as a sentence.
+
+        Empty while nothing is wrong, and where the client does not tell. A refusal that does not
+        pass is raised by :meth:`receive` in the end.
+        """
+
     def close(self, *, for_another: bool = False) -> None:
         """Flush acknowledgements and give the range back. Idempotent.
 
@@ -133,9 +132,8 @@ class Reader(Protocol):
 
         Raises:
             ChunkedMessageError: A chunked message came; not before what lies before it was read.
-            EncryptedMessageError: So did an encrypted one, which is not to be left out.
-            CorruptEntryError: An entry cannot be read; not before what lies before it was read. The
-                next call goes on behind it.
+            UnreadableEntryError: An entry cannot be read; not before what lies before it was read.
+                The next call goes on behind it.
             BrokerError: The reader is closed or broken.
         """
 
@@ -163,16 +161,17 @@ class HowToRead:
     """What a Reader may leave out, and what it may not."""
 
     receiver_queue_size: int = 1_000
-    """Messages the client asks for ahead of ``read``."""
+    """Most messages the client asks for ahead of ``read``."""
+    receiver_queue_bytes: int = 8 * 1024 * 1024
+    """Memory that they may take, where the client can tell, bytes."""
+    first: int = 10
+    """Messages that such a client asks for before it has seen one."""
     columns: Collection[str] | None = None
     """Columns of the content that are wanted, the others may be empty; ``None``: all are that every
     entry's content has. What else it can have is there where it is named, and null where the client
     does not hand it out; see :data:`keyshard.arrow.content.METADATA`."""
     last: EntryId | None = None
     """The last entry that is wanted; more may come. ``None``: all that is stored is."""
-    encrypted_too: bool = False
-    """Whether an encrypted message is an error; else the client leaves it out, as a consumer's
-    does, and nobody sees that it is there."""
 
 
 ANYHOW = HowToRead()
@@ -271,6 +270,7 @@ class Broker(Protocol):
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,
         columns: Collection[str] | None = None,
     ) -> Consumer:
         """Own ``hash_range`` of ``topic_partition``, creating the subscription if it is missing.
@@ -278,7 +278,9 @@ class Broker(Protocol):
         Args:
             start: Where a subscription that does not exist yet begins.
             consumer_name: Shown in the broker's statistics.
-            receiver_queue_size: Messages the client asks for ahead of ``receive``.
+            receiver_queue_size: Most messages the client asks for ahead of ``receive``.
+            receiver_queue_bytes: Memory that they may take, bytes; one entry may take more. A
+                client that cannot tell asks for as many messages as it is given; ``None``: all do.
             columns: As :attr:`HowToRead.columns`.
 
         Raises:
@@ -340,6 +342,13 @@ class Admin(Protocol):
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """What is stored, ascending, the ledger that is written to last; ``None`` for no topic."""
+
+    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that was written, stored or not; ``None`` for no topic.
+
+        Where all is trimmed, the broker forgets it when it loads the topic anew: then it is the
+        place before the first entry of the ledger that is written to.
+        """
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that is shown to anybody, where an open transaction holds back the rest.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import CorruptEntryError, EncryptedMessageError, KeyShardError
+from keyshard.errors import (
+    CorruptEntryError,
+    EncryptedMessageError,
+    KeyShardError,
+    UnreadableEntryError,
+)
 
 Refused = TypeVar("Refused", bound=KeyShardError)
 
@@ -38,7 +43,7 @@ def corrupt_entry(
     return error
 
 
-def entry_of(refused: KeyShardError) -> EntryId:
+def entry_of(refused: UnreadableEntryError) -> EntryId:
     """The entry that an error is about."""
     ledger, entry = refused.facts["ledger"], refused.facts["entry"]
     assert isinstance(ledger, int)
@@ -46,13 +51,24 @@ def entry_of(refused: KeyShardError) -> EntryId:
     return EntryId(ledger, entry)
 
 
-def encrypted_entry(where: TopicPartition, entry_id: EntryId) -> EncryptedMessageError:
-    """Somebody encrypted an entry that must not be left out."""
-    return of_entry(
+def encrypted_entry(
+    where: TopicPartition, entry_id: EntryId, stored: bytes = b""
+) -> EncryptedMessageError:
+    """An entry is encrypted.
+
+    Args:
+        where: Where it lies.
+        entry_id: It.
+        stored: The bytes of it.
+    """
+    error = of_entry(
         EncryptedMessageError,
         f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has no "
-        "keys. Read up to it and from behind it, or consume the topic with a client that has the "
-        "keys.",
+        "keys. Nothing of it was acknowledged. Consume the topic with a client that has the keys, "
+        "or read up to the message and from behind it; on_encrypted=skip acknowledges encrypted "
+        "messages, counts them and leaves them out.",
         where,
         entry_id,
     )
+    error.stored = stored
+    return error

@@ -11,6 +11,10 @@ import tenacity
 
 from keyshard.errors import KeyShardError
 
+FIRST_TRIES_S = 1.5
+"""How long a broker that is not there is asked again at a first start, seconds; one try may take
+three more."""
+
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -31,7 +35,8 @@ def retry_until(
         stop: Ends the retries early when it is set.
 
     Raises:
-        KeyShardError: The last error.
+        KeyShardError: The last error, with the traceback of this call and no cause: its sentence
+            says what both would.
     """
     limit: tenacity.stop.stop_base = tenacity.stop_after_delay(timeout_s)
     sleep: Callable[[float], object] = tenacity.nap.sleep
@@ -46,4 +51,7 @@ def retry_until(
         before_sleep=tenacity.before_sleep_log(_log, logging.DEBUG),
         reraise=True,
     )
-    return retrying(action)
+    try:
+        return retrying(action)
+    except KeyShardError as exc:
+        raise exc.with_traceback(None) from None

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from keyshard.broker.connect import connect_admin
-from keyshard.broker.retry import retry_until
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.first_question import ANSWER_S, missing_topics
+from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
@@ -17,7 +20,9 @@ from keyshard.errors import BrokerError
 _log = logging.getLogger(__name__)
 
 
-def schema_of(connection: Connection, topic: str, version: int | None = None) -> TopicSchema | None:
+def schema_of(
+    connection: Connection, topic: str, version: int | None = None, *, tries_s: float | None = None
+) -> TopicSchema | None:
     """A version of the schema of a topic; ``None`` where there is none.
 
     Args:
@@ -25,12 +30,15 @@ def schema_of(connection: Connection, topic: str, version: int | None = None) ->
             a version where the interface fails, for who asks that is on its way.
         topic: Full name, without the partition suffix.
         version: ``None`` for the newest.
+        tries_s: Longest time to ask again, seconds; ``None`` for ``operation_timeout_ms``.
 
     Raises:
         BrokerUnavailableError: There was no answer, however often it was asked.
         BrokerError: It refuses.
     """
-    timeout_s = connection.operation_timeout_ms / 1000
+    operation_s = connection.operation_timeout_ms / 1000
+    timeout_s = operation_s if tries_s is None else min(operation_s, tries_s)
+    answer_s = min(operation_s, max(timeout_s, ANSWER_S))
 
     def ask() -> TopicSchema | None:
         if connection.in_memory or connection.admin_url is not None:
@@ -43,25 +51,34 @@ def schema_of(connection: Connection, topic: str, version: int | None = None) ->
                 _log.debug("the broker is asked for a schema, since its interface fails: %s", exc)
         from keyshard.broker.wire.schema import ask_schema  # noqa: PLC0415
 
-        return ask_schema(connection, topic, version, timeout_s)
+        if tries_s is not None:  # it says best what is wrong with a URL
+            missing_topics(connection, Credentials(connection), ())
+        return ask_schema(connection, topic, version, answer_s)
 
     return retry_until(ask, timeout_s)
 
 
+def first_tries_s(connection: Connection) -> float:
+    """How long a query that is built asks again, seconds: a mistake in a URL is told soon."""
+    return min(connection.operation_timeout_ms / 1000, FIRST_TRIES_S)
+
+
 def topics_of(config: SourceConfig) -> Sequence[str]:
-    """Topics of a source: those that are named, or that match now.
+    """Topics of a source, those that are named or that match now, by the names that rows have.
+
+    A partition that is named as a topic has rows, and the schema, of its topic.
 
     Raises:
         BrokerUnavailableError: The admin interface, which a pattern needs, does not answer.
         BrokerError: It refuses.
     """
     if config.topics_pattern is None:
-        return config.topics
+        return tuple(dict.fromkeys(TopicPartition.parse(name).topic for name in config.topics))
     connection, pattern = config.how_to_connect(), TopicPattern.parse(config.topics_pattern)
 
     def listed() -> set[str]:
         with closing(connect_admin(connection)) as admin:
             return admin.topics(pattern.tenant, pattern.namespace)
 
-    found = retry_until(listed, connection.operation_timeout_ms / 1000)
+    found = retry_until(listed, first_tries_s(connection))
     return sorted(filter(pattern.matches, found))

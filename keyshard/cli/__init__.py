@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from keyshard.cli.explain import explain
 from keyshard.cli.operate import discard, unpark
 from keyshard.cli.produce import produce
 from keyshard.cli.rescale import rescale
-from keyshard.cli.status import status
+from keyshard.cli.status import ps, status
 from keyshard.errors import ConfigError, KeyShardError
 
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -29,6 +30,10 @@ class _App(typer.Typer):
     """A command line whose errors are one sentence on stderr, without a traceback."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                # A key may hold lone surrogates, or characters that the terminal does not have.
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().__call__(*args, **kwargs)
         except KeyShardError as exc:
@@ -49,6 +54,7 @@ app = _App(
 app.add_typer(broker_app, name="broker")
 app.command("produce")(produce)
 app.command("check")(check)
+app.command("ps")(ps)
 app.command("status")(status)
 app.command("explain")(explain)
 app.command("unpark")(unpark)

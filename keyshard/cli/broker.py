@@ -3,6 +3,7 @@
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections import deque
@@ -95,19 +96,27 @@ def start(  # noqa: PLR0917 - one argument per option
 
 @broker_app.command()
 def stop(data: DataOption = None) -> None:
-    """Stop the broker that runs; its data stays. Of several, --data names one."""
+    """Stop the broker on --data, or on the directory that start has by default; data stays."""
     from keyshard.errors import DevBrokerError
     from keyshard.testing.devbroker import registry
 
-    found = _running(data)
-    if not found:
-        typer.echo(_none(data))
+    found = registry.find(registry.data_dir(data))
+    if found is None:
+        others = [] if data is not None else registry.running()
+        if others:
+            ways = "; ".join(
+                f"pid {one.pid} at port {one.port}: keyshard broker stop --data "
+                f"{shlex.quote(one.data_dir)}"
+                for one in others
+            )
+            raise DevBrokerError(
+                f"No broker runs on {registry.data_dir(None)}. Brokers on other data directories "
+                f"are not stopped unless --data names them: {ways}."
+            )
+        typer.echo(f"No broker runs on {registry.data_dir(data)}.")
         return
-    if len(found) > 1:
-        folders = ", ".join(record.data_dir for record in found)
-        raise DevBrokerError(f"{len(found)} brokers run. Name one with --data: {folders}.")
-    registry.stop(found[0])
-    typer.echo(f"Stopped the broker on {found[0].data_dir}.")
+    registry.stop(found)
+    typer.echo(f"Stopped the broker on {found.data_dir}.")
 
 
 @broker_app.command()

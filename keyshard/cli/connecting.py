@@ -144,9 +144,25 @@ def source_of(
     subscription: str | None, service_url: str | None, client_conf: Path | None, pid: int | None
 ) -> RunningSource:
     """The running source that options mean; raises as ``running_source``."""
-    from keyshard.config.connection_names import read_client_conf
     from keyshard.observe.control import running_source
 
+    return running_source(subscription, _cluster(service_url, client_conf), pid)
+
+
+def sources_of(
+    subscription: str | None, service_url: str | None, client_conf: Path | None, pid: int | None
+) -> list[RunningSource]:
+    """Every running source that options mean; raises as ``running_sources``."""
+    from keyshard.observe.control import running_sources
+
+    found = running_sources(subscription, _cluster(service_url, client_conf))
+    return [one for one in found if pid in (None, one.pid)]
+
+
+def _cluster(service_url: str | None, client_conf: Path | None) -> str | None:
+    from keyshard.config.connection_names import read_client_conf
+
     if service_url is None and client_conf is not None:
-        service_url = read_client_conf(client_conf).get("service_url")
-    return running_source(subscription, service_url, pid)
+        named: str | None = read_client_conf(client_conf).get("service_url")
+        return named
+    return service_url

@@ -23,9 +23,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 @with_connection
 def doctor(  # noqa: PLR0917 - one argument per option
     topic: Annotated[str, typer.Option(help="Topic that is, or will be, consumed.")],
-    subscription: Annotated[
-        str, typer.Option(help="Subscription that is, or will be, used.")
-    ] = "keyshard",
+    subscription: Annotated[str, typer.Option(help="Subscription that is, or will be, used.")],
     rate: Annotated[
         float | None,
         typer.Option(min=0.001, max=10**9, help="Messages per second to check the limits against."),

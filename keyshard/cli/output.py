@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 200
 """Columns where the output is no terminal, so that lines are not broken."""
 
+_TEXT_MAX = 300
+"""Most characters of an error that are shown."""
+
 SubscriptionOption = Annotated[
     str | None,
     typer.Option(
@@ -42,3 +45,10 @@ def console() -> Console:
 def plural(count: int, noun: str) -> str:
     """``1 range``, ``2 ranges``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def plain(text: str, length_max: int = _TEXT_MAX) -> str:
+    """A text of somebody else on one line, bounded, and without what a terminal would obey."""
+    text = " ".join(text.split())
+    shown = "".join(one if one.isprintable() else "?" for one in text[:length_max])
+    return shown if len(text) <= length_max else f"{shown}..."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,31 +92,35 @@ def rescale(  # noqa: PLR0917 - one argument per option
         "--workers": workers,
     }
     if not dry_run:
-        if given := [name for name, value in of_dry_run.items() if value is not None]:
-            raise ConfigError(f"{given[0]} goes with --dry-run only.")
+        if useless := [name for name, value in of_dry_run.items() if value is not None]:
+            raise ConfigError(f"{useless[0]} goes with --dry-run only.")
         source = source_of(subscription, service_url, client_conf, pid)
         told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=ASK_TIMEOUT_S)
-        typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
+        with source.read():
+            typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
         return
     if ranges is None:
         raise ConfigError(
             "--dry-run shows what another number of ranges moves. What --balance moves is decided "
             "by the load when it is done."
         )
-    status: Status | None = None
-    if start is None:
-        source = source_of(subscription, service_url, client_conf, pid)
-        status = source.ask("status")
-    _show(
-        status, ranges, start=start, handler_ms=handler_ms, lanes=lanes, workers=workers,
+    show = partial(
+        _show, ranges=ranges, start=start, handler_ms=handler_ms, lanes=lanes, workers=workers,
         as_json=as_json,
     )  # fmt: skip
+    if start is not None:
+        show(None)
+        return
+    source = source_of(subscription, service_url, client_conf, pid)
+    status: Status = source.ask("status")
+    with source.read():
+        show(status)
 
 
 def _show(
     status: Status | None,
-    ranges: int,
     *,
+    ranges: int,
     start: int | None,
     handler_ms: float | None,
     lanes: int | None,

@@ -4,22 +4,31 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from keyshard.cli import watching
-from keyshard.cli.connecting import ClientConfOption, source_of
+from keyshard.cli.connecting import ClientConfOption, source_of, sources_of
 from keyshard.cli.output import JsonOption, PidOption, ServiceUrlOption, console, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from keyshard.coordinator.progress import SourceWorker
-    from keyshard.observe.status_types import RangeStatus, Status
+    from keyshard.observe.control import RunningSource
+    from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
 
+Row = TypeVar("Row")
+
+SUMMARY_FROM = 50
+"""Ranges, or topic partitions, from which on they are summarised."""
+_TROUBLED_MAX = 10
 _PARKED_MAX = 10
+_REFUSED_MAX = 5
 _SOURCE_WORKERS_MAX = 8
 _STYLES = {
     "stalled": "red",
@@ -39,25 +48,81 @@ def status(  # noqa: PLR0917 - one argument per option
     watch: Annotated[
         bool, typer.Option("--watch", help="Again every second, with rates, until it stops.")
     ] = False,
+    all_ranges: Annotated[
+        bool | None,
+        typer.Option(
+            "--all-ranges/--summary",
+            help="A line for each range and topic partition, or how many are in which state and "
+            f"those in trouble; default: a summary of {SUMMARY_FROM} or more.",
+        ),
+    ] = None,
     service_url: ServiceUrlOption = None,
     client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show ranges, topic partitions, parked keys and counts of a source that runs here."""
+    """Show ranges, topic partitions, parked keys and counts of a source that runs here.
 
+    If several sources match, it lists them.
+    """
+
+    if not (watch or as_json):
+        found = sources_of(subscription, service_url, client_conf, pid)
+        if len(found) > 1:
+            console().print(listed(found))
+            typer.echo("Name one: keyshard status SUBSCRIPTION, or --pid.", err=True)
+            return
     source = source_of(subscription, service_url, client_conf, pid)
+
+    def view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
+        return _view(told, rates, all_ranges=all_ranges)
+
     if watch:
-        watching.watch(source, _view, as_json=as_json)
+        watching.watch(source, view, as_json=as_json)
         return
     told: Status = source.ask("status")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
+        return
+    with source.read():
+        console().print(view(told))
+
+
+def ps(
+    service_url: ServiceUrlOption = None,
+    client_conf: ClientConfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the sources of this user that run on this machine."""
+
+    found = sources_of(None, service_url, client_conf, None)
+    if as_json:
+        facts = [
+            {
+                "pid": one.pid, "subscription": one.subscription, "topics": one.topics,
+                "serviceUrl": one.service_url,
+            }
+            for one in found
+        ]  # fmt: skip
+        typer.echo(json.dumps(facts, indent=2))
+    elif found:
+        console().print(listed(found))
     else:
-        console().print(_view(told))
+        typer.echo("No source runs.")
 
 
-def _view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
+def listed(sources: list[RunningSource]) -> RenderableType:
+    """A line for each of some sources."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("pid", "subscription", "topics", "cluster")
+    for one in sources:
+        table.add_row(str(one.pid), *map(escape, (one.subscription, one.topics, one.service_url)))
+    return table
+
+
+def _view(told: Status, rates: watching.Rates | None, *, all_ranges: bool | None) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
     from rich.text import Text
@@ -84,9 +149,68 @@ def _view(told: Status, rates: watching.Rates | None = None) -> RenderableType:
         left = told["parkedKeys"] - len(named)
         more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
+    refused = [each for each in told["partitions"] if each["error"]]
+    for each in refused[:_REFUSED_MAX]:
+        text = f"{_name_of(each)} is not received from: {each['error']}"
+        parts.append(Text(text, style="red"))
+    if len(refused) > _REFUSED_MAX:
+        parts.append(Text(f"nor are {len(refused) - _REFUSED_MAX} more", style="red"))
     if told["brokerError"]:
         parts.append(Text(f"broker facts are old: {told['brokerError']}", style="yellow"))
-    return Group(*parts, _ranges(told, rates), _partitions(told))
+    parts += _table_of(
+        told["ranges"], partial(_ranges, rates=rates), _ranges_summary,
+        lambda each: each["state"] not in ("running", "idle"), all_ranges,
+    )  # fmt: skip
+    parts += _table_of(
+        told["partitions"], _partitions, _partitions_summary,
+        lambda each: not each["covered"], all_ranges,
+    )  # fmt: skip
+    return Group(*parts)
+
+
+def _table_of(
+    rows: list[Row],
+    table: Callable[[list[Row]], RenderableType],
+    summary: Callable[[list[Row]], str],
+    in_trouble: Callable[[Row], bool],
+    whole: bool | None,
+) -> list[RenderableType]:
+    """All rows, or where they are many a line about them and the first of those in trouble."""
+    from rich.text import Text
+
+    if len(rows) < SUMMARY_FROM if whole is None else whole:
+        return [table(rows)]
+    troubled = list(filter(in_trouble, rows))
+    text = summary(rows)
+    if len(troubled) > _TROUBLED_MAX:
+        text += f"; the first {_TROUBLED_MAX} of {len(troubled):,} in trouble"
+    text += " (--all-ranges shows each)"
+    return [Text(text), *([table(troubled[:_TROUBLED_MAX])] if troubled else [])]
+
+
+def _ranges_summary(rows: list[RangeStatus]) -> str:
+    states = Counter(each["state"] for each in rows)
+    counts = ", ".join(f"{states[state]:,} {state}" for state in _STYLES if states[state])
+    waiting, running = sum(each["waiting"] for each in rows), sum(each["inFlight"] for each in rows)
+    ages = [
+        each["oldestUnacknowledgedMillis"]
+        for each in rows
+        if each["oldestUnacknowledgedMillis"] is not None
+    ]
+    oldest = f", oldest {max(ages) / 1000:.1f} s" if ages else ""
+    return (
+        f"{plural(len(rows), 'range')}: {counts}; waiting {waiting:,}, in flight {running:,}"
+        f"{oldest}"
+    )
+
+
+def _partitions_summary(rows: list[PartitionStatus]) -> str:
+    backlogs = [each["backlog"] for each in rows if each["backlog"] is not None]
+    gaps = sum(not each["covered"] for each in rows)
+    return (
+        f"{plural(len(rows), 'topic partition')}: backlog "
+        f"{_number(sum(backlogs) if backlogs else None)}, {gaps:,} with gaps in the ring"
+    )
 
 
 def _head(told: Status) -> str:
@@ -155,19 +279,20 @@ def _handled(index: int) -> Callable[[Status], int | None]:
     )
 
 
-def _ranges(told: Status, rates: watching.Rates | None) -> RenderableType:
+def _ranges(rows: list[RangeStatus], rates: watching.Rates | None) -> RenderableType:
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     paces = [] if rates is None else ["handled/s"]
     table = Table("range", "slots", "state", "waiting", "in flight", *paces, "oldest", "blocked by")
-    for each in told["ranges"]:
+    for each in rows:
         state = each["state"]
         oldest = each["oldestUnacknowledgedMillis"]
         table.add_row(
             str(each["index"]),
-            " ".join(each["hashRanges"]),
-            f"[{_STYLES.get(state, '')}]{state}[/]",
+            escape(" ".join(each["hashRanges"])),
+            Text(state, _STYLES.get(state, "")),
             f"{each['waiting']:,}",
             f"{each['inFlight']:,}",
             *([] if rates is None else [_pace(rates.of(_handled(each["index"])))]),
@@ -187,21 +312,26 @@ def _why(each: RangeStatus) -> str:
     return f"{name}, message {key['messageId']}, attempt {key['attempts'] + 1}: {key['reason']}"
 
 
-def _partitions(told: Status) -> RenderableType:
+def _partitions(rows: list[PartitionStatus]) -> RenderableType:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("topic partition", "backlog", "ring", "ack holes", "replay queue")
-    for each in told["partitions"]:
-        ring = "whole" if each["covered"] else "[red]gaps: " + " ".join(each["gaps"]) + "[/]"
-        number = each["partition"]
+    for each in rows:
+        ring = "whole" if each["covered"] else f"[red]gaps: {escape(' '.join(each['gaps']))}[/]"
         table.add_row(
-            each["topic"] if number < 0 else f"{each['topic']}-partition-{number}",
+            escape(_name_of(each)),
             _number(each["backlog"]),
             ring,
             f"{_number(each['ackHoles'])} / {_number(each['ackHolesMax'])}",
             f"{_number(each['replay'])} / {_number(each['replayMax'])}",
         )
     return table
+
+
+def _name_of(each: PartitionStatus) -> str:
+    number = each["partition"]
+    return each["topic"] if number < 0 else f"{each['topic']}-partition-{number}"
 
 
 def _number(value: int | None) -> str:

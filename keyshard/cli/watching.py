@@ -69,11 +69,13 @@ def watch(
                 if as_json:
                     typer.echo(json.dumps(told))
                 else:
-                    shown.print(view(told, rates))
+                    with source.read():
+                        shown.print(view(told, rates))
         else:
             with Live(console=shown, auto_refresh=False) as live:
                 for told, rates in _looks(source):
-                    live.update(view(told, rates), refresh=True)
+                    with source.read():
+                        live.update(view(told, rates), refresh=True)
     except KeyboardInterrupt:
         return
     typer.echo(f"The source of {source.subscription!r}, pid {source.pid}, has stopped.", err=True)
@@ -93,6 +95,7 @@ def _looks(source: RunningSource) -> Iterator[tuple[Status, Rates]]:
                     "having stopped: it was killed, or it crashed."
                 ) from exc
             raise
-        rates.look(time.monotonic(), told)
+        with source.read():
+            rates.look(time.monotonic(), told)
         yield told, rates
         time.sleep(EVERY_S)

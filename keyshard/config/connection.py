@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
+from keyshard.config.field_types import short_repr
+from keyshard.core.option_checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_text,
+    suggesting_options,
+)
 from keyshard.errors import ConfigError
-from keyshard.redaction import REPR_MAX, Secret, shown
+from keyshard.redaction import Secret, shown
 
 SERVICE_URL = "pulsar://127.0.0.1:6650"
 """Where a broker is by default."""
 MEMORY = "memory://"
 """Beginning of the URL of an in-memory cluster of this process; its name follows."""
-AUTO, CLIENT, WIRE = "auto", "client", "wire"
+AUTO: Final = "auto"
+CLIENT: Final = "client"
+WIRE: Final = "wire"
+Transport = Literal["auto", "wire", "client"]
 """Transports."""
 _SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
 _MEMORY = re.compile(r"memory://[^/\s,]+")
@@ -75,7 +87,7 @@ class OAuth2:
     def __post_init__(self) -> None:
         wanted = "write https://host/path"
         url = check_text("issuer_url", self.issuer_url, wanted)
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        if url.partition("://")[0] not in ("http", "https") or not _host(url):
             raise ConfigError(f"issuer_url is {shown(url)}; {wanted}.")
         for name in ("audience", "scope", "client_id"):
             if getattr(self, name) is not None:
@@ -104,9 +116,11 @@ class Basic:
         check_text("user", self.user, "name the user")
         if ":" in self.user:
             raise ConfigError(f"user is {shown(self.user)}; a name has no colon.")
-        object.__setattr__(self, "password", check_secret("password", self.password))
+        password = check_secret("password", self.password).reveal()
+        object.__setattr__(self, "password", Secret(password, self.user))
 
 
+@suggesting_options
 @dataclass(frozen=True, slots=True, repr=False)
 class Connection:
     """How a cluster is reached; the same for everything that asks it something.
@@ -146,18 +160,13 @@ class Connection:
     """Longest time of one request to the broker, milliseconds."""
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
     """Longest time until a connection of the client is there, milliseconds."""
-    transport: str = field(default=AUTO, kw_only=True)
+    transport: Transport = field(default=AUTO, kw_only=True)
     """What consumes and reads: ``wire``, which speaks the protocol itself and takes whole entries,
     ``client``, which is pulsar-client, or ``auto``: ``wire``, which can do whatever a connection
     says. What is produced goes through pulsar-client always."""
 
     def __repr__(self) -> str:
-        given = (
-            f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}"
-            for one in fields(self)
-            if one.name == "service_url" or getattr(self, one.name) != one.default
-        )
-        return f"{type(self).__name__}({', '.join(given)})"
+        return short_repr(self, always=("service_url",))
 
     def __post_init__(self) -> None:
         self._check_urls()
@@ -190,6 +199,7 @@ class Connection:
             return
         if not _SERVICE.fullmatch(url) or not _ports_fit(url):
             raise ConfigError(f"service_url is {shown(url)}; {_SERVICE_WANTED}.")
+        _check_hosts("service_url", url, self.hosts)
         if "@" in url:
             raise ConfigError(
                 f"service_url is {shown(url)}; Pulsar's client takes no user or password from a "
@@ -199,6 +209,8 @@ class Connection:
             _HTTP.fullmatch(admin) and _ports_fit(admin) and _host(admin)
         ):
             raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
+        if admin is not None:
+            _check_hosts("admin_url", admin, [admin.partition("://")[2].rstrip("/")])
 
     def _check_together(self) -> None:
         missing = {"tls_certificate_file_path", "tls_key_file_path"} - {
@@ -290,6 +302,29 @@ def _host(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
+
+
+def _check_hosts(option: str, url: str, hosts: Sequence[str]) -> None:
+    """Refuse a URL with a host that no name service and no address can be."""
+    for text in hosts:
+        host = _host(f"//{text}")
+        if not _is_host(host, in_brackets=text.rpartition("@")[2].startswith("[")):
+            raise ConfigError(
+                f"{option} is {shown(url)}, and {shown(host or text)} is no host: the parts of a "
+                "name have 1 to 63 characters, and an IPv6 address stands in brackets. Correct it."
+            )
+
+
+def _is_host(host: str, *, in_brackets: bool) -> bool:
+    try:
+        if in_brackets:
+            ipaddress.IPv6Address(host.partition("%")[0])
+        else:
+            name = host.removesuffix(".").encode("idna")
+            return 0 < len(name) <= 253 and b"\0" not in name
+    except ValueError:
+        return False
+    return True
 
 
 def _ports_fit(url: str) -> bool:

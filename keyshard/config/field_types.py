@@ -1,8 +1,12 @@
-"""Lists of option names that follow from the fields of a dataclass."""
+"""What follows from the fields of a dataclass of options: lists of names, and its ``repr``."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
+
+from keyshard.redaction import REPR_MAX, shown
 
 
 def of_type(config: type[Any], kind: type[Any]) -> frozenset[str]:
@@ -15,3 +19,20 @@ def in_both(first: type[Any], second: type[Any]) -> tuple[str, ...]:
     """Names of the fields that two dataclasses share, in the order of the first."""
     others = get_type_hints(second)
     return tuple(name for name in get_type_hints(first) if name in others)
+
+
+def short_repr(config: Any, always: Collection[str] = (), never: Collection[str] = ()) -> str:
+    """``repr`` of options: those that differ from their default, short and without secrets.
+
+    Args:
+        config: The dataclass.
+        always: Fields that are shown at their default, too.
+        never: Fields that are not shown.
+    """
+    given = []
+    for one in fields(config):
+        value = getattr(config, one.name)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if one.name not in never and (one.name in always or value != default):
+            given.append(f"{one.name}={shown(value, REPR_MAX)}")
+    return f"{type(config).__name__}({', '.join(given)})"

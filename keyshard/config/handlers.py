@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
-from typing import TypedDict
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
 
+from keyshard.config.field_types import short_repr
 from keyshard.core.lanes.retrying import RetryPolicy
 from keyshard.core.option_checks import (
     check_choice,
     check_integer,
     check_seconds,
     check_text,
+    suggesting_options,
 )
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import ConfigError
-from keyshard.redaction import REPR_MAX, shown
+from keyshard.redaction import shown
 
 WORKERS_MAX = 256
 """Most worker threads, unless more are asked for."""
 
 
+Executor = Literal["auto", "threads", "async", "processes"]
+OnFailure = Literal["park", "dead_letter", "stop"]
+NullKeys = Literal["spread", "serialise", "reject"]
+
+
+@suggesting_options
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HandlerConfig:
     """How the messages of a source reach a handler."""
@@ -29,18 +37,19 @@ class HandlerConfig:
     """Keys worked on at the same time in each range; 1 to 10,000."""
     workers: int | None = None
     """Threads or processes that run the handler, over all ranges; ``None``: for threads as many as
-    all lanes, at most 256; for processes the number of cores. Coroutines need none. What has the
-    consumers is ``workers`` of the source."""
-    executor: str = "auto"
+    all lanes, at most 256; for processes the number of cores. Of an ``async def``, it is how many
+    run at the same time; ``None``: as many as all lanes. What has the consumers is ``workers`` of
+    the source."""
+    executor: Executor = "auto"
     """``threads``, ``async`` (for ``async def``) or ``processes`` (for CPU-bound functions);
     ``auto``: by the handler, threads or async."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """When a failed message is tried again in its lane, and when no more."""
-    on_failure: str = "park"
+    on_failure: OnFailure = "park"
     """After the last attempt: ``park`` the key (this message and all later ones of the key go to
     the dead-letter topic, in order, until it is unparked), ``dead_letter`` (only this message
     does), or ``stop``. A message without a key parks no other."""
-    null_keys: str = "spread"
+    null_keys: NullKeys = "spread"
     """Messages without a key: ``spread`` (no order), ``serialise`` (in order per range) or
     ``reject`` (to the dead-letter topic)."""
     dead_letter_topic: str | None = None
@@ -48,7 +57,8 @@ class HandlerConfig:
     namespace."""
     checkpoint: str | os.PathLike[str] | None = None
     """Path of the checkpoint, or its fsspec URL, such as ``s3://bucket/orders.json``; ``None``:
-    what was completed in the moments before a crash may come again."""
+    what was completed in the moments before a crash may come again. The folder of a local file has
+    to exist. Symbolic links are followed once, at the start."""
     drain_timeout_s: float = 30.0
     """Longest wait for running handlers at a stop or while a range moves, seconds."""
     metrics_port: int | None = None
@@ -81,8 +91,7 @@ class HandlerConfig:
             object.__setattr__(self, "dead_letter_topic", full_topic_name(topic))
 
     def __repr__(self) -> str:
-        values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
-        return f"{type(self).__name__}({', '.join(values)})"
+        return short_repr(self)
 
 
 class HandlerOptions(TypedDict, total=False):
@@ -90,10 +99,10 @@ class HandlerOptions(TypedDict, total=False):
 
     lanes: int
     workers: int | None
-    executor: str
+    executor: Executor
     retry: RetryPolicy
-    on_failure: str
-    null_keys: str
+    on_failure: OnFailure
+    null_keys: NullKeys
     dead_letter_topic: str | None
     checkpoint: str | os.PathLike[str] | None
     drain_timeout_s: float

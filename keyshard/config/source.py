@@ -5,22 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
+from typing import Literal
 
-from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection
-from keyshard.config.field_types import in_both
+from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection, Transport
+from keyshard.config.field_types import in_both, short_repr
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.metadata_columns import check_metadata_columns
-from keyshard.core.option_checks import check_bool, check_choice, check_integer, check_text
+from keyshard.core.option_checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_text,
+    suggesting_options,
+)
 from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
-from keyshard.errors import ConfigError
-from keyshard.redaction import REPR_MAX, shown
+from keyshard.errors import (
+    ConfigError,
+    CorruptEntryError,
+    EncryptedMessageError,
+    UnreadableEntryError,
+)
+from keyshard.redaction import shown
 
 MIB = 1024 * 1024
 
 
+@suggesting_options
 @dataclass(frozen=True, repr=False)
 class SourceConfig:
     """Configuration of one source; see ``docs/options.md`` for the Spark names."""
@@ -29,8 +42,9 @@ class SourceConfig:
     """Topic names, one or several; a single string is one topic."""
     topics_pattern: str | None = field(default=None, kw_only=True)
     """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
-    subscription: str = field(default="keyshard", kw_only=True)
-    """Subscription that holds the backlog; one source at a time may use it."""
+    subscription: str = field(default=None, kw_only=True)  # type: ignore[assignment]
+    """Subscription that holds the backlog; one source at a time may use it. Required where messages
+    are acknowledged (then it is a text); bounded reads use none."""
     connection: Connection | None = field(default=None, kw_only=True)
     """How the cluster is reached, where two URLs do not say it: TLS, authentication, listener; then
     it says ``service_url``, ``admin_url``, ``operation_timeout_ms`` and ``transport`` as well."""
@@ -39,7 +53,7 @@ class SourceConfig:
     admin_url: str | None = field(default=None, kw_only=True)
     """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
     of an in-memory cluster has the same URL as the cluster."""
-    transport: str = field(default=AUTO, kw_only=True)
+    transport: Transport = field(default=AUTO, kw_only=True)
     """``auto``, ``wire`` or ``client``: whether keyshard itself consumes and reads, which ``auto``
     is, or pulsar-client."""
     parallelism: int = field(default=10, kw_only=True)
@@ -56,18 +70,24 @@ class SourceConfig:
     """Fewest rows of one batch, unless ``batch_delay_max_ms`` has passed or the window is full."""
     batch_delay_max_ms: int = field(default=900_000, kw_only=True)
     """Longest wait for ``batch_rows_min`` since the batch before, milliseconds."""
-    on_misrouted: str = field(default="warn", kw_only=True)
+    on_misrouted: Literal["warn", "fail"] = field(default="warn", kw_only=True)
     """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
     by default instead of by key, so the order of their keys is not kept."""
-    on_corrupt: str = field(default="fail", kw_only=True)
+    on_corrupt: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
     """``fail``, ``skip`` or ``park`` on entries that cannot be read: the source ends before one,
     acknowledges it, counts it and leaves it out, or writes what is stored of it to the dead-letter
     topic first, as a rejected letter (``source.run`` only). All but ``fail`` need ``transport``
     ``wire``: pulsar-client skips them all, and nobody is told."""
+    on_encrypted: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
+    """``fail``, ``skip`` or ``park`` on encrypted messages, as ``on_corrupt``: the source ends with
+    an error, acknowledges and counts the entry, or writes what is stored of it to the dead-letter
+    topic first (``source.run`` only). ``skip`` and ``park`` need ``transport`` ``wire``: consumers
+    of pulsar-client come to a stand behind encrypted batches."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
-    """Most memory of those rows, bytes."""
+    """Most memory of those rows, bytes: values, keys, properties, and what each message, entry and
+    delivery takes beside them."""
     discovery_interval_ms: int = field(default=10_000, kw_only=True)
     """Time between two looks for new topics and topic partitions, milliseconds."""
     workers: str = field(default="embedded", kw_only=True)
@@ -85,7 +105,7 @@ class SourceConfig:
     """Longest time to read a planned batch again after a restart, milliseconds."""
     receiver_queue_size: int = field(default=1_000, kw_only=True)
     """Most messages the client asks for ahead, per range and topic partition; fewer where all of
-    them together would take more than half of ``window_bytes_max``."""
+    them together would take more than half of ``window_bytes_max``, but at least one."""
     receive_threads: int = field(default=4, kw_only=True)
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
@@ -99,7 +119,7 @@ class SourceConfig:
     """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
     fail_on_data_loss: bool = field(default=True, kw_only=True)
     """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
-    value_format: str = field(default="auto", kw_only=True)
+    value_format: Literal["auto", "raw"] = field(default="auto", kw_only=True)
     """``auto`` or ``raw``: whether rows have the fields of the schema of their topic as columns,
     where it has one, or the bytes. Of Spark's rows; messages and record batches of Python have the
     bytes."""
@@ -108,7 +128,9 @@ class SourceConfig:
     ``__keyBytes``, ``__sequenceId``, ``__producer``, ``__brokerPublishTime`` or
     ``__messageIdBytes``; see ``docs/options.md``. Handlers have messages, and of these
     ``__keyBytes``, as ``message.key_bytes``."""
-    malformed: str = field(default="FAILFAST", kw_only=True)
+    malformed: Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"] = field(
+        default="FAILFAST", kw_only=True
+    )
     """``FAILFAST``, ``PERMISSIVE`` or ``DROPMALFORMED`` on values that the schema of their topic
     does not fit: an error, nulls beside the bytes, or no row."""
     available_now_timeout_ms: int = field(default=600_000, kw_only=True)
@@ -120,16 +142,15 @@ class SourceConfig:
     """Not to be given: whose shorthands these are, which ``dataclasses.replace`` hands on."""
 
     def __repr__(self) -> str:
-        values = (f"{one.name}={shown(getattr(self, one.name), REPR_MAX)}" for one in fields(self))
-        return f"{type(self).__name__}({', '.join(values)})"
+        # What a connection says it shows itself.
+        never = () if self.connection is None else SHORTHANDS
+        return short_repr(self, never=never)
 
     def __post_init__(self, shorthands_of: Connection | None) -> None:
         object.__setattr__(self, "topics", _topic_names(self.topics))
         self._connect(shorthands_of)
         self._check_pattern()
-        check_text("subscription", self.subscription, _SUBSCRIPTION)
-        if self.subscription.strip() != self.subscription:
-            raise ConfigError(f"subscription is {shown(self.subscription)}; {_SUBSCRIPTION}.")
+        self._check_subscription()
         start = parse_start("starting_position", self.starting_position)
         if not isinstance(start, Edge) and self.admin_url is None:
             raise ConfigError(
@@ -143,7 +164,7 @@ class SourceConfig:
             "metadata_columns", self.metadata_columns, by_client=self.how_to_connect().by_client
         )
         object.__setattr__(self, "metadata_columns", metadata)
-        self._check_corrupt()
+        self._check_unreadable()
         check_text("worker_host", self.worker_host, "name the address the tasks can reach")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)
         self._check_numbers()
@@ -183,6 +204,26 @@ class SourceConfig:
                     "the connection."
                 )
             object.__setattr__(self, name, said)
+
+    def _check_subscription(self) -> None:
+        """What is named is a name; bounded reads, and what makes them, name none."""
+        if self.subscription is not None:
+            name = check_text("subscription", self.subscription, _SUBSCRIPTION)
+            if name.strip() != name:
+                raise ConfigError(f"subscription is {shown(name)}; {_SUBSCRIPTION}.")
+
+    def check_subscribed(self) -> None:
+        """Check that a subscription is named.
+
+        Raises:
+            ConfigError: None is.
+        """
+        if self.subscription is None:
+            raise ConfigError(
+                "subscription is missing: messages are acknowledged on it, and it holds the "
+                "backlog. Name one that no other application uses, as in "
+                "KeyShardSource(..., subscription='billing'). Only bounded reads need none."
+            )
 
     def how_to_connect(self) -> Connection:
         """The connection, or what the shorthands make of it."""
@@ -230,23 +271,27 @@ class SourceConfig:
             )
 
     @property
-    def skips_corrupt(self) -> bool:
-        """Whether entries that cannot be read are left out."""
-        return self.on_corrupt == "skip"
+    def skipped(self) -> tuple[type[UnreadableEntryError], ...]:
+        """Kinds of unreadable entries that are acknowledged and left out."""
+        return self._unreadable("skip")
 
     @property
-    def parks_corrupt(self) -> bool:
-        """Whether entries that cannot be read become dead letters."""
-        return self.on_corrupt == "park"
+    def parked(self) -> tuple[type[UnreadableEntryError], ...]:
+        """Kinds of unreadable entries that become dead letters."""
+        return self._unreadable("park")
 
-    def _check_corrupt(self) -> None:
-        check_choice("on_corrupt", self.on_corrupt, "fail", "skip", "park")
-        if self.on_corrupt != "fail" and self.how_to_connect().by_client:
-            raise ConfigError(
-                f"on_corrupt is {self.on_corrupt!r}, and transport is 'client': pulsar-client "
-                "acknowledges entries that it cannot read by itself, and tells nobody. Use "
-                f"transport={WIRE!r}, or leave on_corrupt out."
-            )
+    def _unreadable(self, choice: str) -> tuple[type[UnreadableEntryError], ...]:
+        return tuple(kind for name, kind in UNREADABLE.items() if getattr(self, name) == choice)
+
+    def _check_unreadable(self) -> None:
+        for name in UNREADABLE:
+            choice = getattr(self, name)
+            check_choice(name, choice, "fail", "skip", "park")
+            if choice != "fail" and self.how_to_connect().by_client:
+                raise ConfigError(
+                    f"{name} is {choice!r}, and transport is 'client': {_BY_CLIENT[name]}. Use "
+                    f"transport={WIRE!r}, or leave {name} out."
+                )
 
     def _check_workers(self) -> None:
         """Workers are of a kind that there is, and can reach the broker."""
@@ -278,6 +323,18 @@ def _topic_names(topics: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
 
 
+UNREADABLE: Mapping[str, type[UnreadableEntryError]] = {
+    "on_corrupt": CorruptEntryError,
+    "on_encrypted": EncryptedMessageError,
+}
+"""Options that choose what becomes of unreadable entries, and the kind of each."""
+_BY_CLIENT = {
+    "on_corrupt": "pulsar-client acknowledges entries that it cannot read, and tells nobody",
+    "on_encrypted": (
+        "pulsar-client returns one permit for an encrypted batch of many messages, so that its "
+        "consumers would come to a stand"
+    ),
+}
 SHORTHANDS = in_both(Connection, SourceConfig)
 """Fields of a source that its connection has, too."""
 _SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -23,6 +22,7 @@ from keyshard.core.position.fingerprint import check_delivered, check_ledgers
 from keyshard.errors import BrokerUnavailableError
 from keyshard.reading.holes import inspect_holes
 from keyshard.reading.scan import Scan
+from keyshard.threads import Pool
 
 THREADS_MAX = 8
 """Topic partitions audited at the same time."""
@@ -83,7 +83,7 @@ def audit(
         # Markers of transactions are acknowledged by the broker itself: no Reader shows them.
         found = inspect_holes(
             broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX,
-            skips_corrupt=config.skips_corrupt,
+            skipped=config.skipped,
         )  # fmt: skip
         if not found.complete and not found.existing:
             raise _unread(topic_partition)
@@ -95,7 +95,7 @@ def audit(
         return proofs, lost
 
     names = tuple(topic_partitions)
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-audit") as pool:
+    with Pool(THREADS_MAX, "keyshard-audit") as pool:
         looked = list(pool.map(look_at, names))
     for topic_partition, (proofs, lost) in zip(names, looked, strict=True):
         result.proofs[topic_partition] = proofs
@@ -143,7 +143,7 @@ def _read_one(
     broker: Broker, topic_partition: TopicPartition, entry_id: EntryId, deadline: float
 ) -> EntryBlock | None:
     """What is stored under an id; ``None``: nothing that can be read."""
-    with Scan(broker, topic_partition, entry_id, entry_id, corrupt={}) as scan:
+    with Scan(broker, topic_partition, entry_id, entry_id, unreadable={}) as scan:
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

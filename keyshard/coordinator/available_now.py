@@ -23,7 +23,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import Admin, Broker
 from keyshard.broker.retry import retry_until
@@ -36,10 +35,11 @@ from keyshard.core.reception import Rest
 from keyshard.errors import (
     AvailableNowTimeoutError,
     BrokerError,
-    CorruptEntryError,
     ReplayTimeoutError,
+    UnreadableEntryError,
 )
 from keyshard.reading.scan import Scan
+from keyshard.threads import Pool
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.intake import Admitted
 from keyshard.worker.receiver import RangeConsumer, Receiver
@@ -80,7 +80,7 @@ def last_entries(
         range_consumer.owned_range.topic_partition: range_consumer.consumer
         for range_consumer in range_consumers
     }
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-target") as pool:
+    with Pool(THREADS_MAX, "keyshard-target") as pool:
         asked = {
             topic_partition: pool.submit(retry_until, consumer.last_entry, timeout_s)
             for topic_partition, consumer in one_each.items()
@@ -238,8 +238,7 @@ class AvailableNow:
         for gap in target.open_gaps(state.delivered, state.floor, broker_state):
             sure = broker_state is not None
             try:
-                skips = self._config.skips_corrupt
-                found = _first_entry(self._broker, where, gap, skips_corrupt=skips)
+                found = _first_entry(self._broker, where, gap, self._config.skipped)
             except (BrokerError, ReplayTimeoutError) as exc:
                 _log.debug("gap %s of %s could not be read: %s", gap, where, exc)
                 return f"{where} cannot be read: {exc.message}"
@@ -301,18 +300,28 @@ class AvailableNow:
 
 
 def _first_entry(
-    broker: Broker, where: TopicPartition, gap: Gap, *, skips_corrupt: bool = False
+    broker: Broker,
+    where: TopicPartition,
+    gap: Gap,
+    skipped: tuple[type[UnreadableEntryError], ...],
 ) -> EntryId | None:
-    """The first entry that is stored in a gap and can be received, or ``None``."""
+    """The first entry that is stored in a gap and can be received, or ``None``.
+
+    Raises:
+        UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
+    """
     deadline = time.monotonic() + READER_TIMEOUT_S
     last = EntryId(gap.end.ledger, gap.end.entry - 1)
-    corrupt: dict[EntryId, CorruptEntryError] | None = {} if skips_corrupt else None
-    with Scan(broker, where, gap.start, last, corrupt=corrupt) as scan:
+    unreadable: dict[EntryId, UnreadableEntryError] = {}
+    with Scan(broker, where, gap.start, last, unreadable=unreadable) as scan:
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ReplayTimeoutError(f"A Reader of {where} gave nothing from {gap.start} on.")
             blocks = retry_until(scan.read, left_s)
+            for error in unreadable.values():
+                if not isinstance(error, skipped):
+                    raise error
             if blocks:
                 return blocks[0].id if blocks[0].id < gap.end else None
     return None

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from keyshard.broker.port import Admin, Broker, WorkerFacts
-from keyshard.config.source import SourceConfig
+from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.discovery import Discovery
@@ -26,7 +26,14 @@ from keyshard.coordinator.watch import Watch
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
-from keyshard.errors import BrokerError, ConfigError, TopicNotFoundError
+from keyshard.errors import (
+    BrokerError,
+    ConfigError,
+    KeyShardError,
+    RuntimeStoppedError,
+    TopicNotFoundError,
+)
+from keyshard.threads import owned_by, unexpected
 from keyshard.worker.intake import Unreadable
 from keyshard.worker.receiver import RangeConsumer
 from keyshard.worker.shared_window import SharedWindow
@@ -61,6 +68,9 @@ class Coordinator:
         self._stopping = threading.Event()
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self._watch = Watch()
+        self._abandoned = False
+        self._failure: KeyShardError | None = None
+        """What a thread of the source raised first."""
         self.ahead_rows_max: int | None = None
         """Rows received and not yet taken at which receiving pauses; ``None``: never. To be set
         before the start."""
@@ -93,11 +103,25 @@ class Coordinator:
             BrokerError: The broker cannot be reached, or a topic does not exist.
         """
         assert not self.started, "a coordinator is started once"
+        try:
+            with owned_by(self.fail):
+                self._start(checkpoint, assignment, planned=planned, available_now=available_now)
+        except KeyShardError:
+            raise
+        except Exception as exc:
+            raise unexpected("The start of the source", exc) from exc
+        if self._failure is not None:
+            self.worker.shared.fail(self._failure)
+
+    def _start(
+        self, checkpoint: Checkpoint | None, assignment: Assignment | None, *, planned: bool,
+        available_now: bool,
+    ) -> None:  # fmt: skip
         config = self._config
-        if config.parks_corrupt and self.unreadable is None:
+        if config.parked and self.unreadable is None:
+            name = next(name for name, kind in UNREADABLE.items() if kind in config.parked)
             raise ConfigError(
-                "on_corrupt is 'park', and only source.run keeps dead letters. Write 'fail' or "
-                "'skip'."
+                f"{name} is 'park', and only source.run keeps dead letters. Write 'fail' or 'skip'."
             )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
@@ -106,6 +130,8 @@ class Coordinator:
             cluster = cluster_of(self._admin, config, checkpoint)
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
+            if self._abandoned:
+                raise RuntimeStoppedError("The source was stopped while it started.")
             catalog = Catalog(self._broker, self._admin, config)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -125,6 +151,8 @@ class Coordinator:
                     config=config, broker=self._broker, admin=self._admin,
                     shared=self.worker.shared,
                 )  # fmt: skip
+            if self._failure is not None:
+                raise self._failure
             on_failure.pop_all()
         partitions = Partitions(self.worker, checkpoint, planned=planned, gone=found.gone)
         self.batches = Batches(
@@ -209,6 +237,20 @@ class Coordinator:
         for thread in (self.discovery, self._settler):
             thread.join(max(0.1, deadline_s - time.monotonic()))
 
+    def abandon_start(self) -> None:
+        """Make a start that is under way fail soon: it loses its connection. Idempotent."""
+        self._abandoned = True
+        broker: Broker | None = getattr(self, "_broker", None)
+        with suppress(BrokerError):
+            if broker is not None:
+                broker.close()
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source by an error, from any thread. A start that goes on raises it."""
+        self._failure = self._failure or error
+        if self.started:
+            self.worker.shared.fail(error)
+
     def _failed(self) -> None:
         """The source ended with an error: nothing more is received or looked for."""
         self.worker.range_consumers.pause()
@@ -258,11 +300,13 @@ class Coordinator:
     def status(self) -> Progress:
         """What goes on, from memory: plain JSON values. All counts are since the start."""
         worker = self.worker
+        troubles = worker.troubles()
         with worker.shared.lock:
             return {
                 "ranges": len(worker.range_consumers.assignment),
                 **self._watch.status(worker.shared.window),
                 "rangesPaused": worker.shared.window.pauses.for_checkpoint,
+                "connectionError": min(troubles.items())[1] if troubles else "",
                 "settlingError": self._settler.error,
                 "entriesAcknowledged": worker.acknowledger.acknowledged,
                 "entriesToAcknowledge": worker.acknowledger.waiting,

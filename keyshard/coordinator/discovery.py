@@ -30,6 +30,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps
 from keyshard.core.subscription_state import SubscriptionState
 from keyshard.errors import AdminError, BrokerError, KeyShardError
+from keyshard.threads import begin
 
 LEFTOVER_ROUNDS = 3
 """Rounds in which a deleted topic partition is looked after: a reconnect may be under way."""
@@ -117,7 +118,7 @@ class Discovery:
         self._created: dict[TopicPartition, str] = {}
         self._leftovers: dict[TopicPartition, int] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keyshard-discovery", daemon=True)
+        self._thread: threading.Thread | None = None
         self.discovered = 0
         """Topic partitions found since the start."""
         self.gone = 0
@@ -136,7 +137,7 @@ class Discovery:
             tp.topic for tp in (*self._known, *self._leftovers) if tp.partition >= 0
         )
         self._recreated(self._known)
-        self._thread.start()
+        self._thread = begin("keyshard-discovery", self._run, fail=self._owner.fail)
 
     def stop(self) -> None:
         """End the thread after its round; returns without waiting."""
@@ -144,7 +145,7 @@ class Discovery:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread's end, at most ``timeout_s`` seconds."""
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout_s)
 
     def status(self) -> DiscoveryProgress:
@@ -222,24 +223,17 @@ class Discovery:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            if not self._attempt():
-                return
+            self._attempt()
 
-    def _attempt(self) -> bool:
-        """One round of the thread; whether there is to be another."""
+    def _attempt(self) -> None:
+        """One round of the thread."""
         try:
             self.round()
         except KeyShardError as exc:
             if not self._stopping.is_set():
                 self._report(exc)
-        except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
-            if not self._stopping.is_set():
-                _log.exception("discovery ended unexpectedly")
-                self._owner.fail(KeyShardError(f"Discovery ended unexpectedly: {exc!r}."))
-            return False
         else:
             self.error = ""
-        return True
 
     def _report(self, error: KeyShardError) -> None:
         if str(error) != self.error:

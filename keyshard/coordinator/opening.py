@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 
 from keyshard.broker.port import Admin, Broker, StartPosition
-from keyshard.broker.retry import retry_until
+from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.audit import audit
 from keyshard.coordinator.budget import window_budget
-from keyshard.coordinator.topics import FIRST_TRIES_S, Found, warn_of_existing
+from keyshard.coordinator.topics import Found, warn_of_existing
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.checkpoint import Checkpoint

@@ -19,6 +19,7 @@ class WindowProgress(TypedDict):
     keyless: int
     unreadable: int
     corruptSkipped: int
+    encryptedSkipped: int
     ackHoles: int
     holesSettled: int
     entriesLost: int
@@ -51,6 +52,7 @@ class Progress(WindowProgress, DiscoveryProgress):
 
     ranges: int
     rangesPaused: int
+    connectionError: str
     settlingError: str
     entriesAcknowledged: int
     entriesToAcknowledge: int

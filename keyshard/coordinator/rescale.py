@@ -45,6 +45,7 @@ from keyshard.core.ring.assignment import (
 from keyshard.core.ring.balance import Balance, balance
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
+from keyshard.threads import owned_by
 from keyshard.worker.receiver import OwnedRange, RangeConsumer
 from keyshard.worker.worker import Worker
 
@@ -65,21 +66,21 @@ class Step(Enum):
     KEPT = auto()
     """The end: the old assignment."""
     LOST = auto()
-    """The end: parts of the ring have no consumer, so the source ends."""
+    """The end: parts of the ring have no consumer, or the window does not fit them. The source
+    ends."""
 
 
 class Follows(NamedTuple):
     """What follows on a step."""
 
     done: Step
-    failed: Step | None
-    """``None``: it touches memory only, and what fails there is a defect."""
+    failed: Step
 
 
 TRANSITIONS: Mapping[Step, Follows] = {
     Step.DRAIN: Follows(done=Step.EXCHANGE, failed=Step.KEPT),
     Step.EXCHANGE: Follows(done=Step.ADOPT, failed=Step.RESTORE),
-    Step.ADOPT: Follows(done=Step.MOVED, failed=None),
+    Step.ADOPT: Follows(done=Step.MOVED, failed=Step.LOST),
     Step.RESTORE: Follows(done=Step.KEPT, failed=Step.LOST),
 }
 """Steps that are not here are ends."""
@@ -209,7 +210,7 @@ class Rescaler:
         self,
         decide: Callable[[Assignment], tuple[Assignment, int | None, Balance | None]],
     ) -> RescaleReport:
-        with self._worker.changing:
+        with self._worker.changing, owned_by(self._worker.shared.fail):
             began_s = time.monotonic()
             self._worker.shared.check()
             now = self._range_consumers.assignment
@@ -305,19 +306,22 @@ class Rescaler:
             end: How it ended.
             errors: What failed, by step.
         """
-        why = errors.get(Step.EXCHANGE, errors.get(Step.DRAIN))
-        assert why is not None, "something failed, else it would have moved"
+        *_, newest = errors.values()
+        why = errors.get(Step.EXCHANGE, newest)
         if end is Step.LOST:
-            exc = errors[Step.RESTORE]
-            if not isinstance(exc, KeyShardError):
-                raise exc
-            error = RescaleError(
-                f"The ranges did not change hands ({why}), and the owners of before could not have "
-                f"them again: {exc.message} Parts of the ring have no consumer, so the source "
-                "ends. Nothing is lost; start it again."
-            )
+            if Step.ADOPT in errors:
+                what = f"The ranges changed hands, and the window did not follow: {_text(newest)}"
+            else:
+                what = (
+                    f"The ranges did not change hands ({_text(why)}), and the owners of before "
+                    f"could not have them again: {_text(newest)}. Parts of the ring have no "
+                    "consumer"
+                )
+            error = RescaleError(f"{what}, so the source ends. Nothing is lost; start it again.")
+            if not isinstance(newest, KeyShardError):
+                _log.error("a rescale failed unexpectedly", exc_info=newest)
             self._worker.shared.fail(error)
-            raise error from exc
+            raise error from newest
         if Step.DRAIN in errors or not isinstance(why, KeyShardError):
             raise why
         raise RescaleError(
@@ -334,6 +338,13 @@ class Rescaler:
             if (owned_range.topic_partition, owned_range.range_index, owned_range.hash_range)
             not in owned
         ]
+
+
+def _text(error: BaseException) -> str:
+    """An error as a part of a sentence."""
+    if isinstance(error, KeyShardError):
+        return error.message.rstrip(".")
+    return f"unexpectedly, {error!r}"
 
 
 def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...]:
@@ -356,9 +367,7 @@ def _walk(
         follows = TRANSITIONS[step]
         try:
             actions[step]()
-        except BaseException as exc:
-            if follows.failed is None:
-                raise
+        except BaseException as exc:  # noqa: BLE001 - told when the walk has ended
             errors[step] = exc
             step = follows.failed
         else:

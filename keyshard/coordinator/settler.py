@@ -25,6 +25,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import KeyShardError
 from keyshard.reading.holes import Inspection, inspect_holes
+from keyshard.threads import begin
 
 ROUND_S = 2.0
 """Shortest time between two looks, seconds."""
@@ -103,8 +104,7 @@ class Settler:
         self._stopping = threading.Event()
         self.error = ""
         """What went wrong in the newest round; empty when nothing did."""
-        self._thread = threading.Thread(target=self._run, name="keyshard-settle", daemon=True)
-        self._thread.start()
+        self._thread = begin("keyshard-settle", self._run)
 
     def stop(self) -> None:
         """Look at nothing more; returns without waiting."""
@@ -127,9 +127,6 @@ class Settler:
                 except KeyShardError as exc:
                     error = str(exc)
                     _log.info("settling in %s is tried again: %s", topic_partition, exc)
-                except Exception as exc:  # noqa: BLE001 - it must not end what is healthy
-                    error = repr(exc)
-                    _log.exception("settling in %s failed unexpectedly", topic_partition)
             self.error = error
             wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
 
@@ -196,7 +193,7 @@ class Settler:
         deadline = time.monotonic() + READ_S
         found = inspect_holes(
             self._broker, topic_partition, unknown, deadline, existing_max=room,
-            skips_corrupt=self._config.skips_corrupt,
+            skipped=self._config.skipped,
         )  # fmt: skip
         watched.existing |= found.existing
         watched.absent |= found.proofs.settled

@@ -10,7 +10,6 @@ its own (docs/adr/0029).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.port import BEGINS, Admin
 from keyshard.broker.retry import retry_until
@@ -30,6 +29,7 @@ from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import stretch
 from keyshard.errors import AdminError
 from keyshard.reading.splits import check_stored, gone
+from keyshard.threads import Pool
 
 THREADS_MAX = 8
 """Topic partitions asked about at the same time."""
@@ -60,7 +60,7 @@ def begin_subscriptions(
     )
     warn_of_existing(admin, config.subscription, found, config.starting_position)
     begin = _Begin(admin, config)
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-begin") as pool:
+    with Pool(THREADS_MAX, "keyshard-begin") as pool:
         positions = list(pool.map(begin.where, found, map(bounds.__getitem__, found)))
         list(pool.map(begin.create, found, positions))
 
@@ -89,7 +89,10 @@ class _Begin:
         ledgers = retry_until(lambda: self._admin.ledgers(where), self._timeout_s)
         if ledgers is None:
             raise gone(where)
-        check_stored(NAME, where, bound, ledgers, fail_on_data_loss=self._fail_on_data_loss)
+        check_stored(
+            self._admin, NAME, where, bound, ledgers, timeout_s=self._timeout_s,
+            fail_on_data_loss=self._fail_on_data_loss,
+        )  # fmt: skip
         stays = fixed(bound, ledgers)
         # Every consumer that makes a subscription begins it at the earliest.
         return stays if isinstance(stays, MessageId) else None
@@ -175,7 +178,7 @@ def begun_inside(
             retry_until(lambda: admin.begins_whole(where, config.subscription), timeout_s)
         return None
 
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-begin") as pool:
+    with Pool(THREADS_MAX, "keyshard-begin") as pool:
         positions = list(pool.map(ask, asked))
     return {
         where: position

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from keyshard.broker.port import Admin, Broker
-from keyshard.broker.retry import retry_until
+from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.threads import Pool
 
 PARKED = "-parked"
 """End of the name of a subscription that keeps dead letters."""
-FIRST_TRIES_S = 1.5
-"""How long a broker that is not there is asked again at a first start, seconds; one try may take
-three more."""
 THREADS_MAX = 8
 """Questions asked at the same time."""
 
@@ -155,7 +152,8 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
         if checkpoint is None and not catalog.by_pattern:
             raise _not_found(topic)
         _log.warning("topic %s does not exist; it is consumed once it is created", topic)
-    consumed = tuple(tp for topic in topics for tp in existing[topic])
+    # A topic and one of its partitions may both be named.
+    consumed = tuple(dict.fromkeys(tp for topic in topics for tp in existing[topic]))
     if consumed:
         # Subscribing would wait longer for a broker: as long as for ranges in use.
         retry_until(lambda: catalog.reach(consumed[0].topic), timeout_s)
@@ -185,7 +183,7 @@ def warn_of_existing(
             return None
 
     found = tuple(found)
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-existing") as pool:
+    with Pool(THREADS_MAX, "keyshard-existing") as pool:
         existing = [one for one in pool.map(stats, found) if one is not None]
     if existing:
         backlog = sum(int(one.get("msgBacklog", 0)) for one in existing)

@@ -76,6 +76,7 @@ class Watch:
             "keyless": counters.keyless,
             "unreadable": counters.unreadable,
             "corruptSkipped": counters.corrupt_skipped,
+            "encryptedSkipped": counters.encrypted_skipped,
             "ackHoles": window.holes,
             "holesSettled": counters.holes_settled,
             "entriesLost": counters.entries_lost,

@@ -56,7 +56,8 @@ class Sample:
         """Entries whose messages have different slots: their producer batches by default."""
         self.keyless = 0
         """Messages without a key."""
-        self.payload_bytes = 0
+        self.message_bytes = 0
+        """Values, keys and properties of all messages, bytes."""
         self._last: tuple[TopicPartition, EntryId] | None = None
         self._last_mixed = False
         self._last_slot: int | None = None
@@ -74,7 +75,7 @@ class Sample:
         self._last, self._last_slot = (where, block.id), block.slot
         self.messages += block.rows
         self.keyless += sum(slot is None for slot in block.slots)
-        self.payload_bytes += block.payload_bytes
+        self.message_bytes += block.payload_bytes + block.other_bytes
 
     @property
     def messages_per_entry(self) -> float:

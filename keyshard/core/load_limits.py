@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keyshard.core.diagnosis import Finding, Level
+from keyshard.core.position.entry import ENTRY_BYTES, ROW_BYTES
 from keyshard.core.subscription_state import BrokerLimits
 
 ENTRIES_PER_S_MAX = 10_000
@@ -27,6 +28,11 @@ class Load:
     """Number of ranges."""
     window_rows_max: int
     window_bytes_max: int
+
+    @property
+    def memory_bytes(self) -> float:
+        """What the window counts for one message."""
+        return self.message_bytes + ROW_BYTES + ENTRY_BYTES / self.messages_per_entry
 
 
 def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
@@ -88,7 +94,7 @@ def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
             "Raise window_rows_max.",
         ),
         _Reach(
-            "window", load.window_bytes_max / (load.rate_per_s * max(1.0, load.message_bytes)),
+            "window", load.window_bytes_max / (load.rate_per_s * load.memory_bytes),
             f"{stop} the window of {load.window_bytes_max:,} bytes is full after",
             "Raise window_bytes_max.",
         ),

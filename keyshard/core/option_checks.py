@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Only names of options that there are."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(known))}."
+            raise ConfigError(f"{what} has no option {shown(name)}. {hint}")
+
+
+def suggesting(function: Callable[P, R], what: str = "") -> Callable[P, R]:
+    """A function with keyword arguments that names the nearest one where one is misspelt.
+
+    Its signature stays visible to editors and type checkers.
+    """
+    known = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name != "self"
+    ]
+    what = what or f"{function.__name__}()"
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_names(what, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def suggesting_options(config: C) -> C:
+    """The same for the options of a dataclass."""
+    config.__init__ = suggesting(config.__init__, config.__name__)  # type: ignore[misc]
+    return config
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from keyshard.core.ring.hash_range import HashRange, gaps
 
+KEY_SHARED = "Key_Shared"
+"""Type of a subscription that keyshard can use."""
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerLimits:
@@ -78,7 +81,8 @@ class SubscriptionState:
     """One subscription of one topic partition, as of one moment."""
 
     kind: str
-    """``Key_Shared``, ``Shared``, ``Exclusive``, ``Failover``, or what the broker says."""
+    """``Key_Shared``, ``Shared``, ``Exclusive``, ``Failover``, or what the broker says;
+    empty where it does not know: nobody was connected since it loaded the topic."""
     sticky: bool
     """Whether the consumers name their ranges themselves."""
     out_of_order: bool
@@ -104,7 +108,8 @@ class SubscriptionState:
         """
         try:
             return cls(
-                kind=str(stats.get("type") or ""),
+                # A subscription without consumers since the broker loaded the topic is "None".
+                kind="" if stats.get("type") in (None, "None") else str(stats["type"]),
                 sticky=stats.get("keySharedMode") == "STICKY",
                 out_of_order=bool(stats.get("allowOutOfOrderDelivery")),
                 durable=bool(stats.get("isDurable", True)),

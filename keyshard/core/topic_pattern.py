@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from keyshard.core.position.entry import TopicPartition, is_system_topic
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
 DEAD_LETTERS = "-DLQ"
 """End of the name of a dead-letter topic, unless its user named it."""
-_PARTITION = re.compile(r"-partition-\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class TopicPattern:
         name = topic.removeprefix(prefix)
         return (
             name != topic
-            and not name.startswith("__")
+            and not is_system_topic(name)
             and not name.endswith(DEAD_LETTERS)
-            and not _PARTITION.search(name)
+            and TopicPartition.parse(name).partition < 0
             and self._compiled.fullmatch(name) is not None
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -46,6 +45,7 @@ from keyshard.dead_letter.reading import FIRST, letter_of, position_of, read
 from keyshard.dead_letter.replay import Replay
 from keyshard.dead_letter.writer import DeadLetterWriter
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, KeyShardError
+from keyshard.threads import Pool
 
 SENT_AT_ONCE = 32
 """Markers that wait for their confirmation at the same time while letters are given up."""
@@ -189,7 +189,7 @@ class DeadLetters:
             return 0
 
         def send(claim: dict[str, str]) -> list[EntryId]:
-            with ThreadPoolExecutor(SENT_AT_ONCE, "keyshard-discard") as pool:
+            with Pool(SENT_AT_ONCE, "keyshard-discard") as pool:
                 return [*pool.map(lambda sweep: self._writer.marker(
                     sweep.key, sweep.properties() | claim
                 ), sweeps)]  # fmt: skip
@@ -217,8 +217,12 @@ class DeadLetters:
         )
         self.finished.markers([position])
 
-    def discard_rejected(self, selection: Selection) -> int:
+    def discard_rejected(self, selection: Selection, *, count_only: bool = False) -> int:
         """Give up rejected letters, and those that went without their key; how many are stored.
+
+        Args:
+            selection: Which.
+            count_only: Only count them.
 
         Raises:
             ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
@@ -227,6 +231,7 @@ class DeadLetters:
         if self._keeper.consumer is None:
             return 0
         last = self._keeper.consumer.last_entry()
+        letters: set[EntryId] = set()
         found: list[EntryId] = []
         now_ms = round(time.time() * 1000)
         with self._reader.scan(FIRST, last or FIRST) as scan:
@@ -242,10 +247,11 @@ class DeadLetters:
                         now_ms - round(message.publish_time.timestamp() * 1000),
                     )
                 ):
-                    found.append(position_of(message))
-                    found += parts_of(message)
-        self.finished.acknowledge(found)
-        return len(found)
+                    letters.add(position_of(message))
+                    found += [position_of(message), *parts_of(message)]
+        if not count_only:
+            self.finished.acknowledge(found)
+        return len(letters)
 
     # -- replaying --------------------------------------------------------------------------------
 
@@ -263,6 +269,22 @@ class DeadLetters:
             # Without one it was lost, and that is accepted: the next one is the first now.
             if found is not None:
                 return found
+
+    def peek(self, key: str, timeout_s: float) -> Letter | None:
+        """Read the first resting letter of a key, which rests on; without its parts.
+
+        Raises:
+            ReplayTimeoutError: Nothing came for ``timeout_s``.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        position = self.keys.first_position(key)
+        if position is None:
+            return None
+        with self._reader.scan(position, position) as scan:
+            for message in read(scan, self.topic_partition, timeout_s):
+                if position_of(message) == position:
+                    return letter_of(message)
+        return None
 
     def replay(self, key: str, first: Resting) -> Replay:
         """The letters of a draining key behind its first one. Memory only.

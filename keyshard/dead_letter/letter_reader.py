@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from keyshard.broker.port import Broker
 from keyshard.core.dead_letter.letters import Letter, Resting, parts_of, unpacked
@@ -12,11 +13,14 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letter.parked_keys import ParkedKeys
 from keyshard.dead_letter.reading import letter_of, position_of, read
+from keyshard.errors import MalformedMessageError
 from keyshard.reading.replay import stretches
 from keyshard.reading.scan import Scan
 
 NEAR_BYTES_MAX = 16 * 1024 * 1024
 """Most memory of letters that were read beside those of another key, bytes."""
+NEAR_ENTRIES = 1_000
+"""About how many entries a scan reads until it has the first that is asked for."""
 LETTER_BYTES = 1_000
 """About what a letter takes beside its value, bytes."""
 
@@ -39,6 +43,8 @@ class LetterReader:
         """Longest time to read the next letters of a replay, seconds."""
         self._broker = broker
         self._keys = keys
+        self._scanned: list[EntryId] = []
+        """Where the scans begin that run now."""
         self._near: dict[EntryId, Letter] = {}
         self._near_bytes = 0
 
@@ -51,6 +57,7 @@ class LetterReader:
 
         Raises:
             ReplayTimeoutError: Its parts could not be read before ``replay_timeout_ms``.
+            MalformedMessageError: Its parts are not those of a letter.
         """
         letter = letter_of(message)
         parts = EntrySet() if letter is None else parts_of(message)
@@ -66,7 +73,38 @@ class LetterReader:
                     found[position_of(one)] = one.value or b""
         if any(one not in found for one in parts):
             return None
-        return unpacked(letter, message, b"".join(found[one] for one in parts))
+        try:
+            return unpacked(letter, message, b"".join(found[one] for one in parts))
+        except (ValueError, AttributeError, RecursionError) as exc:
+            raise MalformedMessageError(
+                f"The dead letter {message.message_id} of key {letter.key!r} in {self.where} "
+                f"cannot be put together from its parts: {exc}. The key stays parked. Restore the "
+                "parts, or give its letters up with keyshard discard.",
+                key=letter.key,
+            ) from exc
+
+    @contextmanager
+    def reading(self, start: EntryId) -> Iterator[None]:
+        """Read from a position on; first waits for a scan that reads there, too, for another key.
+
+        What that brings is :meth:`kept` afterwards.
+        """
+
+        def is_read() -> bool:
+            return any(
+                one.ledger == start.ledger and 0 <= start.entry - one.entry < NEAR_ENTRIES
+                for one in self._scanned
+            )
+
+        with self._keys.lock:
+            self._keys.lock.wait_for(lambda: not is_read(), self.timeout_s)
+            self._scanned.append(start)
+        try:
+            yield
+        finally:
+            with self._keys.lock:
+                self._scanned.remove(start)
+                self._keys.lock.notify_all()
 
     def came_by(self, position: EntryId, message: Message) -> None:
         """Keep a letter that was read for another key, if its own key is on its way out, too."""

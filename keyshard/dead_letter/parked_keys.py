@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.dead_letter.parking import Course, Parking, State
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
+
+LOOKED_AT_ONCE = 1_000
+"""Keys that are looked at while the lock is held."""
 
 
 class ParkedKeys:
@@ -53,13 +57,30 @@ class ParkedKeys:
             return self.parking.begins(key, where, message_id)
 
     def selected(self, selection: Selection) -> list[str]:
-        """Parked keys that are meant."""
+        """Parked keys that are meant; the lock is not held for long, however many there are."""
         now_ms = round(time.time() * 1000)
         with self.lock:
             if selection.key is not None:
                 return [selection.key] if self.parking.state(selection.key) else []
-            return self.parking.matching(
-                lambda key, parked: selection.selects(key, parked.topics, now_ms - parked.since_ms)
+            keys = list(self.parking.states())
+        found: list[str] = []
+        for at in range(0, len(keys), LOOKED_AT_ONCE):
+            with self.lock:
+                found += self.parking.matching(
+                    keys[at : at + LOOKED_AT_ONCE],
+                    lambda key, parked: selection.selects(
+                        key, parked.topics, now_ms - parked.since_ms
+                    ),
+                )
+        return found
+
+    def resting(self, keys: Iterable[str]) -> int:
+        """Letters of those of some keys that are parked and not on their way out."""
+        with self.lock:
+            return sum(
+                self.parking.parked.keys[key].count
+                for key in keys
+                if self.parking.state(key) is State.PARKED and key in self.parking.parked.keys
             )
 
     def unpark(self, key: str) -> bool:
@@ -84,6 +105,13 @@ class ParkedKeys:
         with self.lock:
             parked = self.parking.parked.keys.get(key)
             return None if parked is None else parked.first_in_order()
+
+    def since(self, key: str) -> tuple[int, int] | None:
+        """How many letters of a key rest, and when the first was written, milliseconds since the
+        epoch; ``None`` while none is confirmed."""
+        with self.lock:
+            parked = self.parking.parked.keys.get(key)
+            return None if parked is None else (parked.count, parked.since_ms)
 
     def drained(self, key: str) -> list[EntryId]:
         """Positions of the letters of a draining key, in order.

@@ -11,7 +11,6 @@ from keyshard.broker.port import Broker, Consumer
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.dead_letter.letters import (
-    OLDEST,
     PART,
     PARTS,
     PREFIX,
@@ -20,9 +19,10 @@ from keyshard.core.dead_letter.letters import (
     Marker,
     RunsAgain,
     Sweep,
+    is_of,
+    oldest_of,
     parse,
     parts_of,
-    position_of_text,
     position_text,
 )
 from keyshard.core.dead_letter.parked import Parked
@@ -32,6 +32,10 @@ from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
 from keyshard.reading.scan import Scan
 
 FIRST = EntryId(0, 0)
+MALFORMED_MAX = 100_000
+"""Malformed messages that are counted."""
+MALFORMED_CHARS_MAX = 200
+"""Most characters of why one is malformed."""
 _STAYS, _PASSES, _NOT_OURS, _BROKEN = "stays", "passes", "not ours", "broken"
 
 _log = logging.getLogger(__name__)
@@ -79,13 +83,13 @@ def fold(
                 if taken is _BROKEN:
                     stays.add(position)
                     continue
-                oldest = message.properties.get(OLDEST)
-                claimed = None if oldest is None else position_of_text(oldest)
+                claimed = oldest_of(message)
                 if message.properties.get(PARTS):
                     state.parts[position] = parts_of(message)
                 if taken is _STAYS:
                     stays.add(position)
     state.settle()
+    _name_malformed(state, where)
     state.claimed = None
     if claimed is not None and (not found or found[0] > claimed):
         lost_letters(where, claimed, found[0] if found else None, config)
@@ -94,6 +98,20 @@ def fold(
     state.parts = {at: entries for at, entries in state.parts.items() if at in stays}
     stays.update(*state.parts.values())
     return [position for position in found if position not in stays]
+
+
+def _name_malformed(state: Parked, where: TopicPartition) -> None:
+    """Log how many messages are malformed, and the first of them."""
+    if not state.malformed:
+        return
+    first, why = next(iter(state.malformed.items()))
+    _log.warning(
+        "%d message%s of %s should be dead letters, but are malformed, first %s: %s. They stay "
+        "stored and unacknowledged, and are not replayed. Look at them with a Reader; if nobody "
+        "needs them, acknowledge them on the subscription that keeps the letters",
+        len(state.malformed), "" if len(state.malformed) == 1 else "s", where,
+        position_text(first), why,
+    )  # fmt: skip
 
 
 def has_parked(broker: Broker, where: TopicPartition, config: SourceConfig) -> bool:
@@ -178,9 +196,9 @@ def is_finished(state: Parked, message: Message, subscription: str, stored: Entr
     position, folded = position_of(message), state.folded
     if folded is None or position >= folded:
         return False
-    own = message.properties.get(f"{PREFIX}subscription") == subscription
+    own = is_of(message, subscription)
     try:
-        found = parse(message)
+        found = _checked(message)
     except ValueError:
         return not own
     if own and isinstance(found, Letter):
@@ -198,36 +216,40 @@ def is_finished(state: Parked, message: Message, subscription: str, stored: Entr
 
 def _take(state: Parked, message: Message, subscription: str) -> str:
     """Fold a message of the topic; whether it is ours, and stays whatever is replayed."""
-    position = position_of(message)
-    own = message.properties.get(f"{PREFIX}subscription") == subscription
-    nothing = _PASSES
+    position, own = position_of(message), is_of(message, subscription)
     try:
-        found = parse(message)
+        found = _checked(message)
     except ValueError as exc:
-        _log.warning(
-            "message %s of %s is no dead letter%s: %s",
-            message.message_id, message.topic, " and stays unacknowledged" if own else "", exc,
-        )  # fmt: skip
-        found, nothing = None, _BROKEN
+        state.passed(position)
+        if own and len(state.malformed) < MALFORMED_MAX:
+            state.malformed[position] = str(exc)[:MALFORMED_CHARS_MAX]
+        return _BROKEN if own else _NOT_OURS
     if found is None or found.subscription != subscription:
         state.passed(position)
-        return nothing if own else _NOT_OURS
+        return _PASSES if own else _NOT_OURS
     if isinstance(found, Marker):
         state.replayed(position, found.key, found.topic_partition, found.message_id)
-        return _PASSES
-    if isinstance(found, RunsAgain):
+    elif isinstance(found, RunsAgain):
         state.run_again(position, found.key, found.topic_partition, found.message_id)
-        return _PASSES
-    if isinstance(found, Sweep):
+    elif isinstance(found, Sweep):
         state.swept(position, found.key, found.up_to)
-        return _PASSES
-    if found.kind is LetterKind.PARKED and found.key is not None:
+    elif found.kind is LetterKind.PARKED and found.key is not None:
         written_ms = round(message.publish_time.timestamp() * 1000)
         where, message_id = found.topic_partition, found.message.message_id
         state.letter(position, found.key, where, message_id, written_ms)
-        return _PASSES
-    state.passed(position)
-    return _STAYS
+    else:
+        state.passed(position)
+        return _STAYS
+    return _PASSES
+
+
+def _checked(message: Message) -> Letter | Marker | RunsAgain | Sweep | None:
+    """What a message of the topic is; raises ``ValueError`` if it is malformed."""
+    found = parse(message)
+    oldest_of(message)
+    if isinstance(found, Letter) and found.kind is LetterKind.PARKED and found.key is None:
+        raise ValueError("it is of a parked key, and has no key")
+    return found
 
 
 def letter_of(message: Message) -> Letter | None:

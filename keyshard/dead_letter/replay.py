@@ -51,12 +51,20 @@ class Replay:
         return self._read.popleft() if self._read else None
 
     def _fill(self, timeout_s: float) -> list[Resting]:
-        """Read some of the next letters."""
-        kept = self._reader.kept(self._positions)
+        """Some of the next letters: those that another key's scan brought, else read now."""
+        kept = self._kept()
         if kept:
-            for _ in kept:
-                self._positions.popleft()
             return kept
+        with self._reader.reading(self._positions[0]):
+            return self._kept() or self._scan(timeout_s)
+
+    def _kept(self) -> list[Resting]:
+        kept = self._reader.kept(self._positions)
+        for _ in kept:
+            self._positions.popleft()
+        return kept
+
+    def _scan(self, timeout_s: float) -> list[Resting]:
         stretch = next(stretches(EntrySet.of(self._ascending())))
         wanted = list(stretch)
         found: list[Resting] = []

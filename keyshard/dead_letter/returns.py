@@ -15,6 +15,7 @@ from keyshard.arrow.messages import messages_of
 from keyshard.broker.port import Consumer
 from keyshard.core.message import Message
 from keyshard.errors import KeyShardError
+from keyshard.threads import begin
 
 JOIN_S = 2.0
 """Longest wait for the thread's end, seconds."""
@@ -42,10 +43,7 @@ class LetterReturns:
         self._fail = fail
         self._closed = False
         self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="keyshard-letter-returns", daemon=True
-        )
-        self._thread.start()
+        self._thread = begin("keyshard-letter-returns", self._run, fail=self._unless_closed)
 
     def close(self) -> None:
         """Receive nothing more; called before the consumer is closed. Idempotent."""
@@ -64,10 +62,10 @@ class LetterReturns:
                     "unacknowledged until the next start: %s",
                     self._consumer.topic_partition, exc,
                 )  # fmt: skip
-        except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
-            if not self._closed:
-                _log.exception("receiving dead letters ended unexpectedly")
-                self._fail(KeyShardError(f"Receiving dead letters ended unexpectedly: {exc!r}."))
+
+    def _unless_closed(self, error: KeyShardError) -> None:
+        if not self._closed:
+            self._fail(error)
 
     def _round(self) -> None:
         blocks = self._consumer.receive(0)

@@ -50,8 +50,11 @@ class DeadLetterStore(Protocol):
     def discard(self, keys: Sequence[str]) -> int:
         """Give up the letters of parked keys; how many."""
 
-    def discard_rejected(self, selection: Selection) -> int:
-        """Give up rejected letters, and those that went without their key; how many."""
+    def discard_rejected(self, selection: Selection, *, count_only: bool = False) -> int:
+        """Give up rejected letters, and those that went without their key, or only count them."""
+
+    def peek(self, key: str, timeout_s: float) -> Letter | None:
+        """Read the first letter of a key, which rests on; without its parts."""
 
     def first(self, key: str) -> Resting | None:
         """Read the first letter of a key; ``None`` while none is confirmed."""

@@ -18,8 +18,8 @@ from keyshard.errors import KeyShardError, WindowFullError
 from keyshard.handlers.entry_run import EntryRun
 
 BATCH_BYTES_MAX = 512 * 1024 * 1024
-"""Payload at which a batch is full, bytes, unless one entry has more. A column of a record batch
-holds at most 2 GiB."""
+"""Memory of its columns at which a batch is full, bytes, unless one entry has more. A column of a
+record batch holds at most 2 GiB."""
 WAIT_S = 0.1
 """Longest sleep between two looks at whether the run is stopped, seconds."""
 
@@ -95,7 +95,7 @@ class BatchRun(EntryRun):
         deadline = 0.0
         full_since_s = time.monotonic()
         rows = sum(block.rows for _, block in self._rows)
-        size = sum(block.payload_bytes for _, block in self._rows)
+        size = sum(block.column_bytes for _, block in self._rows)
         while not self._stopping:
             now = time.monotonic()
             full = rows >= self._rows_max or size >= BATCH_BYTES_MAX
@@ -104,7 +104,7 @@ class BatchRun(EntryRun):
             taken = self.take(min(WAIT_S, deadline - now) if deadline else WAIT_S)
             self._rows.extend(taken)
             rows += sum(block.rows for _, block in taken)
-            size += sum(block.payload_bytes for _, block in taken)
+            size += sum(block.column_bytes for _, block in taken)
             if rows and not deadline:
                 deadline = now + self._wait_max_s
             if taken or not self.full:
@@ -122,7 +122,7 @@ class BatchRun(EntryRun):
         rows = size = 0
         while self._rows:
             block = self._rows[0][1]
-            rows, size = rows + block.rows, size + block.payload_bytes
+            rows, size = rows + block.rows, size + block.column_bytes
             if blocks and (rows > self._rows_max or size > BATCH_BYTES_MAX):
                 break
             blocks.append(self._rows.popleft())

@@ -1,4 +1,7 @@
-"""Calls handlers, and sees to what they return: nothing that was not run counts as handled."""
+"""Calls handlers and judges their results.
+
+A returned awaitable is awaited. A returned exception counts as raised. A generator is refused.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,11 @@ class Calling:
         self._loop: EventLoop | None = None
 
     def __call__(self, given: Any) -> Any:
-        """What the function gives for a message, or for whatever else it takes."""
+        """What the function gives for a message, or for whatever else it takes.
+
+        Raises:
+            BaseException: What the function raises, or an exception that it returns.
+        """
         READ_DATA.set(self._read_data)
         result = self._handle(given)
         while result is not None and (more := _to_await(self._handle, result)) is not None:
@@ -97,6 +104,11 @@ def calling_async(
 
 
 def _to_await(handle: Handle, result: object) -> Awaitable[Any] | None:
+    """The result if it must be awaited; raises it if it is an exception."""
+    # isinstance would ask the result for its class, and a class of the user's may lie.
+    kind = result if issubclass(type(result), type) else type(result)
+    if issubclass(kind, BaseException):  # type: ignore[arg-type]
+        raise result  # type: ignore[misc]
     if inspect.isawaitable(result):
         return result
     if inspect.isgenerator(result) or inspect.isasyncgen(result):

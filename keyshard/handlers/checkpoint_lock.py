@@ -14,9 +14,9 @@ from typing import TextIO
 
 from keyshard.errors import CheckpointError, CheckpointInUseError
 
-_held: dict[Path, int] = {}
-"""Lock files that this process holds, and its id: a lock never refuses the process that holds it,
-and a copy of the process holds none."""
+_held: dict[tuple[int, int], int] = {}
+"""Lock files that this process holds by device and inode, and its id: a lock never refuses the
+process that holds it, and a copy of the process holds none. Several paths may lead to one file."""
 _held_lock = threading.Lock()
 
 
@@ -24,7 +24,7 @@ class CheckpointLock:
     """Held from its making until :meth:`close`.
 
     Args:
-        path: The checkpoint's file; folders that are missing are made.
+        path: The checkpoint's file, without symbolic links.
 
     Raises:
         CheckpointInUseError: Another source has it.
@@ -32,26 +32,43 @@ class CheckpointLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = Path(os.path.realpath(path)).with_name(f"{path.name}.lock")
+        self._path = path.with_name(f"{path.name}.lock")
         self._file: TextIO | None = None
+        self._inode = (0, 0)
         with _held_lock:
-            if _held.get(self._path) == os.getpid():
+            # Looked at before it is opened: closing any handle of it would give up its lock.
+            if _held.get(self._found()) == os.getpid():
                 raise self._in_use(f"another source of this process, {os.getpid()}")
             self._file = self._locked(path)
-            _held[self._path] = os.getpid()
+            self._inode = self._found()
+            _held[self._inode] = os.getpid()
 
     def close(self) -> None:
         """Let others have it. Idempotent."""
         with _held_lock:
             if self._file is not None:
-                # The file stays: whoever waits for it must not lock one that is gone.
+                # The file stays: another process that waits for it must not lock one that is gone.
                 self._file.close()
                 self._file = None
-                del _held[self._path]
+                _held.pop(self._inode, None)
+
+    def _found(self) -> tuple[int, int]:
+        """Device and inode of the lock file."""
+        try:
+            facts = self._path.stat() if self._file is None else os.fstat(self._file.fileno())
+        except OSError:
+            return (0, 0)
+        return (facts.st_dev, facts.st_ino)
 
     def _locked(self, path: Path) -> TextIO:
+        if not path.parent.exists():
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be written: the folder {path.parent} does not "
+                "exist. Create it; if it lies on a volume, mount that first."
+            )
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"The checkpoint {path} cannot be written: it is no file.")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("a+", encoding="utf-8")
         except OSError as exc:
             raise CheckpointError(

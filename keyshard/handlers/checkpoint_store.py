@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import fsspec
@@ -16,6 +17,8 @@ from keyshard.handlers.checkpoint_lock import CheckpointLock
 from keyshard.redaction import redacted, shown
 
 _log = logging.getLogger(__name__)
+_USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
+"""User and password of a URL. As part of a path they would no longer be recognised as secrets."""
 
 
 class CheckpointStore:
@@ -23,11 +26,12 @@ class CheckpointStore:
 
     Args:
         given: Path of a file, or its fsspec URL, such as ``s3://bucket/orders.json``. On a local
-            disk the new one is written beside it, synced and renamed; object stores replace objects
-            atomically.
+            disk, symbolic links are followed to the file; a new checkpoint is written beside it,
+            synced and renamed. Its folder has to exist: a volume that is not mounted is an error.
+            Object stores replace objects atomically.
 
     Raises:
-        ConfigError: The URL names no known file system, or no file.
+        ConfigError: The URL names no known file system, no file, or a user of a local disk.
     """
 
     def __init__(self, given: str | os.PathLike[str]) -> None:
@@ -41,6 +45,15 @@ class CheckpointStore:
             ) from None
         if not self._path.strip("/") or url.endswith("/"):
             raise ConfigError(f"checkpoint is {shown(url)}; it must name a file, not a folder.")
+        if isinstance(self._files, LocalFileSystem):
+            if _USER_OF_LOCAL.search(url):
+                raise ConfigError(
+                    f"checkpoint is {shown(url)}: a local file has no host and no user. Write its "
+                    "path, such as file:///var/lib/app/orders.json, or name the scheme of the "
+                    "store, such as s3."
+                )
+            # A rename onto a symbolic link would replace the link by a file on another volume.
+            self._path = os.path.realpath(self._path)
         self._url = redacted(url)
         self._lock: CheckpointLock | None = None
 
@@ -124,7 +137,6 @@ class CheckpointStore:
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         with new.open("w", encoding="utf-8") as file:

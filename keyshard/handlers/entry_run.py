@@ -18,6 +18,7 @@ from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
 from keyshard.observe.status_types import Status
+from keyshard.threads import owned_by
 
 Entries = dict[TopicPartition, list[EntryId]]
 
@@ -79,7 +80,8 @@ class EntryRun:
         """
         checkpoint = None if self._store is None else self._store.open()
         try:
-            self._monitor = Monitor(self._subject)
+            with owned_by(self._coordinator.fail):
+                self._monitor = Monitor(self._subject)
             assignment = first_assignment(self._config, checkpoint)
             self._owners.begin(assignment)
             self._coordinator.start(checkpoint, assignment=assignment)

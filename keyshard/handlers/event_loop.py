@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from keyshard.core.lanes.failure import name_of, text_of
+from keyshard.threads import begin
 
 CANCEL_S = 1.0
 """Longest wait for tasks that were cancelled, seconds."""
@@ -27,8 +28,7 @@ class EventLoop:
         self.loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = begin(name, self._run)
 
     def call(self, callback: Callable[[], object]) -> None:
         """Call something in the loop soon; nothing when the loop is closing."""

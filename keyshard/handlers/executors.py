@@ -6,19 +6,23 @@ All ask one :class:`Desk` for the next message and tell it how the handler ended
 from __future__ import annotations
 
 import asyncio
-import sys
+import contextvars
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from keyshard.core.lanes.failure import name_of, text_of
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.retrying import Setback
 from keyshard.core.message import Message
 from keyshard.errors import KeyShardError
 from keyshard.handlers.calling import Handle
 from keyshard.handlers.event_loop import EventLoop
+from keyshard.threads import begin, ending_source
+
+ASYNC_NAME = "keyshard-work-async"
+"""Of the thread that runs coroutines."""
 
 
 class Desk(Protocol):
@@ -97,9 +101,8 @@ class ThreadWorkers:
 
     def _start_threads(self, count: int) -> None:
         for number in range(self.count, count):
-            thread = threading.Thread(target=self._run, name=f"keyshard-work-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            name = f"keyshard-work-{number}"
+            self._threads.append(begin(name, self._run, fail=self._desk.fail))
         self.count = max(self.count, count)
 
     @property
@@ -121,12 +124,6 @@ class ThreadWorkers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as exc:  # noqa: BLE001 - the end must reach the user as an event
-            self._desk.fail(unexpected(exc))
-
-    def _work(self) -> None:
         desk, handle = self._desk, self._handles()
         work: Work | None = None
         setback: Setback | None = None
@@ -153,21 +150,28 @@ class ThreadWorkers:
 
 
 class AsyncWorkers:
-    """One event loop in a daemon thread; as many coroutines as there are lanes to fill.
+    """One event loop in a daemon thread; a task for each message, one for each lane at most.
 
     Args:
         desk: Where work comes from.
         handle: A coroutine function.
+        running_max: Most coroutines at the same time; ``None``: one for each lane.
     """
 
-    def __init__(self, desk: Desk, handle: Callable[[Message], Awaitable[None]]) -> None:
+    def __init__(
+        self, desk: Desk, handle: Callable[[Message], Awaitable[None]], running_max: int | None
+    ) -> None:
         self.count = 1
         self._desk = desk
         self._handle = handle
+        self._running_max = math.inf if running_max is None else running_max
+        self._running = 0
+        """Coroutines that handle messages; the desk's lock guards it."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._context = contextvars.copy_context()
         self._awake = False
         self._closing = False
-        self._loop = EventLoop("keyshard-work-async")
+        self._loop = EventLoop(ASYNC_NAME)
 
     @property
     def resting(self) -> bool:
@@ -191,47 +195,35 @@ class AsyncWorkers:
         return ended
 
     def _start(self) -> None:
-        with self._desk.changed:
+        with ending_source(ASYNC_NAME, self._desk.fail), self._desk.changed:
             self._awake = False
-            while work := self._desk.next():
-                task = self._loop.loop.create_task(self._serve(work))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            while self._running < self._running_max and (work := self._desk.next()):
+                self._running += 1
+                self._spawn(work)
 
-    async def _serve(self, first: Work) -> None:
-        try:
-            await self._work(first)
-        except BaseException as exc:  # noqa: BLE001 - the end must reach the user as an event
-            if not self._closing:
-                self._desk.fail(unexpected(exc))
+    def _spawn(self, work: Work) -> None:
+        """Handle a message in a task and a context of its own."""
+        task = self._context.run(self._loop.loop.create_task, self._serve(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, first: Work) -> None:
-        work: Work | None = first
-        while work is not None:
-            setback: Setback | None = None
+    async def _serve(self, work: Work) -> None:
+        setback: Setback | None = None
+        with ending_source(ASYNC_NAME, self._unless_closing):
             try:
                 await self._handle(work.message)
             except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
                 if self._closing:
                     return
                 setback = self._desk.judge(work, exc)
-                _forget_cancels()
             with self._desk.changed:
                 self._desk.finish(work, setback)
-                work = self._desk.next()
+                following = self._desk.next()
+                if following is None:
+                    self._running -= 1
+                else:
+                    self._spawn(following)
 
-
-def _forget_cancels() -> None:
-    """The next message of this task is not cancelled, though a handler cancelled its own task."""
-    task = asyncio.current_task()
-    if sys.version_info >= (3, 11) and task is not None:
-        while task.cancelling():
-            task.uncancel()
-
-
-def unexpected(error: BaseException) -> KeyShardError:
-    """For what should not happen in a worker: it ends the source instead of one thread of it."""
-    return KeyShardError(
-        f"A worker ended unexpectedly: {name_of(error)}: {text_of(error)}. Nothing that was not "
-        "completed is acknowledged."
-    )
+    def _unless_closing(self, error: KeyShardError) -> None:
+        if not self._closing:
+            self._desk.fail(error)

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 
 from keyshard.config.handlers import HandlerConfig
 from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.failure import Failure, FailureKind
+from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.retrying import Setback
@@ -51,6 +51,8 @@ class LaneDesk:
         self._retry = handling.retry
         self._outcomes = outcomes
         self._policy_failed = False
+        self._openings = 0
+        """Openings of the circuit that were logged."""
         self._has_weather = handling.on_failure != "stop"
         """Whether the circuit may open: where the user wants an end at the last attempt, never."""
 
@@ -65,18 +67,36 @@ class LaneDesk:
     def next(self) -> Work | None:
         if self.stopping:
             self.lanes.drain()
+            if not self.circuit.closed:
+                return None
         now = time.monotonic()
-        if self.closed or not self.circuit.may_start(now):
+        if self.closed:
             return None
+        if not self._may_start(now):
+            work = self.lanes.next_of(self.circuit.controls(), now)
+            if work is None or self._parking.claims(work):
+                return None
+            self.circuit.started(_lane(work), control=True)
+            return work
         while (work := self.lanes.next(now)) is not None:
             if not self._parking.claims(work):
                 self.circuit.started(_lane(work))
                 return work
         return None
 
+    def _may_start(self, now_s: float) -> bool:
+        """Ask the circuit; an opening is logged."""
+        may_start = self.circuit.may_start(now_s)
+        if self.circuit.openings != self._openings:
+            self._openings = self.circuit.openings
+            _log.warning("handlers pause: %s", self.circuit)
+        return may_start
+
     def judge(self, work: Work, error: BaseException) -> Setback:
         failure, queue, now = Failure.of(error), work.queue, time.monotonic()
-        attempts = queue.attempts if queue.weather == self.circuit.openings else 0
+        circuit = self.circuit
+        keeps = queue.weather == circuit.openings or circuit.counts_on(queue.first_failed_s)
+        attempts = queue.attempts if keeps else 0
         since_s = queue.failing_since_s if attempts else work.started_s
         decision = self._retry.decide(attempts + 1, now - since_s, failure)
         if decision.problem and not self._policy_failed:
@@ -112,7 +132,7 @@ class LaneDesk:
         circuit, lane = self.circuit, _lane(work)
         kind = None if setback is None else setback.failure.kind
         if setback is None or kind is FailureKind.REJECTED:
-            if circuit.succeeded(lane, now_s):
+            if circuit.succeeded(lane, work.started_s, now_s):
                 _log.warning(
                     "a message was handled again after %.1f s: handlers go on",
                     now_s - circuit.since_s,
@@ -122,16 +142,19 @@ class LaneDesk:
         if kind is not FailureKind.FAILED or not self._has_weather:
             circuit.undecided(lane, now_s)
             return False
-        if circuit.failed(lane, now_s, setback.failure.reason):
-            _log.warning("handlers pause: %s", circuit)
-        queue, openings = work.queue, circuit.openings
-        if queue.weather != openings:
-            queue.weather, queue.attempts = openings, 0
-        if circuit.closed:
+        queue, reason = work.queue, setback.failure.reason
+        counts = circuit.failed(lane, now_s, reason, queue.first_failed_s)
+        self._may_start(now_s)
+        if queue.first_failed_s is None:
+            queue.first_failed_s = now_s
+        if queue.weather != circuit.openings:
+            queue.weather = circuit.openings
+            if not circuit.counts_on(queue.first_failed_s):
+                queue.attempts = 0
+        if counts:
             return False
-        self.lanes.again(
-            work, now_s + (setback.decision.delay_s or 0.0), setback.failure.reason, counted=False
-        )
+        not_before_s = max(now_s + (setback.decision.delay_s or 0.0), circuit.held_until_s)
+        self.lanes.again(work, not_before_s, reason, counted=False)
         return True
 
     def _give_up(self, work: Work, failure: Failure) -> None:
@@ -141,7 +164,7 @@ class LaneDesk:
         self.fail(
             HandlerFailedError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
-                f"{work.queue.key!r}, failed {work.queue.attempts} times: {work.queue.reason}. It "
+                f"{work.queue.key!r}, failed {times(work.queue.attempts)}: {work.queue.reason}. It "
                 "is not acknowledged and comes again.",
                 message_id=str(work.message.message_id),
                 key=work.queue.key,
@@ -150,7 +173,7 @@ class LaneDesk:
 
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
-        if not self.circuit.may_start(time.monotonic()):
+        if not self._may_start(time.monotonic()) and not any(True for _ in self.circuit.controls()):
             return
         if self._staff.resting:
             due_s = self.lanes.next_due_s()

@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from keyshard.core.lanes.failure import Reject, RetryLater, name_of
+from keyshard.core.lanes.failure import Reject, RetryLater, name_of, times
 from keyshard.core.lanes.queues import Work
+from keyshard.core.message import Message
 
 AGAIN_S = 60.0
 """Time after which a kind that goes on is told again, seconds."""
@@ -35,8 +36,19 @@ class OutcomeLog:
 
     def retried(self, work: Work, error: BaseException, reason: str, delay_s: float) -> None:
         """A first attempt failed, and the message is tried again."""
-        self._tell(
-            "retried", logging.WARNING, work, error,
+        self.retried_message(work.message, work.queue.key, error, reason, delay_s)
+
+    def retried_message(
+        self,
+        message: Message,
+        key: str | None,
+        error: BaseException,
+        reason: str,
+        delay_s: float,
+    ) -> None:
+        """The same of a message that no lane has."""
+        self._tell_of(
+            "retried", logging.WARNING, message, key, error,
             f"failed and is tried again in {delay_s:.1f} s: {reason}",
         )  # fmt: skip
 
@@ -45,7 +57,7 @@ class OutcomeLog:
         attempts = work.queue.attempts + 1
         self._tell(
             "parked", logging.WARNING, work, error,
-            f"failed {attempts} times, and its key is parked: {reason}",
+            f"failed {times(attempts)}, and its key is parked: {reason}",
         )  # fmt: skip
 
     def dead_lettered(self, work: Work, error: BaseException, reason: str) -> None:
@@ -53,7 +65,7 @@ class OutcomeLog:
         attempts = work.queue.attempts + 1
         self._tell(
             "dead-lettered", logging.WARNING, work, error,
-            f"failed {attempts} times and goes to the dead-letter topic: {reason}",
+            f"failed {times(attempts)} and goes to the dead-letter topic: {reason}",
         )  # fmt: skip
 
     def rejected(self, work: Work, error: BaseException | None, reason: str) -> None:
@@ -65,6 +77,17 @@ class OutcomeLog:
 
     def _tell(
         self, outcome: str, level: int, work: Work, error: BaseException | None, text: str
+    ) -> None:
+        self._tell_of(outcome, level, work.message, work.queue.key, error, text)
+
+    def _tell_of(  # noqa: PLR0917 - only called here
+        self,
+        outcome: str,
+        level: int,
+        message: Message,
+        key: str | None,
+        error: BaseException | None,
+        text: str,
     ) -> None:
         now_s = self._now()
         kind = outcome, name_of(error)
@@ -80,7 +103,6 @@ class OutcomeLog:
         # A handler says on purpose that it rejects or comes later: where it says so is no news.
         told = kind[1] in self._traced or issubclass(type(error), (Reject, RetryLater))
         self._traced.add(kind[1])
-        message, key = work.message, work.queue.key
         name = "without a key" if key is None else f"of key {key!r}"
         args = (
             message.message_id, message.topic, name, text, more if left_out else "",

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from keyshard.config.handlers import HandlerConfig
@@ -28,11 +29,17 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letter.store import DeadLetterStore, InOrder
 from keyshard.errors import KeyShardError
 from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.threads import Pool, unexpected
 
 THREADS = 8
 """Letters and markers that wait for their confirmation at the same time."""
 DISCARDED_AT_ONCE = 1_000
 """Keys whose letters are given up together."""
+LET_OUT_AT_ONCE = 2 * THREADS
+"""Keys that are let out at the same time; the others wait, so that keys that are not parked find
+lanes and threads free."""
+TOLD_AT_ONCE = 1_000
+"""Keys that are told to come out while the lock of the run is held."""
 NO_KEY = "it has no key, and null_keys is 'reject'"
 
 _log = logging.getLogger(__name__)
@@ -87,9 +94,13 @@ class ParkedLanes:
         self._behind: dict[str, str] = {}
         self._first: dict[str, Resting] = {}
         self._preparing: set[str] = set()
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        """Draining keys that wait for their turn."""
+        self._letting_out: set[str] = set()
+        """Draining and replaying keys that have their turn."""
         self._unreadable = unreadable
         self._replays: dict[str, InOrder] = {}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keyshard-letters")
+        self._pool = Pool(THREADS, "keyshard-letters")
         self._under_way: set[Future[None]] = set()
         self._closed = False
 
@@ -117,8 +128,7 @@ class ParkedLanes:
         if course is Course.HANDLE:
             return False
         if course is Course.HANDLE_AGAIN:
-            work.parking = True
-            self._submit(work, lambda: self._runs_again(work, key, where))
+            self._confirm(work, lambda: self._runs_again(work, key, where))
         elif course is Course.DONE:
             self._run.lanes.completed(work)
             self._go_on(key)
@@ -130,7 +140,7 @@ class ParkedLanes:
     def handled(self, work: Work) -> None:
         """A handler got a message done."""
         if work.resting is not None:
-            self._submit(work, lambda: self._advance(work))
+            self._confirm(work, lambda: self._advance(work))
             return
         self._run.lanes.completed(work)
         if work.queue.key is not None:
@@ -157,26 +167,33 @@ class ParkedLanes:
             self.keys.failed_again(key)
             del self._replays[key]
             self._run.lanes.completed(work)
+            self._turn_is_over(key)
         return True
 
     def unpark(self, selection: Selection) -> int:
-        """Let keys out; how many are on their way."""
+        """Let keys out, a few at a time; how many are on their way. Called without the lock."""
         keys = self.keys.selected(selection)
-        for key in keys:
-            if self.keys.unpark(key):
-                self._prepare(key)
+        for at in range(0, len(keys), TOLD_AT_ONCE):
+            with self._run.changed:
+                for key in keys[at : at + TOLD_AT_ONCE]:
+                    if self.keys.unpark(key):
+                        self._turns[key] = None
+                self._take_turns()
         return len(keys)
 
-    def discard(self, selection: Selection, *, rejected: bool) -> int:
+    def discard(self, selection: Selection, *, rejected: bool, count_only: bool = False) -> int:
         """Give letters up; how many. Called without the lock.
 
         Args:
             selection: Which.
             rejected: Rejected ones, instead of those of parked keys.
+            count_only: Only count them.
         """
         if rejected:
-            return self.letters.discard_rejected(selection)
+            return self.letters.discard_rejected(selection, count_only=count_only)
         count, selected = 0, self.keys.selected(selection)
+        if count_only:
+            return self.keys.resting(selected)
         for at in range(0, len(selected), DISCARDED_AT_ONCE):
             keys = selected[at : at + DISCARDED_AT_ONCE]
             count += self.letters.discard(keys)
@@ -201,9 +218,13 @@ class ParkedLanes:
     # -- in the threads ---------------------------------------------------------------------------
 
     def _write(self, work: Work, kind: LetterKind, attempts: int, error: str) -> None:
-        work.parking = True
         letter = Letter(work.message, self._subscription, kind, attempts, error)
-        self._submit(work, lambda: self._written(work, letter))
+        self._confirm(work, lambda: self._written(work, letter))
+
+    def _confirm(self, work: Work, action: Callable[[], None]) -> None:
+        """Write a letter or marker while its message keeps the lane; no handler works on it."""
+        work.parking, work.started_s = True, time.monotonic()
+        self._submit(work, action)
 
     def _written(self, work: Work, letter: Letter) -> None:
         self.letters.send(letter)
@@ -243,8 +264,22 @@ class ParkedLanes:
                 del self._replays[key]
                 self._behind.pop(key, None)
                 self._run.lanes.completed(work)
+                self._turn_is_over(key)
                 _log.info("key %r is no longer parked", key)
             self._run.wake()
+
+    def _take_turns(self) -> None:
+        """Let out as many keys as may be at the same time; called with the lock held."""
+        while self._turns and len(self._letting_out) < LET_OUT_AT_ONCE:
+            key, _ = self._turns.popitem(last=False)
+            if self.keys.state(key) is State.DRAINING:
+                self._letting_out.add(key)
+                self._prepare(key)
+
+    def _turn_is_over(self, key: str) -> None:
+        """A key is out, or cannot go on now; called with the lock held."""
+        self._letting_out.discard(key)
+        self._take_turns()
 
     def _prepare(self, key: str) -> None:
         """Read the first letter of a draining key; meanwhile newer messages become letters.
@@ -265,11 +300,18 @@ class ParkedLanes:
             elif not self._is_busy(key):
                 # All letters were lost, and that is accepted.
                 self.keys.released(key)
+            if key not in self._replays and key not in self._preparing:
+                self._turn_is_over(key)
             self._run.wake()
 
     def _go_on(self, key: str) -> None:
-        """Replay a draining key, if nothing of it runs; called with the lock held."""
+        """Replay a draining key, if nothing of it runs and it is its turn; called with the lock
+        held."""
         if self.keys.state(key) is not State.DRAINING or self._is_busy(key):
+            return
+        if key not in self._letting_out:
+            self._turns[key] = None
+            self._take_turns()
             return
         first = self._first.pop(key, None)
         if first is None or not self.keys.is_first(key, first.position):
@@ -294,11 +336,8 @@ class ParkedLanes:
         def task() -> None:
             try:
                 action()
-            except KeyShardError as exc:
-                self._failed(work, exc)
-            except Exception as exc:  # noqa: BLE001 - the end must reach the user as an event
-                _log.exception("writing dead letters ended unexpectedly")
-                self._failed(work, KeyShardError(f"Dead letters ended unexpectedly: {exc!r}."))
+            except BaseException as exc:  # noqa: BLE001 - it ends the source by name
+                self._failed(work, unexpected("Writing dead letters", exc))
 
         if self._closed:
             return

@@ -7,16 +7,20 @@ becomes of a message. It ends when the parent ends it, or is gone.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
@@ -24,11 +28,30 @@ from keyshard.core.message import Message
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.calling import Calling, Handle
 from keyshard.handlers.executors import Desk, ThreadWorkers
+from keyshard.threads import begin
 
 START_TIMEOUT_S = 60.0
 """Longest wait until a process has loaded the handler, seconds."""
+TRACEBACK_MAX = 8_000
+"""Most characters of a traceback that cross."""
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_ROOT / "keyshard", _ROOT / "ray_adapter", Path(asyncio.__file__).parent)
+)
+"""Code between the call of a handler and the user's own."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What a child leaves to its parent."""
+
+_log = logging.getLogger(__name__)
+BEGAN = b"began"
+"""What a child says when it has a message; before, its end is no attempt of the message."""
+IDLE_ENDS_MAX = 3
+"""Times that another process takes the place of one that ended before it had a message."""
+
+
+class _EndedIdleError(Exception):
+    """A process has ended before it had the message."""
 
 
 class Reply(NamedTuple):
@@ -39,6 +62,10 @@ class Reply(NamedTuple):
     after_s: float | None = None
     error: bytes | None = None
     """The pickled error, where it can be pickled."""
+    traceback: str = ""
+    """How it was raised there, which pickling loses; its end, where it is long."""
+    where: str = ""
+    """File and line of the user's code that it passed first."""
 
     @classmethod
     def of(cls, error: BaseException) -> Reply:
@@ -47,10 +74,21 @@ class Reply(NamedTuple):
             pickled = pickle.dumps(error)
         except BaseException:  # noqa: BLE001 - a class of the user's
             pickled = None
-        return cls(failure.kind, failure.reason, failure.after_s, pickled)
+        told, where = _how_raised(error)
+        return cls(failure.kind, failure.reason, failure.after_s, pickled, told, where)
 
     def to_error(self) -> BaseException:
-        """The error itself, or where it cannot cross, one that means the same."""
+        """The error itself, or where it cannot cross, one that means the same.
+
+        Its cause shows how it was raised in the other process.
+        """
+        error = self._error()
+        if self.traceback:
+            with suppress(Exception):  # a class of the user's
+                error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def _error(self) -> BaseException:
         try:
             error: Any = None if self.error is None else pickle.loads(self.error)
             if issubclass(type(error), BaseException) and Failure.of(error).kind is self.kind:
@@ -64,6 +102,25 @@ class Reply(NamedTuple):
         if self.kind is FailureKind.LATER:
             return RetryLater(self.after_s or 0.0, self.reason)
         return RuntimeError(self.reason)
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - shows a text where Python shows the cause
+    """How an error was raised in another process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def _how_raised(error: BaseException) -> tuple[str, str]:
+    """The traceback of an error as text, and file and line of the first code that is not ours."""
+    try:
+        steps = traceback.extract_tb(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        foreign = (one for one in steps if not one.filename.startswith(_OURS))
+        where = next((f"{one.filename}:{one.lineno}" for one in foreign), "")
+    except BaseException:  # noqa: BLE001 - a class of the user's
+        return "", ""
+    return (text[-TRACEBACK_MAX:], where) if steps else ("", "")
 
 
 class ProcessHandle:
@@ -83,11 +140,18 @@ class ProcessHandle:
         started(self)
 
     def __call__(self, message: Message) -> None:
-        if self._connection is None:
-            self.start()
-        reply = self._ask(
-            pickle.dumps(message), None, f"it handled {message.message_id} of {message.topic}"
-        )
+        request = pickle.dumps(message)
+        doing = f"it handled {message.message_id} of {message.topic}"
+        for last in (*[False] * IDLE_ENDS_MAX, True):
+            if self._connection is None:
+                self.start()
+            try:
+                reply = self._ask(request, None, doing)
+                break
+            except _EndedIdleError as exc:
+                if last:
+                    raise HandlerProcessError(exc.args[0]) from exc
+                _log.warning("%s Another one takes its place.", exc)
         if reply is not None:
             raise reply.to_error()
 
@@ -127,25 +191,37 @@ class ProcessHandle:
     def _ask(self, request: bytes | None, timeout_s: float | None, doing: str) -> Reply | None:
         connection = self._connection
         assert connection is not None
+        began = request is None
         try:
             if request is not None:
                 connection.send_bytes(request)
+                began = connection.recv_bytes() == BEGAN
             if not connection.poll(timeout_s):
                 raise TimeoutError
             reply: Reply | None = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError) as exc:
             # Also ends one that is not ready in time.
             late = isinstance(exc, TimeoutError)
-            self._process.join(0.0 if late else 1.0)
-            code = self._process.exitcode
-            self._kill()
-            connection.close()
-            self._connection = None
+            code = self._left(0.0 if late else 1.0)
+            if not began:
+                raise _EndedIdleError(
+                    f"A worker process ended with status {code} while it waited for a message."
+                ) from exc
             what = f"was not ready within {timeout_s} s" if late else f"ended with status {code}"
             raise HandlerProcessError(
                 f"The worker process {what} while {doing}. Look for a crash or the memory limit."
             ) from exc
         return reply
+
+    def _left(self, wait_s: float) -> int | None:
+        """Have no process; the status that it ended with by itself in a while."""
+        self._process.join(wait_s)
+        code: int | None = self._process.exitcode
+        self._kill()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        return code
 
     def _kill(self) -> None:
         process = self._process
@@ -244,7 +320,7 @@ def _serve(connection: Connection, pickled: bytes) -> None:
         # Not SIG_IGN, which programs that the handler starts would inherit.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    threading.Thread(target=_end_with_parent, name="keyshard-parent-watch", daemon=True).start()
+    begin("keyshard-parent-watch", _end_with_parent)
     try:
         handle = Calling(*pickle.loads(pickled))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
@@ -253,12 +329,13 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     connection.send_bytes(pickle.dumps(None))
     while True:
         try:
-            message = pickle.loads(connection.recv_bytes())
-        except EOFError:
+            request = connection.recv_bytes()
+            connection.send_bytes(BEGAN)
+        except (EOFError, OSError):
             return
         reply: Reply | None = None
         try:
-            handle(message)
+            handle(pickle.loads(request))
         except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
             reply = Reply.of(exc)
         connection.send_bytes(pickle.dumps(reply))

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.dead_letter.letters import Letter
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.lanes.failure import text_of
 from keyshard.core.lanes.lanes import Lanes
@@ -35,6 +38,7 @@ from keyshard.errors import (
     KeyShardError,
     NotRunningError,
     RuntimeStoppedError,
+    ThreadStartError,
 )
 from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits, is_async
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -53,6 +57,7 @@ from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
 from keyshard.observe.status_types import Status
 from keyshard.reading.message_data import MessageData
+from keyshard.threads import begin, owned_by, unexpected
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
@@ -61,6 +66,8 @@ DRAIN_LOOK_S = 0.005
 MOVES_S = 5.0
 """Longest wait of a stop for ranges that move, seconds: the broker may be away, and what is held
 meanwhile can be handled only when that has come to an end."""
+START_S = 2.0
+"""Longest wait of a stop for a start that is under way; then that loses its connection, seconds."""
 STOP_S = 10.0
 """Longest time between the end of handlers and the end of a run, seconds."""
 COMMIT_BYTES_PER_S = 16 * 1024 * 1024
@@ -123,6 +130,8 @@ class HandlerRun:
         check_dead_letter_topic(config, handling.dead_letter_topic)
         self._parked: ParkedLanes | None = None
         self._made: Workers | None = None
+        self._start_ended = threading.Event()
+        self._abandoning = False
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
         self._subject = Subject(
@@ -136,7 +145,8 @@ class HandlerRun:
             turned_s=lambda: self._turned_s,
             parked=lambda: None if self._parked is None else self._parked.keys,
             unpark=self.unpark,
-            discard=lambda selection, rejected: self.discard(selection, rejected=rejected),
+            discard=self.discard,
+            first_letter=self.first_letter,
         )  # fmt: skip
 
     # -- for the user's thread ------------------------------------------------------------------
@@ -147,7 +157,11 @@ class HandlerRun:
         Raises:
             KeyShardError: What ended the source.
         """
-        with stopping_with_program(self.stop, self._handling.drain_timeout_s + STOP_S):
+        with (
+            owned_by(self._coordinator.fail),
+            stopping_with_program(self.stop, self._handling.drain_timeout_s + STOP_S),
+            stopping_signals(self.stop),
+        ):
             self._run()
 
     def _run(self) -> None:
@@ -157,15 +171,8 @@ class HandlerRun:
             self._monitor = Monitor(
                 self._subject, None if port is None else (handling.metrics_host, port)
             )
-            self._start()
-            with stopping_signals(self.stop):
-                try:
-                    while not self._desk.stopping:
-                        self._turn()
-                except KeyShardError as exc:
-                    self._desk.fail(exc)
-                finally:
-                    self._drain()
+            if self._started():
+                self._work()
         finally:
             self._end_workers(0.0)
             if self._monitor is not None:
@@ -176,21 +183,57 @@ class HandlerRun:
         if self._desk.error is not None:
             raise self._desk.error
 
+    def _started(self) -> bool:
+        """Start, unless it is stopped meanwhile; whether it has started."""
+        try:
+            self._start()
+        except KeyShardError as exc:
+            if not self._desk.stopping:
+                raise
+            _log.info("stopped while the source started: %s", exc)
+            return False
+        finally:
+            self._start_ended.set()
+        return True
+
+    def _work(self) -> None:
+        """Handle messages until it is stopped or fails, then drain."""
+        try:
+            while not self._desk.stopping:
+                self._turn()
+        except Exception as exc:  # noqa: BLE001 - it ends the source by name
+            self._desk.fail(unexpected("Handling", exc))
+        finally:
+            self._drain()
+
     def stop(self) -> None:
         """Begin no entry any more; those that have begun are finished and committed.
 
-        Returns at once, may be called from any thread and from a signal handler.
+        A start that is under way is given up. Returns at once, may be called from any thread and
+        from a signal handler.
         """
         self._desk.stopping = True
+        if not self._start_ended.is_set() and not self._abandoning:
+            self._abandoning = True
+            with suppress(ThreadStartError):
+                begin("keyshard-abandon", self._abandon)
+
+    def _abandon(self) -> None:
+        if not self._start_ended.wait(START_S):
+            self._coordinator.abandon_start()
 
     def unpark(self, selection: Selection) -> int:
         """Let parked keys out; how many are on their way. Returns at once."""
-        with self.changed:
-            return self._started_letters.unpark(selection)
+        return self._started_letters.unpark(selection)
 
-    def discard(self, selection: Selection, *, rejected: bool) -> int:
-        """Give dead letters up; how many."""
-        return self._started_letters.discard(selection, rejected=rejected)
+    def discard(self, selection: Selection, *, rejected: bool, count_only: bool = False) -> int:
+        """Give dead letters up, or only count them; how many."""
+        letters = self._started_letters
+        return letters.discard(selection, rejected=rejected, count_only=count_only)
+
+    def first_letter(self, key: str, timeout_s: float) -> Letter | None:
+        """Read the first dead letter of a parked key."""
+        return self._started_letters.letters.peek(key, timeout_s)
 
     @property
     def _started_letters(self) -> ParkedLanes:
@@ -273,7 +316,7 @@ class HandlerRun:
     def _workers_max(self) -> int | None:
         """Handlers at the same time, however many lanes there are; ``None``: no limit."""
         if self._mode == "async":
-            return None
+            return self._handling.workers
         return self._handling.workers or (
             os.cpu_count() or 1 if self._mode == "processes" else WORKERS_MAX
         )
@@ -282,8 +325,9 @@ class HandlerRun:
         handling, observers = self._handling, self._observers
         if self._mode == "async":
             return AsyncWorkers(
-                self._desk, observers.observed_async(calling_async(self._handle, self._read_data))
-            )
+                self._desk, observers.observed_async(calling_async(self._handle, self._read_data)),
+                handling.workers,
+            )  # fmt: skip
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
             return ProcessWorkers(
@@ -361,6 +405,9 @@ class HandlerRun:
         """Whether waiting may complete an entry that has begun; lets workers go on with them."""
         with self.changed:
             self.lanes.drain()
+            if not self._desk.circuit.closed:
+                # Nothing more can be handled: what has begun comes again.
+                return bool(self.lanes.running)
             self._desk.wake()
             # An error has no time for retries.
             until_s = deadline_s if self._desk.error is None else 0.0

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from keyshard.threads import begin
+
 
 @contextmanager
 def stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
@@ -61,7 +63,7 @@ def stopping_with_program(stop: Callable[[], None], timeout_s: float) -> Iterato
         ended.wait(timeout_s)
 
     atexit.register(at_exit)
-    threading.Thread(target=watch, name="keyshard-main-watch", daemon=True).start()
+    begin("keyshard-main-watch", watch)
     try:
         yield
     finally:

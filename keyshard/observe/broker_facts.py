@@ -11,6 +11,7 @@ from keyshard.broker.port import Admin
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.errors import KeyShardError
+from keyshard.threads import begin
 
 ROUND_S = 2.0
 """Time between two rounds of questions, seconds."""
@@ -52,8 +53,7 @@ class BrokerFacts:
         """Replaced as a whole after each round."""
         self.error = ""
         """What went wrong in the newest round; empty when nothing did."""
-        self._thread = threading.Thread(target=self._run, name="keyshard-broker-facts", daemon=True)
-        self._thread.start()
+        begin("keyshard-broker-facts", self._run)
 
     def close(self) -> None:
         """Ask nothing more; returns without waiting for an answer that is under way."""

@@ -25,14 +25,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from keyshard.errors import ControlError, KeyShardError
-from keyshard.redaction import redacted
+from keyshard.errors import ControlError, KeyShardError, ThreadStartError
+from keyshard.redaction import redacted, shown
+from keyshard.threads import begin
 
 REQUEST_BYTES_MAX = 64 * 1024
 """Longest request, bytes."""
@@ -42,6 +43,8 @@ REQUEST_S = 5.0
 """Longest time for a request to arrive whole, and for an answer to be taken, seconds."""
 ANSWER_S = 10.0
 """Longest wait of a client for an answer, unless it says otherwise, seconds."""
+ACCEPT_AGAIN_S = 1.0
+"""Pause after a failed accept, as while the process has no free file descriptor, seconds."""
 CONNECTIONS_MAX = 8
 """Connections served at the same time; what is above is told so."""
 _WHO = "who"
@@ -49,6 +52,8 @@ _WHO = "who"
 Handler = Callable[[Mapping[str, Any]], Any]
 """Takes a request, returns plain JSON values; errors are told as they are."""
 
+_UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What reading JSON of another shape than expected raises."""
 _log = logging.getLogger(__name__)
 
 
@@ -83,13 +88,12 @@ class ControlServer:
         prefix = f"{_digest(subscription)}-{_digest(service_url)}"
         self.path = _own_folder() / f"{prefix}-{os.getpid()}-{secrets.token_hex(2)}"
         self._socket = _listen(self.path)
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="keyshard-control", daemon=True)
-        self._thread.start()
+        self._closed = threading.Event()
+        self._thread = begin("keyshard-control", self._run)
 
     def close(self) -> None:
         """Accept nothing more and remove the socket. Idempotent."""
-        self._closing = True
+        self._closed.set()
         self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -97,20 +101,28 @@ class ControlServer:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError as exc:
-                if not self._closing:
-                    _log.warning("the control socket ended: %s", exc)
-                return
+                if not self._closed.is_set():
+                    _log.warning("the control socket accepts no connection for a moment: %s", exc)
+                self._closed.wait(ACCEPT_AGAIN_S)
+                continue
             if _of_another_user(connection):
                 connection.close()
                 continue
-            serve = self._serve if self._free.acquire(blocking=False) else self._refuse
-            threading.Thread(
-                target=serve, args=(connection,), name="keyshard-control-answer", daemon=True
-            ).start()
+            serves = self._free.acquire(blocking=False)
+            try:
+                begin(
+                    "keyshard-control-answer", self._serve if serves else self._refuse, connection
+                )
+            except ThreadStartError as exc:
+                # A question must not end the source.
+                _log.warning("a request is not answered: %s", exc)
+                connection.close()
+                if serves:
+                    self._free.release()
 
     def _refuse(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
@@ -134,7 +146,7 @@ class ControlServer:
             return json.dumps({"ok": True, "result": handler(request)}).encode() + b"\n"
         except KeyShardError as exc:
             return _failed(exc)
-        except (ValueError, AttributeError, TypeError, KeyError, OSError) as exc:
+        except (*_UNEXPECTED, OSError) as exc:
             return _failed(ControlError(f"The request cannot be answered: {exc!r}."))
         except Exception as exc:  # noqa: BLE001 - the source must live on, and the asker must know
             _log.exception("a request failed unexpectedly")
@@ -165,6 +177,18 @@ class RunningSource:
                 f"The source of {self.subscription!r} with pid {self.pid} does not answer: {exc}."
             ) from exc
 
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Within it, an answer is read: one of an unexpected shape is a ``ControlError``."""
+        try:
+            yield
+        except _UNEXPECTED as exc:
+            raise ControlError(
+                f"The source of {self.subscription!r} with pid {self.pid} gives an answer that "
+                f"this release of keyshard cannot read: {shown(exc)}. Use the keyshard that the "
+                "source runs with."
+            ) from exc
+
 
 def running_sources(
     subscription: str | None = None, service_url: str | None = None
@@ -193,12 +217,23 @@ def running_sources(
                     f"Process {pid} holds a control socket and does not answer: {exc or 'late'}. "
                     "It is stopped or hangs."
                 ) from exc
-            found.append(
-                RunningSource(
-                    told["subscription"], told["serviceUrl"], told["topics"], told["pid"], path
-                )
-            )
+            found.append(_source_of(told, path))
     return sorted(found, key=lambda one: (one.pid, one.path))
+
+
+def _source_of(told: Any, path: Path) -> RunningSource:
+    match told:
+        case {
+            "subscription": str(subscription),
+            "serviceUrl": str(service_url),
+            "topics": str(topics),
+            "pid": int(pid),
+        }:
+            return RunningSource(subscription, service_url, topics, pid, path)
+    raise ControlError(
+        f"{path} answers {shown(told)}, which is not how a source of keyshard names itself. End "
+        "the process that listens there, or remove the file."
+    )
 
 
 def running_source(
@@ -306,7 +341,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:8]
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
 def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
@@ -323,9 +358,10 @@ def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
         if answer["ok"]:
             return answer["result"]
         code, text = answer["code"], answer["error"]
-    except (ValueError, KeyError, TypeError) as exc:
+        refusal = _error_of(code)(text if isinstance(text, str) else shown(text))
+    except _UNEXPECTED as exc:
         raise ControlError(f"{path} answers something unexpected: {line[:200]!r}.") from exc
-    raise _error_of(code)(text)
+    raise refusal
 
 
 def _receive(connection: socket.socket, bytes_max: int, deadline_s: float) -> bytes:

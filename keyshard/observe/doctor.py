@@ -86,7 +86,7 @@ def examine(
     except KeyShardError as exc:
         findings.append(Finding(Level.PROBLEM, "broker", exc.message))
     if expected is not None:
-        mean = sample.payload_bytes / sample.messages if sample.messages else 0.0
+        mean = sample.message_bytes / sample.messages if sample.messages else 0.0
         load = Load(
             expected.rate_per_s,
             mean if expected.message_bytes is None else expected.message_bytes,
@@ -138,7 +138,7 @@ def _look_into(
         ledger, entries = stored[-1]
         start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
         left = SAMPLE_ENTRIES
-        with Scan(broker, where, start, None, corrupt={}) as scan:
+        with Scan(broker, where, start, None, unreadable={}) as scan:
             while left > 0 and not scan.done and (left_s := deadline - time.monotonic()) > 0:
                 for block in retry_until(scan.read, left_s):
                     sample.add(where, block)

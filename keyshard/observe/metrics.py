@@ -123,6 +123,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_partition_covered", _GAUGE, "", _PARTITION,
            "1 while every slot of the ring has a connected consumer, else 0.",
            _partitions(lambda each: float(each["covered"]))),
+    Metric("keyshard_partition_broker_error", _GAUGE, "", _PARTITION,
+           "1 while the broker refuses a consumer or does not answer it, else 0.",
+           _partitions(lambda each: float(bool(each["error"])))),
     Metric("keyshard_partition_ack_holes", _GAUGE, "holes", _PARTITION,
            "Gaps in what the broker has as acknowledged; needs admin_url.",
            _partitions(lambda each: each["ackHoles"])),
@@ -175,6 +178,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_entries_corrupt_skipped_total", _COUNTER, "entries", (),
            "Entries that cannot be read and were acknowledged: on_corrupt is skip.",
            _one("window", "corruptSkipped")),
+    Metric("keyshard_entries_encrypted_skipped_total", _COUNTER, "entries", (),
+           "Encrypted entries that were acknowledged: on_encrypted is skip.",
+           _one("window", "encryptedSkipped")),
 )  # fmt: skip
 """In the order of the document."""
 
@@ -203,8 +209,9 @@ Beside them, for probes such as those of Kubernetes:
 |---|---|---|
 | `/livez` | also while it starts or stops, and while the broker is away | the run's own \
 loop has not gone round for 60 s, which only a restart may mend |
-| `/readyz` | it runs, and each of its consumers is connected | it starts or stops, or a \
-consumer is not connected, as when the broker is down |
+| `/readyz` | it runs, and each of its consumers is connected to a broker that answers | it starts \
+or stops, or a consumer is not connected, is refused, or has a broker that has left a ping without \
+an answer for 5 s |
 
 Every other path is 404.
 

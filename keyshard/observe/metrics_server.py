@@ -25,9 +25,12 @@ from keyshard.errors import ConfigError
 from keyshard.observe.metrics import METRICS, MetricKind
 from keyshard.observe.metrics import Metric as Row
 from keyshard.observe.status_types import Status
+from keyshard.threads import begin
 
 REQUEST_S = 10.0
 """Longest wait for a request to arrive or for an answer to be taken, seconds."""
+REQUESTS_MAX = 16
+"""Requests answered at the same time; what is above finds the connection closed."""
 _JOIN_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -87,10 +90,7 @@ class MetricsServer:
                 "metrics_port or metrics_host."
             ) from exc
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="keyshard-metrics", daemon=True
-        )
-        self._thread.start()
+        self._thread = begin("keyshard-metrics", self._server.serve_forever, 0.1)
 
     def close(self) -> None:
         """Stop serving and free the port. Idempotent."""
@@ -129,8 +129,23 @@ class _Handler(MetricsHandler):
 class _Server(ThreadingTCPServer):
     # Not http.server's: that one asks the name service who it is, which may take seconds.
     allow_reuse_address = True
-    daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.Semaphore(REQUESTS_MAX)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            begin("keyshard-metrics-answer", self._answer, request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        try:
+            self.process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         error = sys.exc_info()[1]

@@ -11,11 +11,13 @@ from keyshard.broker.connect import connect_admin
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.health import Stall
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.observe.broker_facts import BrokerFacts
 from keyshard.observe.control import ControlServer, Handler
 from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.status import StatusView, Subject
+from keyshard.threads import begin
 
 LOOK_S = 1.0
 """Time between two looks of the watchdog, seconds."""
@@ -65,14 +67,14 @@ class Monitor:
         if subject.unpark is not None:
             handlers["unpark"] = self._unpark
             handlers["discard"] = self._discard
+            handlers["count_letters"] = self._count_letters
         topics = config.topics_pattern or ", ".join(config.topics)
         try:
             self._control = ControlServer(config.subscription, config.service_url, topics, handlers)
         except ControlError as exc:
             # Its handlers can do without being looked at from outside.
             _log.warning("keyshard status and its like do not reach this source: %s", exc)
-        self._thread = threading.Thread(target=self._watch, name="keyshard-watchdog", daemon=True)
-        self._thread.start()
+        begin("keyshard-watchdog", self._watch)
 
     @property
     def metrics_port(self) -> int | None:
@@ -104,8 +106,14 @@ class Monitor:
 
     def _discard(self, request: Mapping[str, Any]) -> Any:
         assert self._subject.discard is not None
-        rejected = request.get("rejected") is True
-        return {"letters": self._subject.discard(_selection_of(request), rejected)}
+        selection, rejected = _discarded(request)
+        return {"letters": self._subject.discard(selection, rejected=rejected)}
+
+    def _count_letters(self, request: Mapping[str, Any]) -> Any:
+        """What a discard would give up. A request of its own: an older source refuses it."""
+        assert self._subject.discard is not None
+        selection, rejected = _discarded(request)
+        return {"letters": self._subject.discard(selection, rejected=rejected, count_only=True)}
 
     def _rescale(self, request: Mapping[str, Any]) -> Any:
         rescaler, ranges = self._subject.rescaler(), request.get("ranges")
@@ -119,18 +127,24 @@ class Monitor:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            self._look()
-
-    def _look(self) -> None:
-        try:
             _name(self.view.watch())
-        except Exception:  # noqa: BLE001 - the next look may find what this one was disturbed by
-            _log.exception("looking for ranges that stall failed; it is done again")
 
 
 def _selection_of(request: Mapping[str, Any]) -> Selection:
-    return Selection(
-        request.get("key"),
+    return Selection(*_selected(request))
+
+
+def _discarded(request: Mapping[str, Any]) -> tuple[Selection, bool]:
+    """Which letters a request means, and whether these are rejected ones."""
+    rejected = request.get("rejected") is True
+    return Selection.for_discard(*_selected(request), rejected=rejected), rejected
+
+
+def _selected(request: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """What a selection is made from; a key is looked for as the broker reads it."""
+    key = request.get("key")
+    return (
+        broker_text(key) if isinstance(key, str) else key,
         request.get("all", False),
         request.get("topic"),
         request.get("older_than_s"),
@@ -141,7 +155,7 @@ def _key_of(request: Mapping[str, Any]) -> str:
     key = request.get("key")
     if not isinstance(key, str):
         raise ConfigError(f"The key is {key!r}; give a text.")
-    return key
+    return broker_text(key)
 
 
 def _name(stalls: list[Stall]) -> None:

@@ -14,18 +14,21 @@ from keyshard.broker.connect import decoder_of, transport_of
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.dead_letter.letters import Letter
 from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
 from keyshard.dead_letter.parked_keys import ParkedKeys
-from keyshard.errors import NotRunningError
+from keyshard.errors import KeyShardError, NotRunningError
 from keyshard.observe.broker_facts import BrokerFacts, PartitionFacts
 from keyshard.observe.handling import Handling, Owned
 from keyshard.observe.status_types import (
     BlockingKey,
     Explanation,
+    ParkedBy,
+    ParkedMessage,
     PartitionStatus,
     Place,
     RangeStatus,
@@ -35,6 +38,10 @@ from keyshard.redaction import redacted
 
 LIVE_S = 60.0
 """Time without a turn of its loop after which a run is taken for dead, seconds."""
+LETTER_S = 5.0
+"""Longest wait for the dead letter that tells why a key is parked, seconds."""
+VALUE_MAX = 200
+"""Most bytes that are told of the content of a parked message."""
 PARKED_MAX = 100
 """Parked keys that a status names, those parked longest; how many there are it always tells."""
 
@@ -61,8 +68,12 @@ class Subject:
     """``None`` where nothing is parked, and while it starts."""
     unpark: Callable[[Selection], int] | None = None
     """Lets parked keys out; ``None`` where nothing is parked."""
-    discard: Callable[[Selection, bool], int] | None = None
-    """Gives letters up: rejected ones, or those of parked keys."""
+    discard: Callable[..., int] | None = None
+    """Gives letters of a :class:`Selection` up, or only counts them (``count_only``): ``rejected``
+    ones, or those of parked keys."""
+    first_letter: Callable[[str, float], Letter | None] | None = None
+    """Reads the first dead letter of a parked key within so many seconds; ``None`` where nothing is
+    parked."""
 
     @property
     def phase(self) -> str:
@@ -106,6 +117,7 @@ class StatusView:
         owned = self._owned() if started else Owned({}, {}, set(), {})
         facts = subject.handling.ranges(now_s, owned) if started else []
         totals = subject.handling.totals(now_s)
+        troubles = subject.coordinator.worker.troubles() if started else {}
         with self._lock:
             stalls = dict(self._watchdog.stalls)
         config, parked = subject.config, subject.parked()
@@ -126,7 +138,8 @@ class StatusView:
             "executor": subject.executor,
             "ranges": [self._range(each, owned, stalls.get(each.index), now_s) for each in facts],
             "partitions": [
-                self._partition(where, missing) for where, missing in sorted(owned.gaps.items())
+                self._partition(where, missing, troubles.get(where, ""))
+                for where, missing in sorted(owned.gaps.items())
             ],
             "parkedKeys": 0 if parked is None else len(parked),
             "parked": [
@@ -152,6 +165,12 @@ class StatusView:
         phase = self._subject.phase
         if phase != "running":
             return f"The source is {phase}."
+        troubles = self._subject.coordinator.worker.troubles()
+        if troubles:
+            where, text = min(troubles.items())
+            others = len(troubles) - 1
+            more = f" Nor are {others} other topic partitions." if others else ""
+            return f"{where} is not received from: {text}{more}"
         away = sorted({name for names in self._owned().disconnected.values() for name in names})
         if not away:
             return ""
@@ -160,6 +179,8 @@ class StatusView:
 
     def explain(self, key: str) -> Explanation:
         """Where a key lies, and what happens to it, as plain JSON values.
+
+        For a parked key, its first dead letter is read, which may take ``LETTER_S``.
 
         Raises:
             NotRunningError: The source is starting.
@@ -182,7 +203,32 @@ class StatusView:
             "lane": place.lane,
             "waiting": place.waiting,
             "parked": parked is not None and parked.state(key) is not None,
+            "parkedBy": self._parked_by(key),
         }
+
+    def _parked_by(self, key: str) -> ParkedBy | None:
+        """Why a key is parked; ``None`` when it is not, or its dead letter is still on its way."""
+        parked, first_letter = self._subject.parked(), self._subject.first_letter
+        since = None if parked is None else parked.since(key)
+        if since is None or first_letter is None:
+            return None
+        count, since_ms = since
+        told: ParkedBy = {
+            "letters": count,
+            "forSeconds": round(max(0.0, time.time() - since_ms / 1000), 1) if since_ms else None,
+            "message": None,
+            "unknown": "",
+        }
+        try:
+            letter = first_letter(key, LETTER_S)
+        except KeyShardError as exc:
+            told["unknown"] = exc.message
+            return told
+        if letter is None:
+            told["unknown"] = "its first dead letter is no longer stored"
+        else:
+            told["message"] = _message(letter)
+        return told
 
     def _owned(self) -> Owned:
         return Owned.of(self._subject.coordinator.worker.owned_ranges())
@@ -215,7 +261,9 @@ class StatusView:
             else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},
         }
 
-    def _partition(self, where: TopicPartition, missing: tuple[HashRange, ...]) -> PartitionStatus:
+    def _partition(
+        self, where: TopicPartition, missing: tuple[HashRange, ...], error: str
+    ) -> PartitionStatus:
         facts: PartitionFacts | None = None
         if self._broker_facts is not None:
             facts = self._broker_facts.known.get(where)
@@ -224,6 +272,7 @@ class StatusView:
             "partition": where.partition,
             "covered": not missing,
             "gaps": list(map(str, missing)),
+            "error": error,
             "backlog": None if facts is None else facts.backlog,
             "ackHoles": None if facts is None else facts.ack_holes,
             "ackHolesMax": None if facts is None else facts.ack_holes_max,
@@ -238,6 +287,19 @@ def _key(facts: KeyFacts) -> BlockingKey:
         "messageId": facts.message_id,
         "attempts": facts.attempts,
         "reason": facts.reason,
+    }
+
+
+def _message(letter: Letter) -> ParkedMessage:
+    message, value = letter.message, letter.message.value
+    return {
+        "topic": message.topic,
+        "partition": message.partition,
+        "messageId": str(message.message_id),
+        "attempts": letter.attempts,
+        "error": letter.error,
+        "value": None if value is None else value[:VALUE_MAX].decode(errors="replace"),
+        "valueBytes": 0 if value is None else len(value),
     }
 
 

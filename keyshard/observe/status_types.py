@@ -49,6 +49,7 @@ class PartitionStatus(TypedDict):
     partition: int
     covered: bool
     gaps: list[str]
+    error: str
     backlog: int | None
     ackHoles: int | None
     ackHolesMax: int | None
@@ -108,6 +109,32 @@ class Located(Place):
     """Where it lies when its producer set it as bytes; ``None`` when that is the same."""
 
 
+class ParkedMessage(TypedDict):
+    """The first message of a parked key that has not succeeded."""
+
+    topic: str
+    partition: int
+    messageId: str
+    attempts: int
+    """Failed attempts; 0 for one that no handler saw."""
+    error: str
+    value: str | None
+    """Beginning of its content; ``None`` for a message without content."""
+    valueBytes: int
+    """Length of its content; 0 where that is too large for one dead letter."""
+
+
+class ParkedBy(TypedDict):
+    """Why a key is parked."""
+
+    letters: int
+    forSeconds: float | None
+    """``None`` when unknown."""
+    message: ParkedMessage | None
+    unknown: str
+    """Why there is no message; else empty."""
+
+
 class Explanation(Located):
     """Where a key lies, and what a running source does with it."""
 
@@ -115,3 +142,5 @@ class Explanation(Located):
     lane: LaneStatus
     waiting: int
     parked: bool
+    parkedBy: ParkedBy | None
+    """``None`` while it is not parked, or its dead letter is not confirmed."""

@@ -11,7 +11,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.core.holes.settling import LedgerEnd, Proofs
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.errors import CorruptEntryError
+from keyshard.errors import UnreadableEntryError
 from keyshard.reading.replay import stretches
 from keyshard.reading.scan import Scan
 
@@ -35,7 +35,7 @@ def inspect_holes(
     deadline: float,
     *,
     existing_max: int = 10**9,
-    skips_corrupt: bool = False,
+    skipped: tuple[type[UnreadableEntryError], ...] = (),
 ) -> Inspection:
     """Read over holes until a moment of the monotonic clock, or enough existing entries.
 
@@ -45,29 +45,29 @@ def inspect_holes(
         holes: The holes.
         deadline: When to end.
         existing_max: Entries that exist after which it ends.
-        skips_corrupt: Whether nobody is delivered what cannot be read.
+        skipped: Kinds of unreadable entries that the source leaves out.
 
     Raises:
-        CorruptEntryError: A hole is an entry that cannot be read, and is not skipped.
+        UnreadableEntryError: A hole is an entry that cannot be read, and is not skipped.
         BrokerError: The broker cannot be reached until that moment, or refused.
     """
     found = Inspection()
     for stretch in stretches(holes):
         start, last = stretch.first, stretch.last
         assert start is not None
-        corrupt: dict[EntryId, CorruptEntryError] = {}
-        with Scan(broker, topic_partition, start, last, corrupt=corrupt) as scan:
+        unreadable: dict[EntryId, UnreadableEntryError] = {}
+        with Scan(broker, topic_partition, start, last, unreadable=unreadable) as scan:
             while not scan.done and len(found.existing) < existing_max:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
                 position = scan.position
                 blocks = retry_until(scan.read, left_s)
-                for entry_id, error in corrupt.items():
-                    if entry_id in stretch and not skips_corrupt:
+                for entry_id, error in unreadable.items():
+                    if entry_id in stretch and not isinstance(error, skipped):
                         raise error
                     position = _passed(found, position, entry_id)
-                corrupt.clear()
+                unreadable.clear()
                 _take(found, stretch, position, blocks)
         # Entry -1 is before the first: `above` then takes the whole ledger.
         at = EntryId(scan.position.ledger, scan.position.entry - 1)

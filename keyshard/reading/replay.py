@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Container, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from keyshard.arrow.content import only
@@ -21,12 +20,13 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.fingerprint import check_delivered
 from keyshard.errors import (
     BrokerUnavailableError,
-    CorruptEntryError,
     DataLossTrimmedError,
     KeyShardError,
     ReplayTimeoutError,
+    UnreadableEntryError,
 )
 from keyshard.reading.scan import Scan
+from keyshard.threads import Pool
 
 GAP_ENTRIES_MAX = 2_000
 """A gap between runs that is read over; a longer one is jumped with a new Reader."""
@@ -64,7 +64,7 @@ def replay(
 
     Raises:
         DataLossTrimmedError: The broker no longer stores some of the entries.
-        CorruptEntryError: One of them cannot be read any more.
+        UnreadableEntryError: One of them cannot be read any more.
         TopicRecreatedError: It stores others under their ids.
         ReplayTimeoutError: The deadline passed (retriable).
         BrokerUnavailableError: The connection was lost, and did not come back before the deadline
@@ -72,9 +72,11 @@ def replay(
     """
     deadline = time.monotonic() + timeout_s
     wanted = {tp: state for tp, state in checkpoint.partitions.items() if state.batch}
-    corrupt: dict[TopicPartition, dict[EntryId, CorruptEntryError]] = {tp: {} for tp in wanted}
+    unreadable: dict[TopicPartition, dict[EntryId, UnreadableEntryError]] = {}
+    for tp in wanted:
+        unreadable[tp] = {}
     read_partition = partial(_replay_partition, how=HowToRead(columns=columns))
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-replay") as pool:
+    with Pool(THREADS_MAX, "keyshard-replay") as pool:
         futures = {
             tp: pool.submit(
                 read_partition,
@@ -82,7 +84,7 @@ def replay(
                 tp,
                 state,
                 deadline,
-                corrupt[tp],
+                unreadable[tp],
             )
             for tp, state in wanted.items()
         }
@@ -92,7 +94,7 @@ def replay(
             check_delivered(tp, wanted[tp].published_ms, block)
         missing = wanted[tp].batch - EntrySet.of(block.id for block in blocks)
         if missing:
-            unread = (exc for entry_id, exc in corrupt[tp].items() if entry_id in missing)
+            unread = (exc for entry_id, exc in unreadable[tp].items() if entry_id in missing)
             loss: KeyShardError = next(unread, None) or _trimmed(tp, missing)
             if fail_on_data_loss:
                 raise loss
@@ -105,11 +107,11 @@ def _replay_partition(
     topic_partition: TopicPartition,
     state: PartitionCheckpoint,
     deadline: float,
-    corrupt: dict[EntryId, CorruptEntryError],
+    unreadable: dict[EntryId, UnreadableEntryError],
     *,
     how: HowToRead,
 ) -> list[EntryBlock]:
-    """Entries of one topic partition; ``corrupt`` gets those that cannot be read."""
+    """Entries of one topic partition; ``unreadable`` gets those that cannot be read."""
     found: dict[EntryId, EntryBlock] = {}
     for _ in range(0 if broker is None else LOOKS):
         for stretch in stretches(state.batch - EntrySet.of(found)):
@@ -118,7 +120,7 @@ def _replay_partition(
                 assert broker is not None
                 return _read_stretch(
                     broker, topic_partition, stretch, state.partial, deadline,
-                    how=how, corrupt=corrupt,
+                    how=how, unreadable=unreadable,
                 )  # fmt: skip
 
             for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
@@ -146,7 +148,7 @@ def _read_stretch(
     deadline: float,
     *,
     how: HowToRead,
-    corrupt: dict[EntryId, CorruptEntryError],
+    unreadable: dict[EntryId, UnreadableEntryError],
 ) -> list[EntryBlock]:
     """Entries of a stretch, with all indices that the checkpoint wants of them."""
     start, last = stretch.first, stretch.last
@@ -154,7 +156,7 @@ def _read_stretch(
     assert last is not None
     found: dict[EntryId, EntryBlock] = {}
     cut_off: set[EntryId] = set()
-    with Scan(broker, topic_partition, start, last, how, corrupt=corrupt) as scan:
+    with Scan(broker, topic_partition, start, last, how, unreadable=unreadable) as scan:
         for block in _entries(scan, topic_partition, deadline, cut_off):
             if block.id in stretch:
                 found[block.id] = block

@@ -19,7 +19,7 @@ from types import TracebackType
 from keyshard.broker.port import ANYHOW, Broker, HowToRead, Reader
 from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
+from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 
 READ_WAIT_MS = 200
 """One wait for the next messages of a Reader, milliseconds."""
@@ -39,7 +39,7 @@ class Scan:
         start: First position, inclusive.
         last: Last position, inclusive; ``None``: all that is stored.
         how: What its Readers may leave out.
-        corrupt: Where entries go that cannot be read, which are passed then; ``None``: they are
+        unreadable: Where entries go that cannot be read, which are passed then; ``None``: they are
             errors.
     """
 
@@ -51,7 +51,7 @@ class Scan:
         last: EntryId | None,
         how: HowToRead = ANYHOW,
         *,
-        corrupt: dict[EntryId, CorruptEntryError] | None = None,
+        unreadable: dict[EntryId, UnreadableEntryError] | None = None,
     ) -> None:
         self.position = start
         """What lies before it was handed out, or nobody can read it."""
@@ -61,7 +61,7 @@ class Scan:
         self._topic_partition = topic_partition
         self._last = last
         self._how = replace(how, last=last)
-        self._corrupt = corrupt
+        self._unreadable = unreadable
         self._reader: Reader | None = None
         self._heard_s = 0.0
 
@@ -82,7 +82,7 @@ class Scan:
         It may go beyond the stretch. An entry of several blocks may begin again.
 
         Raises:
-            CorruptEntryError: An entry cannot be read, and is not to be passed.
+            UnreadableEntryError: An entry cannot be read, and is not to be passed.
             BrokerUnavailableError: The connection was lost; the next step goes on with another
                 Reader (retriable).
             BrokerError: The broker refused.
@@ -91,8 +91,11 @@ class Scan:
             return []
         try:
             blocks, at_end = self._step()
-        except CorruptEntryError as exc:
-            if self._corrupt is None:
+        except UnreadableEntryError as exc:
+            if self._last is not None and entry_of(exc) > self._last:
+                self.done = True
+                return []
+            if self._unreadable is None:
                 self._close()
                 raise
             self._pass(entry_of(exc), exc)
@@ -120,11 +123,11 @@ class Scan:
             reader = self._broker.reader(self._topic_partition, self.position, self._how)
             self._reader = reader
             self._heard_s = time.monotonic()
-        refused: CorruptEntryError | None = None
+        refused: UnreadableEntryError | None = None
         blocks: list[EntryBlock] = []
         try:
             blocks = reader.read(READ_WAIT_MS)
-        except CorruptEntryError as exc:
+        except UnreadableEntryError as exc:
             refused = exc
         at_end = not blocks and refused is None and reader.at_end()
         if not reader.stayed_connected():
@@ -137,11 +140,11 @@ class Scan:
             raise refused
         return blocks, at_end
 
-    def _pass(self, entry_id: EntryId, error: CorruptEntryError) -> None:
-        assert self._corrupt is not None
+    def _pass(self, entry_id: EntryId, error: UnreadableEntryError) -> None:
+        assert self._unreadable is not None
         if entry_id < self.position:
             return
-        self._corrupt[entry_id] = error
+        self._unreadable[entry_id] = error
         self._heard_s = time.monotonic()
         self.position = EntryId(entry_id.ledger, entry_id.entry + 1)
         self.done = self._last is not None and self.position > self._last

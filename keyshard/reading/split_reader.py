@@ -95,13 +95,14 @@ def read_split(
         DataLossTrimmedError: Entries of the split are no longer stored.
         TopicRecreatedError: They are not, because the topic is another one by now.
         ChunkedMessageError: A message is chunked.
-        EncryptedMessageError: A message is encrypted.
+        UnreadableEntryError: A message is encrypted, or an entry cannot be read.
         ReplayTimeoutError: Nothing came for too long (retriable).
         BrokerError: The broker cannot be reached, or refuses.
     """
     queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
     wanted = names if keys is None else {*names, KEY}
-    how = HowToRead(min(max(queue, QUEUE_MIN), QUEUE_MAX), wanted, encrypted_too=True)
+    queue = min(max(queue, QUEUE_MIN), QUEUE_MAX)
+    how = HowToRead(queue, columns=wanted, receiver_queue_bytes=QUEUE_BYTES, first=queue)
     blocks = _stored(broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss)
     if keys is not None:
         chosen = map(OnlyKeys(keys).of, blocks)

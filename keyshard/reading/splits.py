@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from keyshard.broker.port import Admin
@@ -31,6 +30,7 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.threads import Pool
 
 THREADS_MAX = 16
 """Topic partitions asked about at the same time."""
@@ -78,7 +78,10 @@ def stretches(
         ledgers = retry_until(lambda: _shown(admin, topic_partition), timeout_s)
         start, end = starts[topic_partition], ends[topic_partition]
         for name, bound in (("start", start), ("end", end)):
-            check_stored(name, topic_partition, bound, ledgers, fail_on_data_loss=fail_on_data_loss)
+            check_stored(
+                admin, name, topic_partition, bound, ledgers, timeout_s=timeout_s,
+                fail_on_data_loss=fail_on_data_loss,
+            )  # fmt: skip
         if start is Edge.LATEST or end is Edge.EARLIEST:
             return Split(topic_partition, (), end=fixed(end, ledgers))
 
@@ -108,7 +111,7 @@ def stretches(
         )
         return replace(found, end=fixed(end, ledgers), created=created(admin, topic_partition))
 
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-splits") as pool:
+    with Pool(THREADS_MAX, "keyshard-splits") as pool:
         return tuple(pool.map(one, starts))
 
 
@@ -132,16 +135,18 @@ def created(admin: Admin, topic_partition: TopicPartition) -> str:
 
 
 def check_stored(
-    name: str, topic_partition: TopicPartition, bound: Bound, ledgers: Sequence[Ledger],
-    *, fail_on_data_loss: bool,
+    admin: Admin, name: str, topic_partition: TopicPartition, bound: Bound,
+    ledgers: Sequence[Ledger], *, timeout_s: float, fail_on_data_loss: bool,
 ) -> None:  # fmt: skip
     """Check that what is at a bound is there, or what would come next, where it is a position.
 
     Args:
+        admin: Knows the last entry that was written, also where it is no longer stored.
         name: What the bound is of, for errors.
         topic_partition: Where it is.
         bound: Start or end of a read.
         ledgers: All that is stored.
+        timeout_s: How long a request is tried again, seconds.
         fail_on_data_loss: Whether it is an error if not; else a warning.
 
     Raises:
@@ -150,6 +155,11 @@ def check_stored(
         TopicRecreatedError: It is of a ledger that the topic partition never had so.
     """
     loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
+    if isinstance(loss, DataLossTrimmedError):
+        last = retry_until(lambda: admin.last_written(topic_partition), timeout_s)
+        # Retention removed all that was written, and nothing was written behind the position.
+        if last is not None and bound == MessageId(last.ledger, last.entry + 1, 0):
+            return
     if loss and fail_on_data_loss:
         raise loss
     if loss:

@@ -52,7 +52,8 @@ class Decoding:
 
     connection: Connection
     schemas: Mapping[str, TopicSchema]
-    """Of each topic by its full name: what its values are decoded to."""
+    """Schema that the values of each topic are decoded to, by its full name as rows have it:
+    without the number of a partition."""
     mode: str = FAILFAST
     metadata: Sequence[str] = ()
     """Columns beside the default ones."""
@@ -122,14 +123,23 @@ def plan_decoding(
     topics: Iterable[str],
     mode: str = FAILFAST,
     metadata: Sequence[str] = (),
+    *,
+    tries_s: float | None = None,
 ) -> Decoding:
     """Ask for the schemas of topics, as they are now.
 
+    Args:
+        connection: Of the cluster.
+        topics: Full names of topics, as rows have them.
+        mode: One of :data:`MODES`.
+        metadata: Columns beside the default ones.
+        tries_s: As of :func:`keyshard.broker.schemas.schema_of`.
+
     Raises:
-        BrokerUnavailableError: Nobody answers.
-        BrokerError: Who answers refuses.
+        BrokerUnavailableError: Neither interface answers.
+        BrokerError: The broker refuses.
     """
-    schemas = {topic: schema_of(connection, topic) or RAW for topic in topics}
+    schemas = {topic: schema_of(connection, topic, tries_s=tries_s) or RAW for topic in topics}
     return Decoding(connection, schemas, mode, metadata)
 
 
@@ -217,12 +227,15 @@ class Decoder:
         """Topics that were found later and cannot have the columns, and why."""
         self._payload = pa.schema([one for one in wanted if one.name not in {*_METADATA, CORRUPT}])
         tells_corrupt = plan.mode == PERMISSIVE and CORRUPT in wanted.names
-        self._needs_values = bool(len(self._payload)) or tells_corrupt
+        # Columns must not decide which rows there are.
+        drops = plan.mode == DROPMALFORMED
+        self._needs_values = bool(len(self._payload)) or tells_corrupt or drops
         for topic in plan.schemas:
             self._codec(topic)
-        self._decodes = self._needs_values and any(
+        self.decodes = self._needs_values and any(
             payload is not None for _, _, payload in self._codecs.values()
         )
+        """Whether any row depends on a schema."""
         self.dropped = 0
         """Rows that were left out."""
 
@@ -230,9 +243,9 @@ class Decoder:
     def raw_columns(self) -> tuple[str, ...]:
         """Names of :data:`keyshard.arrow.columns.COLUMNS` that :meth:`decoded` has to be given."""
         names = [name for name in self._wanted.names if name in _METADATA]
-        if len(self._payload) or CORRUPT in self._wanted.names:
+        if self.decodes or len(self._payload) or CORRUPT in self._wanted.names:
             names.append("value")
-        if self._decodes:
+        if self.decodes:
             schemas = [schema for schema, _, _ in self._codecs.values()]
             # Messages of another version may have theirs apart where the newest has not.
             pairs = any(schema.type == KEY_VALUE for schema in schemas)
@@ -249,7 +262,7 @@ class Decoder:
             SchemaError: The version that a message was written with is not there.
         """
         for batch in batches:
-            found, reasons = self._decode(batch) if self._decodes else ({}, {})
+            found, reasons = self._decode(batch) if self.decodes else ({}, {})
             if reasons and self._plan.mode == FAILFAST:
                 raise self._malformed(batch, *min(reasons.items()))
             arrays = [
@@ -352,17 +365,18 @@ class Decoder:
             if schema is None:  # a topic that was found later
                 schema = schema_of(self._plan.connection, topic) or RAW
             codec = codec_of(schema, topic)
-            payload = None if self._wants_bytes(codec) else self._payload
+            payload = None if self._wants_bytes(schema, codec) else self._payload
             if self._needs_values and payload is not None and keys_apart(schema):
                 _check_transport(self._plan.connection, topic)
             check(codec.type, codec.untold, payload or _NONE, topic)
             found = self._codecs[topic] = schema, codec, payload
         return found
 
-    def _wants_bytes(self, codec: Codec) -> bool:
-        """Whether ``value`` is what the producer sent, and not a field that is called so."""
-        fields = columns_of(codec.type) if pa.types.is_struct(codec.type) else {}
-        return bool(self._payload == _BYTES and fields.get("value") != pa.binary())
+    def _wants_bytes(self, schema: TopicSchema, codec: Codec) -> bool:
+        """Whether ``value`` means the payload: the schema declares no such column of bytes."""
+        if self._payload != _BYTES:
+            return False
+        return schema.type in WITHOUT_SCHEMA or columns_of(codec.type).get("value") != pa.binary()
 
     def _malformed(self, batch: pa.RecordBatch, row: int, why: str) -> MalformedMessageError:
         topic, message_id, partition = (

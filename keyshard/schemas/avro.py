@@ -29,6 +29,7 @@ from keyshard.schemas.codec import (
     panics_as_errors,
     refused,
 )
+from keyshard.schemas.maps import with_keys_once
 
 _COMPILED_LACKS = {
     "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of numbers",
@@ -71,7 +72,7 @@ class AvroCodec:
     ) -> pa.Array:
         stored = self._reader_of(writer).read(values.to_pylist())
         try:
-            return self._wanted.as_column(stored)
+            return with_keys_once(self._wanted.as_column(stored))
         except pa.ArrowInvalid as exc:
             raise UndecodableError(first_line(exc)) from exc
 

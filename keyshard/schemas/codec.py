@@ -142,7 +142,7 @@ def decode_rows(
     decoded_parts: list[pa.Array] = []
     for start in range(0, len(values), _TOGETHER):
         some = slice(start, start + _TOGETHER)
-        part, wrong = _decode_few(codec, values[some], keys[some], writer)
+        part, wrong = _decode_together(codec, values[some], keys[some], writer)
         decoded_parts.append(part)
         reasons |= {start + row: why for row, why in wrong.items()}
     if len(decoded_parts) == 1:
@@ -150,7 +150,7 @@ def decode_rows(
     return pa.concat_arrays([*decoded_parts, pa.nulls(0, codec.type)]), reasons
 
 
-def _decode_few(
+def _decode_together(
     codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
 ) -> tuple[pa.Array, dict[int, str]]:
     """As :func:`decode_rows`, of values that are tried together."""

@@ -17,6 +17,7 @@ from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
 from keyshard.schemas.avro_types import FIELDS_MAX
 from keyshard.schemas.codec import UndecodableError, library, panics_as_errors, refused
+from keyshard.schemas.maps import with_keys_once
 from keyshard.schemas.protobuf_fields import PARSING_INFO, Told, told_by
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
@@ -53,6 +54,7 @@ class ProtobufCodec:
             descriptor, defaults, self.untold = _told(schema)
             _count_fields(descriptor, (), topic, {})
             self._message = message_factory.GetMessageClass(descriptor)
+            self._completes = _maps_to_messages(descriptor)
             with panics_as_errors():
                 pool = ptars.HandlerPool([descriptor.file], how)
                 self._handler = pool.get_for_message(descriptor)
@@ -83,13 +85,15 @@ class ProtobufCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> pa.Array:
         try:
+            if self._completes:
+                values = pa.array(map(self._completed, values.to_pylist()), pa.binary())
             with panics_as_errors():
                 found = self._handler.array_to_record_batch(values).to_struct_array()
             for times in _times(found):
                 if set(compute.min_max(times.view(pa.int64())).as_py().values()) & _SATURATED:
                     raise UndecodableError("a time is out of range")
-            found = found.cast(self.type)
-        except ValueError as exc:
+            found = with_keys_once(found.cast(self.type))
+        except (ValueError, DecodeError) as exc:
             raise UndecodableError(first_line(exc)) from exc
         return self._filled(found) if self._defaults else found
 
@@ -100,6 +104,15 @@ class ProtobufCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> Sequence[int]:
         return refused(values, self._message.FromString)
+
+    def _completed(self, value: bytes) -> bytes:
+        """A message whose maps have a value for each key: one may be left out where it is the
+        default, and ptars panics over such a one that is a message."""
+        message = self._message.FromString(value)
+        if message.ByteSize() == len(value):
+            return value
+        found: bytes = message.SerializePartialToString(deterministic=True)
+        return found
 
     def _filled(self, values: pa.StructArray) -> pa.Array:
         """Messages with the defaults of fields that were not set."""
@@ -177,6 +190,18 @@ def _count_fields(
             "fields, all levels together. Set valueFormat=raw to get the bytes."
         )
     return known[descriptor.full_name]
+
+
+def _maps_to_messages(descriptor: Any, seen: set[str] | None = None) -> bool:
+    """Whether a message has a map whose values are messages, on any level."""
+    seen = set() if seen is None else seen
+    if descriptor.full_name in seen:
+        return False
+    seen.add(descriptor.full_name)
+    inside = [one.message_type for one in descriptor.fields if one.message_type is not None]
+    if descriptor.GetOptions().map_entry and inside:
+        return True
+    return any(_maps_to_messages(one, seen) for one in inside)
 
 
 def _times(values: pa.Array) -> Iterator[pa.Array]:

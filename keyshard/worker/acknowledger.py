@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from keyshard.broker.port import Consumer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, KeyShardError
+from keyshard.threads import begin
 
 ENTRIES_PER_TURN = 1_000
 """Entries handed to the client at once."""
@@ -50,17 +51,17 @@ class Acknowledger:
         self._consumer_of = consumer_of
         self._still = still
         self._timeout_s = timeout_s
-        self._fail = fail
         self._queue: dict[TopicPartition, list[EntryId]] = {}
         """What waits, but for what is being handed over; who has waited longest comes first."""
         self._waiting = 0
         self._away_since_s: dict[TopicPartition, float] = {}
         self._changed = threading.Condition()
+        self._fail = fail
         self._stopping = threading.Event()
+        self._failed = False
         self.acknowledged = 0
         """Entries handed to the client so far."""
-        self._thread = threading.Thread(target=self._run, name="keyshard-ack", daemon=True)
-        self._thread.start()
+        self._thread = begin("keyshard-ack", self._run, fail=self._ended_by)
 
     @property
     def waiting(self) -> int:
@@ -88,7 +89,8 @@ class Acknowledger:
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits, at most ``timeout_s`` seconds; whether nothing does."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            self._changed.wait_for(lambda: not self._waiting or self._failed, timeout_s)
+            return not self._waiting
 
     def stop(self, timeout_s: float) -> None:
         """Hand over what waits, for at most ``timeout_s`` seconds; then the thread ends."""
@@ -101,6 +103,12 @@ class Acknowledger:
         """Wait for the thread's end, at most ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
 
+    def _ended_by(self, error: KeyShardError) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+        self._fail(error)
+
     def _run(self) -> None:
         stuck = 0
         while True:
@@ -110,15 +118,7 @@ class Acknowledger:
                     return
                 topic_partition = next(iter(self._queue))
                 entries = self._queue.pop(topic_partition)
-            try:
-                done = self._hand_over(topic_partition, entries)
-            except KeyShardError as exc:
-                self._fail(exc)
-                return
-            except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
-                _log.exception("acknowledging ended unexpectedly")
-                self._fail(KeyShardError(f"Acknowledging ended unexpectedly: {exc!r}."))
-                return
+            done = self._hand_over(topic_partition, entries)
             with self._changed:
                 if done < len(entries):
                     # The others do not wait for a topic partition that is away.

@@ -18,7 +18,7 @@ from enum import Enum, auto
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.fingerprint import Known, may_be_late
-from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
+from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 from keyshard.reading.scan import Scan
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.shared_window import SharedWindow
@@ -126,9 +126,9 @@ class Continuity:
         start, _ = known.span
         start = start if first is None else min(start, first)
         newest: EntryBlock | None = None
-        corrupt: dict[EntryId, CorruptEntryError] = {}
+        unreadable: dict[EntryId, UnreadableEntryError] = {}
         deadline = time.monotonic() + COMPARE_S
-        with Scan(self._broker, topic_partition, start, None, corrupt=corrupt) as scan:
+        with Scan(self._broker, topic_partition, start, None, unreadable=unreadable) as scan:
             while not scan.done:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(
@@ -143,11 +143,11 @@ class Continuity:
                             return Shown.SAME if block.id in known else Shown.PASSED
                         if newest is None or block.publish_ms > newest.publish_ms:
                             newest = block
-                    if corrupt and (partition is None or partition.compare_id(max(corrupt))):
+                    if unreadable and (partition is None or partition.compare_id(max(unreadable))):
                         return Shown.PASSED
         if newest is None:
             return Shown.NOTHING
-        if any(entry_id in known for entry_id in corrupt):
+        if any(entry_id in known for entry_id in unreadable):
             return Shown.OTHERS  # something is stored under an id that is known
         late = may_be_late(topic_partition, known, newest)
         return Shown.OTHERS if late else Shown.NEWER

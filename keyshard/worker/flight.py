@@ -1,8 +1,8 @@
 """Serves planned batches to the host's tasks over Arrow Flight, and reads them there.
 
-``DoGet`` takes a ticket of JSON: token, batch id, layout partition, columns, and whether the answer
-may say that content is elsewhere; then workers give it. Reading is a pure replay from the window,
-as often as the host likes, until the batch is released.
+``DoGet`` takes a ticket of the token and JSON: batch id, layout partition, columns, and whether the
+answer may say that content is elsewhere; then workers give it. Reading is a pure replay from the
+window, as often as the host likes, until the batch is released.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pyarrow import flight
 
 from keyshard.arrow.columns import select
 from keyshard.arrow.content import CONTENT_NAMES
+from keyshard.broker.hosted.questions import Body, read_with_token, with_token
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
+from keyshard.threads import begin
 from keyshard.worker.elsewhere import Chunk, Elsewhere, Place, Run, rows_of
 
 CONNECT_TIMEOUT_S = 10.0
@@ -86,8 +88,7 @@ class BatchServer:
                 "that runs the driver, one that the executors can reach."
             ) from exc
         self._endpoint = f"grpc://{_bracketed(host)}:{self._server.port}"
-        thread = threading.Thread(target=self._server.serve, name="keyshard-flight", daemon=True)
-        thread.start()
+        begin("keyshard-flight", self._server.serve)
 
     def ticket(self, batch_id: str, index: int, columns: Sequence[str]) -> BatchTicket:
         """The ticket of some columns of one layout partition."""
@@ -109,22 +110,18 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         self._telling = threading.Lock()
         self.left_out = 0
 
-    def _checked(self, body: bytes) -> Any:
+    def _checked(self, body: Body) -> Any:
         """What is asked with the token of this run."""
         try:
-            request = json.loads(body)
-            token = str(request["token"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            request, token = {}, ""
-        if not secrets.compare_digest(token.encode(errors="replace"), self._token.encode()):
+            return read_with_token(body, self._token)
+        except flight.FlightUnauthenticatedError as exc:
             raise flight.FlightUnauthenticatedError(
                 "[KEYSHARD_BATCH_UNKNOWN] The ticket is of another run; the batch is planned again."
-            )
-        return request
+            ) from exc
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
         """A task tells how many rows it left out; another attempt of it says the same."""
-        told = self._checked(action.body.to_pybytes())
+        told = self._checked(action.body)
         of, rows = (str(told["batch"]), int(told["index"])), int(told["rows"])
         with self._telling:
             self.left_out += rows - self._told.pop(of, 0)
@@ -170,7 +167,6 @@ def tell_left_out(ticket: BatchTicket, rows: int) -> None:
     Nobody reads less because of it, so it is only logged that it could not be told.
     """
     told = {
-        "token": ticket.token,
         "batch": ticket.batch_id,
         "index": ticket.index,
         "rows": rows,
@@ -178,7 +174,7 @@ def tell_left_out(ticket: BatchTicket, rows: int) -> None:
     try:
         with flight.connect(ticket.endpoint) as client:
             options = flight.FlightCallOptions(timeout=CONNECT_TIMEOUT_S)
-            list(client.do_action(("left_out", json.dumps(told).encode()), options))
+            list(client.do_action(("left_out", with_token(ticket.token, told)), options))
     except pa.ArrowException as exc:
         _log.warning("%d rows of batch %s are not counted: %s", rows, ticket.batch_id, exc)
 
@@ -186,7 +182,6 @@ def tell_left_out(ticket: BatchTicket, rows: int) -> None:
 def _ask(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
     """What the source answers."""
     request = {
-        "token": ticket.token,
         "batch": ticket.batch_id,
         "index": ticket.index,
         "columns": ticket.columns,
@@ -195,7 +190,7 @@ def _ask(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
     try:
         with flight.connect(ticket.endpoint) as client:
             client.wait_for_available(timeout=CONNECT_TIMEOUT_S)
-            stream = client.do_get(flight.Ticket(json.dumps(request).encode()))
+            stream = client.do_get(flight.Ticket(with_token(ticket.token, request)))
             for chunk in stream:
                 told = chunk.app_metadata
                 yield (
@@ -235,10 +230,10 @@ def _fetch(
 ) -> pa.RecordBatch:
     """What a worker answers."""
     endpoint, token = place
-    request = {"token": token, "runs": runs, "columns": columns}
+    request = {"runs": runs, "columns": columns}
     try:
         (chunk,) = workers[endpoint].do_get(
-            flight.Ticket(json.dumps(request).encode()),
+            flight.Ticket(with_token(token, request)),
             flight.FlightCallOptions(timeout=FETCH_TIMEOUT_S),
         )
     except (pa.ArrowException, OSError, ValueError) as exc:

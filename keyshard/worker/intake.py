@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from keyshard.arrow.content import entry_block, only
-from keyshard.broker.port import Broker
 from keyshard.broker.refused_entries import entry_of
 from keyshard.config.source import SourceConfig
 from keyshard.core.holes.settling import Proofs
@@ -17,7 +16,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.reception import Rest
 from keyshard.core.window.partition_window import Receipt
-from keyshard.errors import CorruptEntryError, KeyShardError
+from keyshard.errors import EncryptedMessageError, KeyShardError, UnreadableEntryError
 from keyshard.worker.acknowledger import Acknowledger
 from keyshard.worker.continuity import Continuity
 from keyshard.worker.load_meter import LoadMeter
@@ -25,7 +24,6 @@ from keyshard.worker.oddities import Oddities
 from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import OwnedRange, RangeConsumer, routing_of
 from keyshard.worker.shared_window import SharedWindow
-from keyshard.worker.subscribe import reopen_range_consumer
 
 COMPARE_AGAIN_S = 0.5
 """Pause of a range of which nothing shows yet that it is what it was, seconds."""
@@ -54,7 +52,7 @@ class Intake:
         range_consumers: Who owns what.
         continuity: Tells whether a topic partition is what it was.
         acknowledger: Acknowledges what is committed already.
-        broker: Connection to subscribe through.
+        reopen: Gives a range consumer a new consumer, as the sink's ``reopen``.
         config: The source.
         admit: Chooses what is taken; ``None``: everything.
         ahead_rows_max: Rows received and not yet taken at which receiving pauses; ``None``: never.
@@ -65,7 +63,7 @@ class Intake:
 
     def __init__(
         self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
-        acknowledger: Acknowledger, broker: Broker, config: SourceConfig,
+        acknowledger: Acknowledger, reopen: Callable[[RangeConsumer], bool], config: SourceConfig,
         admit: Admit | None, ahead_rows_max: int | None, unreadable: Unreadable | None = None,
         begins: Mapping[TopicPartition, MessageId] = MappingProxyType({}),
     ) -> None:  # fmt: skip
@@ -74,7 +72,7 @@ class Intake:
         self._range_consumers = range_consumers
         self._continuity = continuity
         self._acknowledger = acknowledger
-        self._broker = broker
+        self.reopen = reopen
         self._config = config
         self._admit = admit
         self.ahead_rows_max = ahead_rows_max
@@ -128,13 +126,13 @@ class Intake:
         if committed:
             self._acknowledger.submit(owned_range.topic_partition, committed)
 
-    def corrupt(self, range_consumer: RangeConsumer, error: CorruptEntryError) -> Rest | None:
+    def refused(self, range_consumer: RangeConsumer, error: UnreadableEntryError) -> Rest | None:
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
         where = owned_range.topic_partition
-        if self._config.parks_corrupt and self._unreadable is not None:
+        if isinstance(error, self._config.parked) and self._unreadable is not None:
             stored = _of_stored(entry_id, error.stored)
             return self._deliver(range_consumer, [stored], error.message)
-        if not self._config.skips_corrupt:
+        if not isinstance(error, self._config.skipped):
             raise error
         if not self._continuity.may_receive(where, [entry_id]):
             return Rest(time.monotonic() + COMPARE_AGAIN_S)
@@ -142,9 +140,14 @@ class Intake:
             window = self._shared.window
             if not self._range_consumers.owns(owned_range) or window.known[where].holds(entry_id):
                 return None  # it could be read once: it is acknowledged with its batch
-            window.counters.corrupt_skipped += self._settle(where, entry_id)
-            skipped = window.counters.corrupt_skipped
-        self._oddities.corrupt(error, skipped)
+            new, counters = self._settle(where, entry_id), window.counters
+            if isinstance(error, EncryptedMessageError):
+                counters.encrypted_skipped += new
+                skipped = counters.encrypted_skipped
+            else:
+                counters.corrupt_skipped += new
+                skipped = counters.corrupt_skipped
+        self._oddities.skipped(error, skipped)
         self._acknowledger.submit(where, [entry_id])
         return None
 
@@ -222,9 +225,6 @@ class Intake:
         if window.pauses.any_full and not was_full:
             self._shared.full_since_s = time.monotonic()
         return committed
-
-    def reopen(self, range_consumer: RangeConsumer) -> None:
-        reopen_range_consumer(self._broker, self._config, range_consumer, self._shared.stopping)
 
     def fail(self, error: KeyShardError) -> None:
         self._shared.fail(error)

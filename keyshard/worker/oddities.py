@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
+from keyshard.config.source import UNREADABLE
 from keyshard.core.position.entry import EntryBlock
-from keyshard.errors import CorruptEntryError, MisroutedError
+from keyshard.errors import MisroutedError, UnreadableEntryError
 from keyshard.worker.receiver import OwnedRange
 
 WARN_INTERVAL_S = 60.0
@@ -26,7 +27,7 @@ class Oddities:
         self._fail_on_misrouted = fail_on_misrouted
         self._warned_s = -WARN_INTERVAL_S
         self._named_unreadable = False
-        self._named_corrupt_s = -WARN_INTERVAL_S
+        self._named_skipped_s = dict.fromkeys(UNREADABLE, -WARN_INTERVAL_S)
 
     def misrouted(self, owned_range: OwnedRange, rows: int) -> None:
         """Messages came to a range that they do not hash into.
@@ -51,20 +52,21 @@ class Oddities:
             self._warned_s = now_s
             _log.warning("%s", text)
 
-    def corrupt(self, error: CorruptEntryError, skipped: int) -> None:
-        """An entry that cannot be read is skipped.
+    def skipped(self, error: UnreadableEntryError, skipped: int) -> None:
+        """Log that an unreadable entry is skipped, and why.
 
         Args:
-            error: Names it.
-            skipped: How many have been.
+            error: Names the entry.
+            skipped: Entries of its kind that have been skipped.
         """
+        option = next(name for name, kind in UNREADABLE.items() if isinstance(error, kind))
         now_s, level = time.monotonic(), logging.DEBUG
-        if now_s - self._named_corrupt_s >= WARN_INTERVAL_S:
-            self._named_corrupt_s, level = now_s, logging.WARNING
+        if now_s - self._named_skipped_s[option] >= WARN_INTERVAL_S:
+            self._named_skipped_s[option], level = now_s, logging.WARNING
         why = error.message.partition(". ")[0]
         _log.log(
-            level, "%s. It is acknowledged and left out, because on_corrupt is skip; %d so far.",
-            why, skipped,
+            level, "%s. It is acknowledged and left out, because %s is skip; %d so far.",
+            why, option, skipped,
         )  # fmt: skip
 
     def unreadable(self, owned_range: OwnedRange, block: EntryBlock) -> None:

@@ -10,18 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from keyshard.broker.connect import transport_of
 from keyshard.broker.port import Admin, Broker, Consumer, StartPosition
 from keyshard.config.connection import WIRE
 from keyshard.config.source import SourceConfig
-from keyshard.config.workers import EMBEDDED
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.threads import Pool
 from keyshard.worker.receiver import Drop, OwnedRange, RangeConsumer, Receiver, Sink, close_quietly
 from keyshard.worker.subscribe import THREADS_MAX, open_range_consumer, open_range_consumers
 
@@ -87,12 +86,10 @@ class RangeConsumers:
         """
         kept = sum(map(len, self.by_partition.values()))
         share = self._config.window_bytes_max // (2 * max(1, kept + len(owned_ranges)))
-        grows = (
-            self._config.workers == EMBEDDED and transport_of(self._config.how_to_connect()) == WIRE
-        )
+        adapts = transport_of(self._config.how_to_connect()) == WIRE
         return open_range_consumers(
             self._broker, self._admin, self._config, owned_ranges, start,
-            make_queue=lambda: ClientQueue(share, self.queue_max, grows),
+            make_queue=lambda: ClientQueue(share, self.queue_max, adapts=adapts),
         )  # fmt: skip
 
     def owned_ranges(
@@ -108,13 +105,15 @@ class RangeConsumers:
 
     @property
     def consumed(self) -> list[TopicPartition]:
-        """Topic partitions that are received from."""
-        return [where for where in self.by_partition if where not in self._only_held]
+        """Topic partitions that are received from; may be asked by any thread."""
+        return [where for where in list(self.by_partition) if where not in self._only_held]
 
     @property
     def owned(self) -> list[OwnedRange]:
         """Seats that have a consumer to receive from."""
-        return [one.owned_range for where in self.consumed for one in self.by_partition[where]]
+        return [
+            one.owned_range for where in self.consumed for one in self.by_partition.get(where, ())
+        ]
 
     def serve(self, range_consumers: Sequence[RangeConsumer]) -> None:
         """Begin to receive from opened range consumers."""
@@ -216,7 +215,7 @@ class RangeConsumers:
 
         A topic partition whose ranges somebody else has now is left to them, with a warning.
         """
-        with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-subscribe") as pool:
+        with Pool(THREADS_MAX, "keyshard-subscribe") as pool:
             range_consumers = [
                 range_consumer
                 for range_consumer in pool.map(self._held, topic_partitions)
@@ -255,6 +254,15 @@ class RangeConsumers:
             return []
         found = [(one, one.consumer) for one in self.by_partition.get(where, ())]
         return [(one, consumer) for one, consumer in found if consumer.is_connected()]
+
+    def troubles(self) -> dict[TopicPartition, str]:
+        """What the broker refuses or does not answer, one sentence for a topic partition."""
+        found: dict[TopicPartition, str] = {}
+        for where, consumers in list(self.by_partition.items()):
+            text = next((text for one in consumers if (text := one.trouble())), "")
+            if text:
+                found[where] = text
+        return found
 
     def away(self) -> list[TopicPartition]:
         """Topic partitions none of whose consumers is connected now."""

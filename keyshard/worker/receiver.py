@@ -15,9 +15,11 @@ from keyshard.broker.port import Consumer
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.core.reception import Event, Reception, Rest, Turn
+from keyshard.core.refusals import Refusals
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import ClientQueue
-from keyshard.errors import BrokerError, CorruptEntryError, KeyShardError, RuntimeStoppedError
+from keyshard.errors import BrokerError, KeyShardError, UnreadableEntryError
+from keyshard.threads import begin
 
 PAUSED_WAIT_S = 0.02
 """Pause of a thread whose topic partitions are all full, seconds."""
@@ -61,8 +63,28 @@ class RangeConsumer:
     """The consumer of it that the broker did not know when it was asked, though it is connected."""
     replace_at_s: float = 0.0
     """When a successor is due for want of a connection; 0: it was connected when last seen."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """What became of attempts to give it another consumer."""
+    lacking: bool = False
+    """Whether ``consumer`` is closed, and a successor is to come."""
+    dropped: bool = False
+    """Whether its owned range is nobody's any more, or another's; set under ``changing``."""
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a successor comes, or it is dropped."""
     subscribed_s: float = field(default_factory=time.monotonic)
     """When its first consumer was there, on the monotonic clock."""
+
+    def succeeded_by(self, consumer: Consumer) -> bool:
+        """A consumer is there to take the place; whether it is still wanted."""
+        with self.changing:
+            if not self.dropped:
+                self.successor = consumer
+            return not self.dropped
+
+    def trouble(self) -> str:
+        """What is wrong between it and its broker; empty while nothing is known to be."""
+        error = self.refusals.error
+        return self.consumer.trouble() if error is None else error.message
 
 
 class Sink(Protocol):
@@ -74,11 +96,14 @@ class Sink(Protocol):
     def deliver(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Rest | None:
         """Take entries of one range consumer, in delivery order; an answer where some are not."""
 
-    def corrupt(self, range_consumer: RangeConsumer, error: CorruptEntryError) -> Rest | None:
+    def refused(self, range_consumer: RangeConsumer, error: UnreadableEntryError) -> Rest | None:
         """Skip an entry that cannot be read, or raise that; an answer where it is to come again."""
 
-    def reopen(self, range_consumer: RangeConsumer) -> None:
-        """Give it a new consumer; everything unacknowledged comes again."""
+    def reopen(self, range_consumer: RangeConsumer) -> bool:
+        """Give it a new consumer: everything unacknowledged comes again. Never waits.
+
+        Whether it has one now; else it lacks one until it has a successor.
+        """
 
     def fail(self, error: KeyShardError) -> None:
         """Remember the error that ends the source."""
@@ -125,8 +150,7 @@ class Receiver:
         self.range_consumers = 0
         """RangeConsumers it serves."""
         self.add(range_consumers)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = begin(name, self._run, fail=sink.fail)
 
     def add(self, range_consumers: Sequence[RangeConsumer]) -> None:
         """Serve more range consumers."""
@@ -169,18 +193,10 @@ class Receiver:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        try:
-            while not self._stopping:
-                while self._drops:
-                    self._apply_next_drop()
-                self._round()
-        except RuntimeStoppedError:
-            pass
-        except KeyShardError as exc:
-            self._sink.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - the loop's end must reach the user as an event
-            _log.exception("receiving ended unexpectedly")
-            self._sink.fail(KeyShardError(f"Receiving ended unexpectedly: {exc!r}."))
+        while not self._stopping:
+            while self._drops:
+                self._apply_next_drop()
+            self._round()
 
     def _apply_next_drop(self) -> None:
         with self._changed:
@@ -209,6 +225,8 @@ class Receiver:
             for range_consumer in dropped.values():
                 self.range_consumers -= 1
                 drop.closed.add(range_consumer.owned_range)
+                with range_consumer.changing:
+                    range_consumer.dropped = True
                 for consumer in (range_consumer.consumer, range_consumer.successor):
                     if consumer is not None:
                         close_quietly(consumer, for_another=drop.for_another)
@@ -245,21 +263,24 @@ class Receiver:
         if turn is Turn.LOOK_AGAIN:
             self._paused.append(range_consumer)
             return
-        if turn is Turn.RECEIVE_ANEW:
+        if turn is Turn.RECEIVE_ANEW and not range_consumer.lacking:
             self._reopen(range_consumer)
+        if range_consumer.lacking:
+            self._wait_for_successor(range_consumer)
+            return
         connected = range_consumer.consumer.is_connected()
         blocks: Sequence[EntryBlock] = ()
-        corrupt: CorruptEntryError | None = None
+        refused: UnreadableEntryError | None = None
         try:
             blocks = range_consumer.consumer.receive(0)
-        except CorruptEntryError as exc:
-            corrupt = exc
-        if not blocks and corrupt is None:
+        except UnreadableEntryError as exc:
+            refused = exc
+        if not blocks and refused is None:
             self._ask_to_ring(range_consumer)
             return
         reception.heard(time.monotonic())
-        if corrupt is not None and connected:
-            rest = self._sink.corrupt(range_consumer, corrupt)
+        if refused is not None and connected:
+            rest = self._sink.refused(range_consumer, refused)
         else:
             rest = (self._take if connected else self._let_pass)(range_consumer, blocks)
         if rest is not None:
@@ -272,14 +293,11 @@ class Receiver:
     def _take(self, range_consumer: RangeConsumer, blocks: Sequence[EntryBlock]) -> Rest | None:
         """Hand over what is whole; what cannot be judged comes again."""
         if not range_consumer.queue.suits(
-            sum(block.rows for block in blocks), sum(block.payload_bytes for block in blocks)
+            sum(block.rows for block in blocks), sum(block.column_bytes for block in blocks)
         ):
             # Nothing of it was taken: the new consumer gets it again.
             self._reopen(range_consumer)
             return None
-        larger = range_consumer.queue.larger()
-        if larger > range_consumer.queue.size and range_consumer.consumer.ask_ahead(larger):
-            range_consumer.queue.size = larger
         entries: list[EntryBlock] = []
         polled = range_consumer.queue.polled
         try:
@@ -311,6 +329,16 @@ class Receiver:
             range_consumer.reception.tell(Event.NOTHING)
             self._idle[id(range_consumer)] = range_consumer
         consumer.when_ready(partial(self._ring, range_consumer, consumer))
+
+    def _wait_for_successor(self, range_consumer: RangeConsumer) -> None:
+        """It was served, and has no consumer: it lines up again when it has one."""
+        with self._changed:
+            if range_consumer.successor is None:
+                range_consumer.reception.tell(Event.NOTHING)
+                self._idle[id(range_consumer)] = range_consumer
+            else:
+                range_consumer.reception.tell(Event.DONE)
+                self._ready.append(range_consumer)
 
     def _ring(self, range_consumer: RangeConsumer, of: Consumer | None = None) -> None:
         """Serve a range consumer, because its client has something, or for its successor.
@@ -345,7 +373,7 @@ class Receiver:
             open_ended = [
                 range_consumer
                 for range_consumer in self._idle.values()
-                if range_consumer.assembly.open is not None
+                if range_consumer.assembly.open is not None and not range_consumer.lacking
             ]
         for range_consumer in open_ended:
             consumer, reception = range_consumer.consumer, range_consumer.reception
@@ -376,7 +404,8 @@ class Receiver:
 
     def _reopen(self, range_consumer: RangeConsumer) -> None:
         """Make the broker deliver everything unacknowledged again."""
-        self._sink.reopen(range_consumer)
+        if not self._sink.reopen(range_consumer):
+            return
         with self._changed:
             if range_consumer.reception.anew():
                 self._line_up(range_consumer)

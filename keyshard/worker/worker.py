@@ -95,12 +95,19 @@ class Worker:
             consumers.consumer_of, continuity.acknowledgeable,
             config.acknowledge_timeout_ms / 1000, shared.fail,
         )  # fmt: skip
+        self._reconnector = Reconnector(
+            self._broker,
+            consumers,
+            config,
+            self.changing,
+            continuity=continuity,
+            fail=shared.fail,
+        )
         self.intake = consumers.sink = Intake(
             shared, consumers, continuity=continuity, acknowledger=self.acknowledger,
-            broker=self._broker, config=config, admit=admit, ahead_rows_max=ahead_rows_max,
-            unreadable=unreadable, begins=self._begins,
+            reopen=self._reconnector.reopen, config=config, admit=admit,
+            ahead_rows_max=ahead_rows_max, unreadable=unreadable, begins=self._begins,
         )  # fmt: skip
-        self._reconnector = Reconnector(self._broker, consumers, config, self.changing, continuity)
         consumers.serve(opened)
 
     def stop(self, deadline_s: float) -> None:
@@ -145,6 +152,11 @@ class Worker:
             (one, connected, pauses.include(one.topic_partition, one.range_index))
             for one, connected in self.range_consumers.connected()
         ]
+
+    def troubles(self) -> dict[TopicPartition, str]:
+        """What the broker refuses or does not answer, by topic partition; those without are not
+        named."""
+        return self.range_consumers.troubles()
 
     def adopt(self, assignment: Assignment, budget: Budget) -> Sequence[int]:
         """Let the window follow another assignment; returns the owner of each slot."""

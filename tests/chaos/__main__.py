@@ -34,6 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--transport", choices=(AUTO, CLIENT, WIRE), default=AUTO, help="what consumes and reads"
     )
+    parser.add_argument(
+        "--brokers", type=int, default=1, help="number of brokers; with several, two bookies"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
@@ -41,7 +44,8 @@ def main() -> int:
     workers: str = given.workers or random.Random(f"{seed}: workers?").choice(WORKERS)
     directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
     transport: str = given.transport
-    print(f"seed {seed}, {subject.value}, {workers}, {transport}, files in {directory}", flush=True)
+    how = f"{subject.value}, {workers}, {transport}, {given.brokers} broker(s)"
+    print(f"seed {seed}, {how}, files in {directory}", flush=True)
     chaos = Chaos(
         directory,
         subject,
@@ -49,6 +53,7 @@ def main() -> int:
         lambda text: print(text, flush=True),
         workers=workers,
         transport=transport,
+        brokers=given.brokers,
     )
     report = chaos.run(given.minutes)
     _print(report)
@@ -59,7 +64,7 @@ def main() -> int:
         return 0
     print(f"The history is {directory / 'history.jsonl'}; logs lie beside it.")
     again = f"--minutes {given.minutes:g} --seed {seed} --subject {subject.value}"
-    again += f" --workers {workers} --transport {transport}"
+    again += f" --workers {workers} --transport {transport} --brokers {given.brokers}"
     print(f"The same faults again: python -m tests.chaos {again}")
     return 1
 

@@ -23,6 +23,15 @@ from tests.tested_pulsar import PULSAR
 TOPIC = "persistent://public/default/chaos"
 SUBSCRIPTION = "chaos"
 
+FORGETFUL = {
+    "brokerDeduplicationEnabled": "true",
+    "keepAliveIntervalSeconds": str(KEEP_ALIVE_S),
+    # Acknowledgements are written down every 50 s instead of every 10 s, so that each death of a
+    # broker forgets some.
+    "managedLedgerDefaultMarkDeleteRateLimit": "0.02",
+}
+"""Settings of every broker."""
+
 _PATH = "/admin/v2/persistent/public/default/chaos"
 _START_S = 150.0
 _REQUEST_S = 20.0
@@ -53,11 +62,7 @@ class Cluster:
                 ),
                 "internalListenerName": "direct",
                 "bindAddresses": f"proxied:{_url(behind)}",
-                "brokerDeduplicationEnabled": "true",
-                "keepAliveIntervalSeconds": str(KEEP_ALIVE_S),
-                # Acknowledgements are written down every 50 s instead of every 10 s, so that each
-                # death of the broker forgets some.
-                "managedLedgerDefaultMarkDeleteRateLimit": "0.02",
+                **FORGETFUL,
                 **(settings or {}),
             },
         )

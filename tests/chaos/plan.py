@@ -46,10 +46,17 @@ class Kind(Enum):
     UNPARKED = "keys unparked"
     WORKER_KILLED = "worker process killed"
     WORKER_STOPPED = "worker process stopped and continued"
+    BROKER_SHUT_DOWN = "broker shut down in order and started again"
+    BUNDLE_MOVED = "bundle moved to another broker"
+    BUNDLE_SPLIT = "bundle split"
+    BOOKIE_KILLED = "bookie killed and started again"
 
 
 _OF_HANDLERS = frozenset({Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED})
 _OF_WORKERS = frozenset({Kind.WORKER_KILLED, Kind.WORKER_STOPPED})
+_OF_CLUSTERS = frozenset(
+    {Kind.BROKER_SHUT_DOWN, Kind.BUNDLE_MOVED, Kind.BUNDLE_SPLIT, Kind.BOOKIE_KILLED}
+)
 
 
 class Subject(Enum):
@@ -63,11 +70,13 @@ class Subject(Enum):
         """What is started."""
         return f"tests.chaos.{self.value}"
 
-    def kinds(self, workers: str) -> list[Kind]:
-        """The faults that may befall it, with what has its consumers."""
+    def kinds(self, workers: str, brokers: int = 1) -> list[Kind]:
+        """The faults that may befall it, with what has its consumers, on so many brokers."""
         others = set() if self is Subject.HANDLERS else _OF_HANDLERS
         if workers == "embedded":
             others = others | _OF_WORKERS
+        if brokers == 1:
+            others = others | _OF_CLUSTERS
         return [kind for kind in Kind if kind not in others]
 
     @property
@@ -100,7 +109,7 @@ class Fault:
 
 
 def faults(
-    seed: int, subject: Subject = Subject.STREAM, workers: str = "embedded"
+    seed: int, subject: Subject = Subject.STREAM, workers: str = "embedded", brokers: int = 1
 ) -> Iterator[list[Fault]]:
     """Rounds without end: in each every kind at least once, in another order.
 
@@ -111,7 +120,7 @@ def faults(
     steps: list[Enum | None] = [subject.first_step]
     first = True
     while True:
-        kinds = [*subject.kinds(workers), Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
+        kinds = [*subject.kinds(workers, brokers), Kind.STREAM_KILLED, Kind.CONNECTIONS_CUT]
         if partitions >= PARTITIONS_MAX:
             kinds.remove(Kind.PARTITIONS_ADDED)
         partitions += 1
@@ -143,6 +152,8 @@ def _duration_s(kind: Kind, chooser: random.Random, *, long: bool) -> float:
     if kind is Kind.WORKER_STOPPED:
         within = chooser.random() < 0.3
         return chooser.uniform(*(_WITHIN_THE_LEASE_S if within else _BEYOND_THE_LEASE_S))
+    if kind is Kind.BOOKIE_KILLED:
+        return chooser.uniform(*_SHORT_S)
     if kind in {Kind.BROKER_STOPPED, Kind.CONNECTIONS_STALLED}:
         beyond = long and chooser.random() < 0.3
         return chooser.uniform(*(_BEYOND_THE_CLIENT_S if beyond else _SHORT_S))

@@ -4,11 +4,61 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 5.0
 _CHUNK = 64 * 1024
+
+
+class Proxied(Protocol):
+    """Connections that can be cut and stalled."""
+
+    @property
+    def connections(self) -> int: ...
+
+    def cut(self) -> int: ...
+
+    def stall(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Proxies:
+    """Several proxies that are cut and stalled together; a context manager."""
+
+    def __init__(self, proxies: Sequence[TcpProxy]) -> None:
+        self._proxies = proxies
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Proxies:
+        for proxy in self._proxies:
+            self._stack.enter_context(proxy)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return sum(proxy.connections for proxy in self._proxies)
+
+    def cut(self) -> int:
+        """Close every connection at once; returns how many."""
+        return sum(proxy.cut() for proxy in self._proxies)
+
+    def stall(self) -> None:
+        """Pass nothing on until :meth:`resume`."""
+        for proxy in self._proxies:
+            proxy.stall()
+
+    def resume(self) -> None:
+        """Pass on what was held back, in order, and all that follows."""
+        for proxy in self._proxies:
+            proxy.resume()
 
 
 class TcpProxy:
@@ -16,10 +66,11 @@ class TcpProxy:
 
     Args:
         port: Where it listens.
-        target: Port on loopback that it connects to, for each connection anew.
+        target: Port on loopback that it connects to, for each connection anew; or a function that
+            chooses it for each.
     """
 
-    def __init__(self, port: int, target: int) -> None:
+    def __init__(self, port: int, target: int | Callable[[], int]) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
@@ -83,7 +134,8 @@ class TcpProxy:
             except OSError:
                 return
             try:
-                broker = socket.create_connection((LOOPBACK, self._target), _CONNECT_TIMEOUT_S)
+                target = self._target() if callable(self._target) else self._target
+                broker = socket.create_connection((LOOPBACK, target), _CONNECT_TIMEOUT_S)
             except OSError:
                 client.close()
                 continue

@@ -36,6 +36,7 @@ class Report:
     """What had the program's consumers."""
     transport: str
     """What consumed and read."""
+    brokers: int
     seconds: float
     faults: dict[str, int]
     """Faults of each kind that were injected."""

@@ -37,6 +37,7 @@ from tests.chaos.report import (
     unchecked,
     wrongs_of_handlers,
 )
+from tests.chaos.several import SeveralBrokers
 from tests.chaos.stream import WORKER, Settings
 from tests.chaos.stream_process import StreamFailedError, StreamProcess, write
 
@@ -73,6 +74,7 @@ class Chaos:
         say: Told what happens.
         workers: What has the consumers of the program.
         transport: What consumes and reads.
+        brokers: Number of brokers; with several there are two bookies, too.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class Chaos:
         *,
         workers: str,
         transport: str = AUTO,
+        brokers: int = 1,
     ) -> None:
         self._subject = subject
         self._workers = workers
+        self._brokers = brokers
         self._transport = transport
         self._strike = random.Random(f"{seed}: which worker?")
         self._seed = seed
@@ -95,7 +99,11 @@ class Chaos:
         self._say = say
         self._began = time.monotonic()
         self._injected: Counter[Kind] = Counter()
-        self._cluster = Cluster(directory / "broker")
+        self._cluster = (
+            Cluster(directory / "broker")
+            if brokers == 1
+            else SeveralBrokers(directory / "cluster", brokers, seed)
+        )
         settings = Settings(
             topic=TOPIC,
             subscription=SUBSCRIPTION,
@@ -149,11 +157,13 @@ class Chaos:
 
     @property
     def _kinds(self) -> list[Kind]:
-        return self._subject.kinds(self._workers)
+        return self._subject.kinds(self._workers, self._brokers)
 
     def _rounds(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        for number, drawn in enumerate(faults(self._seed, self._subject, self._workers)):
+        for number, drawn in enumerate(
+            faults(self._seed, self._subject, self._workers, self._brokers)
+        ):
             for fault in drawn:
                 if number and time.monotonic() >= end:
                     return
@@ -227,6 +237,7 @@ class Chaos:
             subject=self._subject.value,
             workers=self._workers,
             transport=self._transport,
+            brokers=self._brokers,
             seconds=round(time.monotonic() - self._began, 1),
             faults=injected,
             verdicts=verdicts,
@@ -325,6 +336,32 @@ class Chaos:
         self._cluster.unload(time.monotonic() + _PROGRESS_S)
         write(self._history, "disconnected", BROKER)
 
+    def _shut_down_broker(self, _fault: Fault) -> None:
+        self._several.shut_down()
+        write(self._history, "disconnected", BROKER)
+        self._cluster.start()
+
+    def _move_bundle(self, _fault: Fault) -> None:
+        self._several.move()
+        write(self._history, "disconnected", BROKER)
+
+    def _split_bundle(self, _fault: Fault) -> None:
+        self._several.split()
+        write(self._history, "disconnected", BROKER)
+
+    def _kill_bookie(self, fault: Fault) -> None:
+        self._several.kill_bookie()
+        try:
+            self._pause(fault.lasts_s)
+        finally:
+            self._several.start()
+        write(self._history, "disconnected", BROKER)
+
+    @property
+    def _several(self) -> SeveralBrokers:
+        assert isinstance(self._cluster, SeveralBrokers)
+        return self._cluster
+
     def _add_partitions(self, _fault: Fault) -> None:
         end = time.monotonic() + _PROGRESS_S
         grow = partial(self._cluster.grow, end)
@@ -388,6 +425,10 @@ _INJECT: dict[Kind, Callable[[Chaos, Fault], None]] = {
     Kind.UNPARKED: Chaos._unpark,
     Kind.WORKER_KILLED: Chaos._kill_worker,
     Kind.WORKER_STOPPED: Chaos._stop_worker,
+    Kind.BROKER_SHUT_DOWN: Chaos._shut_down_broker,
+    Kind.BUNDLE_MOVED: Chaos._move_bundle,
+    Kind.BUNDLE_SPLIT: Chaos._split_bundle,
+    Kind.BOOKIE_KILLED: Chaos._kill_bookie,
 }
 
 

@@ -38,13 +38,21 @@ def test_handlers_keep_every_promise_under_every_fault(tmp_path: Path) -> None:
     assert result["unparked"] > 0
 
 
-def chaos(folder: Path, subject: Subject) -> dict[str, Any]:
+@pytest.mark.broker
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_every_promise_holds_when_one_of_two_brokers_fails_or_hands_over(tmp_path: Path) -> None:
+    result = chaos(tmp_path, Subject.STREAM, brokers=2)
+    assert result["rows"] == result["messages"]
+
+
+def chaos(folder: Path, subject: Subject, brokers: int = 1) -> dict[str, Any]:
     """A run of one round; its figures."""
     figures = folder / "figures.json"
     run = subprocess.run(
         [
             *(sys.executable, "-m", "tests.chaos", "--minutes", "0", "--seed", str(SEED)),
             *("--subject", subject.value, "--workers", EMBEDDED, "--json", str(figures)),
+            *("--brokers", str(brokers)),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -56,7 +64,8 @@ def chaos(folder: Path, subject: Subject) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(figures.read_text())
     assert result["holds"]
     assert result["violations"] == 0
-    assert result["faults"].keys() == {*(kind.value for kind in subject.kinds(EMBEDDED)), FORGOTTEN}
+    kinds = subject.kinds(EMBEDDED, brokers)
+    assert result["faults"].keys() == {*(kind.value for kind in kinds), FORGOTTEN}
     assert all(result["faults"].values())
     assert result["messages"] > 1_000
     assert result["of_bytes"] > 100

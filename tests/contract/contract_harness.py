@@ -94,6 +94,9 @@ class Harness(Protocol):
     def publish_corrupt(self, topic: str) -> None:
         """Store an entry that cannot be read."""
 
+    def publish_encrypted(self, topic: str, key: str, messages: int) -> None:
+        """Store an encrypted entry: one message, or a batch of several."""
+
     def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
         """Start another process with a consumer of the subscription."""
 

@@ -63,6 +63,11 @@ class MemoryHarness:
         ((where, entry_id),) = self._cluster.publish(topic, Message(b"?", key="k"))
         self._cluster.corrupt(where, entry_id)
 
+    def publish_encrypted(self, topic: str, key: str, messages: int) -> None:
+        sent = [Message(b"secret", key=key)] * messages
+        batching = Batching.BY_KEY if messages > 1 else Batching.NONE
+        self._cluster.publish(topic, *sent, batching=batching, encrypted=True)
+
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         return self._cluster.backlog(topic_partition, subscription)
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +18,8 @@ import _pulsar
 import httpx
 import pulsar
 from contract_harness import SUBSCRIPTION, OtherClient
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from raw_protocol import RawConnection, RawEntry, entry_of
 
 from keyshard.broker.memory import Batching, Message
@@ -46,7 +49,7 @@ class PulsarHarness:
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
-        self._admin = httpx.Client(base_url=admin_url, timeout=10)
+        self._admin = httpx.Client(base_url=admin_url, timeout=10, follow_redirects=True)
         self._own_admin = PulsarAdmin(Connection(service_url, admin_url))
         self._client = pulsar.Client(
             service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
@@ -102,6 +105,20 @@ class PulsarHarness:
     def publish_corrupt(self, topic: str) -> None:
         # LZ4 that is none.
         self.publish_raw(topic, [({6: b"k", 8: 1, 9: 50}, b"garbage")])
+
+    def publish_encrypted(self, topic: str, key: str, messages: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            producer = self._client.create_producer(
+                topic,
+                encryption_key="k",
+                crypto_key_reader=_new_key(Path(folder)),
+                batching_enabled=messages > 1,
+                batching_max_publish_delay_ms=5_000,
+            )
+            for number in range(messages):
+                producer.send_async(b"secret%d" % number, lambda *_: None, partition_key=key)
+            producer.flush()
+            producer.close()
 
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         answer = self._admin.get(
@@ -196,7 +213,8 @@ class PulsarHarness:
         # A topic belongs to a broker where somebody looked for it.
         path = topic.replace("://", "/")
         self._admin.get(f"/lookup/v2/topic/{path}").raise_for_status()
-        url = urlsplit(self._service_url)
+        found = self._admin.get(f"/lookup/v2/topic/{topic.replace('://', '/')}").raise_for_status()
+        url = urlsplit(found.json()["brokerUrl"])
         with RawConnection(url.hostname or "", url.port or 0) as connection:
             connection.publish(topic, entries)
 
@@ -250,6 +268,25 @@ def _to_pulsar(message: Message) -> Any:
     if message.event_ms:
         builder.event_timestamp(message.event_ms)
     return builder.build()
+
+
+def _new_key(folder: Path) -> pulsar.CryptoKeyReader:
+    """A key pair in a folder."""
+    key = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+    private, public = folder / "private.pem", folder / "public.pem"
+    private.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return pulsar.CryptoKeyReader(str(public), str(private))
 
 
 def _path(topic: str) -> str:

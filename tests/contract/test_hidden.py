@@ -22,7 +22,7 @@ from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.errors import ChunkedMessageError, CorruptEntryError
+from keyshard.errors import ChunkedMessageError, CorruptEntryError, EncryptedMessageError
 
 FIRST = EntryId(0, 0)
 LOW, HIGH = split_ring(2)
@@ -140,4 +140,35 @@ def test_an_entry_that_cannot_be_read_is_named_once_and_what_lies_behind_it_come
     ledger = consumer.last_entry()
     assert ledger is not None
     consumer.acknowledge([EntryId(ledger.ledger, number) for number in range(6)])
+    wait_until(lambda: harness.backlog(where) == 0)
+
+
+def test_an_encrypted_entry_is_named_once_and_what_lies_behind_it_comes(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    consumer = subscribe(broker, where)
+    for number in range(3):
+        harness.publish(where.name, [Message(b"%d" % number, key="k")])
+        harness.publish_encrypted(where.name, "k", 1 + 2 * number)
+    harness.publish(where.name, [Message(b"3", key="k")])
+    reader = broker.reader(where, FIRST)
+    for take in (consumer.receive, reader.read):
+        found: list[bytes | EntryId] = []
+
+        def taken(
+            take: Callable[[int], list[EntryBlock]] = take,
+            found: list[bytes | EntryId] = found,
+        ) -> bool:
+            try:
+                found.extend(value for block in take(RECEIVE_MS) for value in block.values)
+            except EncryptedMessageError as exc:
+                found += [entry_of(exc)] if exc.stored else []
+            return len(found) == 7
+
+        wait_until(taken)
+        encrypted = [one for one in found if isinstance(one, EntryId)]
+        assert [one.entry for one in encrypted] == [1, 3, 5]
+        assert found[::2] == [b"0", b"1", b"2", b"3"]
+    assert reader.at_end()
+    assert harness.backlog(where) == 7
+    consumer.acknowledge([EntryId(encrypted[0].ledger, number) for number in range(7)])
     wait_until(lambda: harness.backlog(where) == 0)

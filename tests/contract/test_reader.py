@@ -112,7 +112,7 @@ def test_without_values_all_else_is_the_same(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     publish_mix(harness, where)
     everything = read_to_end(broker.reader(where, FIRST)).blocks
-    found = read_to_end(broker.reader(where, FIRST, HowToRead(2, ["__key"]))).blocks
+    found = read_to_end(broker.reader(where, FIRST, HowToRead(2, columns=["__key"]))).blocks
     assert len(found) == len(everything)
     for one, other in zip(found, everything, strict=True):
         assert one.partition_keys == other.partition_keys

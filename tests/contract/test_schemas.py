@@ -30,6 +30,8 @@ def test_each_version_of_a_schema_is_told_and_the_newest_where_none_is_named(
         assert (found.type, found.version) == ("AVRO", 1 if version is None else version)
         assert json.loads(found.definition) == schema
         assert found.properties["owner"] == "shop"
+        if partitions:
+            assert harness.schema(f"{topic}-partition-1", version) == found
     assert harness.schema(topic, 7) is None
 
 

@@ -44,6 +44,20 @@ def test_an_empty_topic_partition_has_no_entries_and_no_topic_has_no_ledgers(
     assert admin.position_at(nowhere, T0) is None
 
 
+def test_the_last_entry_that_was_written_is_told(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    admin = harness.admin()
+    assert admin.last_written(TopicPartition(f"{where.topic}-no")) is None
+    (empty,) = admin.ledgers(where) or ()
+    assert admin.last_written(where) == EntryId(empty.id, -1)
+    harness.publish(where.name, [Message(b"m", key="k")] * 3)
+    (ledger,) = (one for one in admin.ledgers(where) or () if one.entries)
+    last = EntryId(ledger.id, 2)
+    assert admin.last_written(where) == last
+    harness.roll_ledger(where)
+    assert admin.last_written(where) == last
+
+
 def test_a_ledger_list_follows_what_is_published(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     admin = harness.admin()

@@ -76,7 +76,8 @@ def checkpoints(random: Random, name: str) -> None:
         for i in range(random.randint(2, 12)):
             cluster.memory.publish(cluster.topic, Message(b"%d" % i, key=f"k{i % 3}"))
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=2, starting_position="earliest",
+            "orders", subscription="keyshard",
+            service_url=cluster.url, parallelism=2, starting_position="earliest",
             replay_timeout_ms=2_000, admin_url=random.choice((None, cluster.url)),
         )  # fmt: skip
         with source.open() as stream:

@@ -136,7 +136,11 @@ def exceptions(random: Random, name: str) -> None:
             for key in good + bad:
                 cluster.memory.publish(cluster.topic, Message(b"%d" % number, key=key))
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=2, starting_position="earliest"
+            "orders",
+            subscription="keyshard",
+            service_url=cluster.url,
+            parallelism=2,
+            starting_position="earliest",
         )
         chosen = random.choice((handle, handle_async))
         options: dict[str, Any] = {

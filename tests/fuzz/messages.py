@@ -44,7 +44,8 @@ def messages(random: Random, name: str) -> None:
                 cluster.topic, *some, batching=random.choice((Batching.NONE, Batching.BY_KEY))
             )
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=random.choice((1, 2, 7)),
+            "orders", subscription="keyshard",
+            service_url=cluster.url, parallelism=random.choice((1, 2, 7)),
             starting_position="earliest",
         )  # fmt: skip
         way = random.choice((_opened, _batched, _handled))

@@ -12,7 +12,7 @@ from keyshard import HandlerConfig, KeyShardSource, RetryPolicy
 from keyshard.broker.memory import Message
 from keyshard.config.source import SourceConfig
 from keyshard.errors import KeyShardError
-from tests.fuzz.promises import Cluster, Ended, promise, refused
+from tests.fuzz.promises import HANDLED_S, Cluster, Ended, promise, refused
 from tests.fuzz.values import SECRET, Hostile, value
 
 MESSAGES = 6
@@ -48,7 +48,7 @@ def source_options(random: Random, name: str) -> None:
     says = f"KeyShardSource({_says(given)})"
     with Cluster(name, partitions=2) as cluster:
         plain = {
-            "topics": "orders", "service_url": cluster.url, "parallelism": 2,
+            "topics": "orders", "subscription": "s", "service_url": cluster.url, "parallelism": 2,
             "starting_position": "earliest", "subscribe_timeout_ms": 5_000,
             "operation_timeout_ms": 5_000,
         }  # fmt: skip
@@ -96,7 +96,11 @@ def run_options(random: Random, name: str) -> None:
             cluster.topic, *(Message(b"x", key=f"k{i}") for i in range(MESSAGES))
         )
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=2, starting_position="earliest"
+            "orders",
+            subscription="keyshard",
+            service_url=cluster.url,
+            parallelism=2,
+            starting_position="earliest",
         )
         handled: list[bytes] = []
         done = threading.Event()
@@ -107,11 +111,10 @@ def run_options(random: Random, name: str) -> None:
                 done.set()
 
         running = Ended(lambda: source.run(handle, **given), says)
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + HANDLED_S
         while running.alive and not done.wait(0.01) and time.monotonic() < end:
             pass
-        if running.alive:
-            source.stop()
+        running.stop(source.stop)
         error = running.join()
         if isinstance(error, KeyShardError):
             promise(not handled, f"{says}: refused after messages were handled: {error}")
@@ -129,11 +132,15 @@ def calls(random: Random, name: str) -> None:
     """Methods of a running source with hostile arguments; it goes on afterwards."""
     with Cluster(name, partitions=2) as cluster:
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=2, starting_position="earliest"
+            "orders",
+            subscription="keyshard",
+            service_url=cluster.url,
+            parallelism=2,
+            starting_position="earliest",
         )
         handled: list[bytes] = []
         running = Ended(lambda: source.run(lambda message: handled.append(message.value)), "run")
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + HANDLED_S
         cluster.memory.publish(cluster.topic, Message(b"first", key="a"))
         while running.alive and not handled and time.monotonic() < end:
             time.sleep(0.005)
@@ -150,11 +157,10 @@ def calls(random: Random, name: str) -> None:
             else:
                 refused(lambda one=one: source.rescale(balance=one), says)
         cluster.memory.publish(cluster.topic, Message(b"last", key="a"))
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + HANDLED_S
         while running.alive and b"last" not in handled and time.monotonic() < end:
             time.sleep(0.005)
-        if running.alive:
-            source.stop()
+        running.stop(source.stop)
         ended = running.join()
         promise(ended is None, f"calls ended the source: {ended}")
         promise(handled == [b"first", b"last"], f"after hostile calls it handled {handled}")
@@ -167,7 +173,11 @@ def batch_options(random: Random, name: str) -> None:
             cluster.topic, *(Message(b"x", key=f"k{i}") for i in range(MESSAGES))
         )
         source = KeyShardSource(
-            "orders", service_url=cluster.url, parallelism=2, starting_position="earliest"
+            "orders",
+            subscription="keyshard",
+            service_url=cluster.url,
+            parallelism=2,
+            starting_position="earliest",
         )
         given = {
             one: value(random)

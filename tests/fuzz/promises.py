@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import cluster as memory_cluster
-from keyshard.errors import KeyShardError
+from keyshard.errors import KeyShardError, NotRunningError
 from tests.fuzz.values import SECRET
 
 END_S = 30.0
 """Longest time of one call that the fuzzer makes, seconds."""
+HANDLED_S = 20.0
+"""Longest time until a source that takes its options handles a few messages, seconds."""
 SENTENCE_CHARS_MAX = 2_000
 """An error is a sentence or a few, not a dump."""
 
@@ -72,6 +75,12 @@ class Ended:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def stop(self, stop: Callable[[], None]) -> None:
+        """Stop the source of the call, unless the call ends by itself before the source runs."""
+        end = time.monotonic() + END_S
+        while self.alive and not _stopped(stop) and time.monotonic() < end:
+            self._thread.join(0.01)
+
     def join(self) -> Any:
         """What :func:`refused` returned."""
         self._thread.join(END_S)
@@ -79,6 +88,14 @@ class Ended:
         if self._broken is not None:
             raise self._broken
         return self.result
+
+
+def _stopped(stop: Callable[[], None]) -> bool:
+    try:
+        stop()
+    except NotRunningError:
+        return False
+    return True
 
 
 class Cluster:

@@ -82,13 +82,34 @@ def test_a_broker_is_found_where_its_data_is_not_named(
             registry.remember(started.pid, DEFAULT_VERSION, 6650, 8080, folder)
         code, out, _ = run(capsys, "broker", "status")
         assert (code, out.count("Running.")) == (0, 2)
-        code, _, err = run(capsys, "broker", "stop")
-        assert code == 1
-        assert all(str(folder) in err for folder in folders)
-        assert run(capsys, "broker", "stop", "--data", str(folders[0]))[0] == 0
-        code, out, _ = run(capsys, "broker", "stop")
-        assert (code, out) == (0, f"Stopped the broker on {folders[1]}.\n")
+        for left in (folders, folders[1:]):
+            code, out, err = run(capsys, "broker", "stop")
+            assert (code, out) == (1, ""), "a broker of somebody else's folder is not stopped"
+            for folder in left:
+                assert f"at port 6650: keyshard broker stop --data {folder}" in err
+            code, out, _ = run(capsys, "broker", "stop", "--data", str(left[0]))
+            assert (code, out) == (0, f"Stopped the broker on {left[0]}.\n")
         assert run(capsys, "broker", "status")[:2] == (1, "No broker runs.\n")
+    finally:
+        for started, thread in zip(brokers, threads, strict=True):
+            started.kill()
+            thread.join(10)
+
+
+def test_the_broker_of_the_default_folder_is_stopped_without_naming_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folders = [registry.data_dir(None), tmp_path / "other"]
+    brokers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in folders]
+    threads = [threading.Thread(target=one.wait) for one in brokers]
+    for thread in threads:
+        thread.start()
+    try:
+        for started, folder in zip(brokers, folders, strict=True):
+            registry.remember(started.pid, DEFAULT_VERSION, 6650, 8080, folder)
+        code, out, _ = run(capsys, "broker", "stop")
+        assert (code, out) == (0, f"Stopped the broker on {folders[0]}.\n")
+        assert [one.data_dir for one in registry.running()] == [str(folders[1])]
     finally:
         for started, thread in zip(brokers, threads, strict=True):
             started.kill()
@@ -108,7 +129,7 @@ def test_the_default_version_is_that_of_the_broker() -> None:
 
 
 COMMANDS = (
-    "broker", "produce", "check", "status", "explain", "unpark", "discard", "rescale",
+    "broker", "produce", "check", "ps", "status", "explain", "unpark", "discard", "rescale",
     "doctor",
 )  # fmt: skip
 

@@ -341,14 +341,16 @@ def test_commands_take_a_client_conf(
     asked = ("produce", topic_name, "--messages", "100", "--keys", "5", "--partitions", "2")
     code, told = command(capsys, *asked, *conf)
     assert code == 0, told
-    code, told = command(capsys, "doctor", "--topic", topic_name, *conf)
+    code, told = command(capsys, "doctor", "--topic", topic_name, "--subscription", "s", *conf)
     assert code == 0, told
     live = ("check", "--live", "--topic", f"{topic_name}-live", "--messages", "200", "--keys", "5")
     code, told = command(capsys, *live, *conf)
     assert code == 0, told
     expired = broker.signer.token(ROLE, -60)
     own = ("--auth-plugin", "token", "--auth-params", f"token:{expired}")
-    code, told = command(capsys, "doctor", "--topic", topic_name, *conf, *own)
+    code, told = command(
+        capsys, "doctor", "--topic", topic_name, "--subscription", "s", *conf, *own
+    )
     assert code == 1
     assert "does not accept role 'billing-app'" in " ".join(told.split())
     assert expired not in told

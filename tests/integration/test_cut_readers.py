@@ -179,8 +179,8 @@ def test_a_bounded_run_sees_what_is_left(cluster: Cluster, entries: list[EntryId
 
     def look(broker: Broker) -> None:
         end = EntryId(ledger, ENTRIES)
-        assert _first_entry(broker, WHERE, Gap(entries[-1], end)) == entries[-1]
-        assert _first_entry(broker, WHERE, Gap(end, EntryId(ledger, ENTRIES + 9))) is None
+        assert _first_entry(broker, WHERE, Gap(entries[-1], end), ()) == entries[-1]
+        assert _first_entry(broker, WHERE, Gap(end, EntryId(ledger, ENTRIES + 9)), ()) is None
 
     cut_at_each_step(cluster, look)
 

@@ -13,13 +13,13 @@ import httpx
 import pulsar
 import pytest
 
+from helpers import listening
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevBroker, install
 
 pytestmark = pytest.mark.broker
 
 LOOPBACK = "0100007F"
-LISTENING = "0A"
 
 
 @contextmanager
@@ -31,26 +31,6 @@ def client_of(broker: DevBroker) -> Iterator[pulsar.Client]:
         yield client
     finally:
         client.close()
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Address (as the kernel writes it) and port of each socket a process listens on."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = str(descriptor.readlink())
-        except FileNotFoundError:  # Closed meanwhile.
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENING and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                found.add((address, int(port, 16)))
-    return found
 
 
 def send(client: pulsar.Client, topic: str, values: range) -> None:

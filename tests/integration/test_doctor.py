@@ -167,6 +167,6 @@ def test_a_topic_that_is_not_there_is_a_problem_and_is_not_made(
 
 def test_a_broker_that_is_away_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--topic", "t", "--admin-url", "http://127.0.0.1:1"])
+        main(["doctor", "--topic", "t", "--subscription", "s", "--admin-url", "http://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "does not answer" in capsys.readouterr().out

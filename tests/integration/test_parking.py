@@ -67,7 +67,8 @@ class World:
             self.published[key] += 1
 
     def source(self, **changes: Any) -> KeyShardSource:
-        given = {"parallelism": 3, "starting_position": "earliest"} | changes
+        plain = {"subscription": "keyshard", "parallelism": 3, "starting_position": "earliest"}
+        given = plain | changes
         return KeyShardSource(
             self.topic, service_url=self.service_url, admin_url=self.admin_url, **given
         )
@@ -253,8 +254,8 @@ from keyshard import KeyShardSource, RetryPolicy
 
 settings = json.loads(sys.argv[1])
 source = KeyShardSource(
-    settings["topic"], service_url=settings["service_url"], admin_url=settings["admin_url"],
-    parallelism=3, starting_position="earliest",
+    settings["topic"], subscription="keyshard", service_url=settings["service_url"],
+    admin_url=settings["admin_url"], parallelism=3, starting_position="earliest",
 )
 log = os.open(settings["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 

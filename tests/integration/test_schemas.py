@@ -55,7 +55,11 @@ def source(dev_broker: DevBroker) -> KeyShardSource:
             producer = client.create_producer(topic, schema=AvroSchema(kind))
             producer.send(value, partition_key=f"k{value.id}")
     return KeyShardSource(
-        topic, service_url=dev_broker.service_url, starting_position="earliest", parallelism=2
+        topic,
+        subscription="keyshard",
+        service_url=dev_broker.service_url,
+        starting_position="earliest",
+        parallelism=2,
     )
 
 
@@ -104,7 +108,8 @@ def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevB
             producer.send_async(b"\x09" if number == wrong else good, None)
         producer.flush()
     source = KeyShardSource(
-        topic, service_url=dev_broker.service_url, starting_position="earliest", parallelism=1,
+        topic, subscription="keyshard",
+        service_url=dev_broker.service_url, starting_position="earliest", parallelism=1,
         malformed="PERMISSIVE",
     )  # fmt: skip
     decoder = source.decoder(["id", "_corrupt_record"])

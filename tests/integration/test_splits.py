@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pulsar
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
 
 from contract.pulsar_harness import PulsarHarness
 from contract.raw_protocol import COMMIT, RawConnection
@@ -19,6 +16,7 @@ from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.coordinator.bounded import plan_read
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import (
@@ -106,6 +104,43 @@ def test_what_is_trimmed_after_planning_is_named_or_left_out(
         plan_read(source, "999999:0")
 
 
+def test_the_end_of_a_read_is_the_start_of_the_next_where_all_of_it_is_trimmed(
+    broker: DevBroker, harness: PulsarHarness
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish(where.name, [Message(b"%d" % i, key="k") for i in range(5)])
+    source = source_of(broker, where.name)
+    (first,) = plan_read(source)
+    assert isinstance(first.end, MessageId)
+    harness.roll_ledger(where)
+    path = where.name.replace("://", "/")
+
+    def trimmed() -> bool:
+        httpx.post(f"{broker.admin_url}/admin/v2/{path}/trim", timeout=20).raise_for_status()
+        return not any(ledger.entries for ledger in harness.admin().ledgers(where) or ())
+
+    wait_until(trimmed)
+    (second,) = plan_read(source, str(first.end))
+    assert (second.entries, values(source, [second])) == (0, [])
+    (third,) = plan_read(source, str(second.end))
+    with pytest.raises(DataLossTrimmedError):
+        plan_read(source, f"{first.end.ledger}:{first.end.entry - 1}")
+    # A stream begins there, too, and has what comes.
+    stream = source_of(
+        broker,
+        where.name,
+        starting_position=json.dumps({where.name: str(first.end)}),
+        subscription="s",
+    )
+    with stream.open() as running:
+        harness.publish(where.name, [Message(b"new", key="k")])
+        batch = running.next_batch(20.0)
+        assert batch is not None
+        assert [one for rows in batch for one in rows.column("value").to_pylist()] == [b"new"]
+    for end in (second.end, third.end):
+        assert values(source, plan_read(source, str(end))) == [b"new"]
+
+
 def test_a_topic_that_was_created_anew_is_not_read_for_the_old_one(
     broker: DevBroker, harness: PulsarHarness
 ) -> None:
@@ -155,11 +190,11 @@ def test_a_chunked_message_is_an_error_where_it_is_read(
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_an_encrypted_message_is_an_error_and_not_left_out(
-    broker: DevBroker, harness: PulsarHarness, tmp_path: Path, batched: bool
+    broker: DevBroker, harness: PulsarHarness, batched: bool
 ) -> None:
     topic = harness.create_topic()
     harness.publish(topic, [Message(b"before", key="k")])
-    publish_encrypted(broker, topic, tmp_path, batched=batched)
+    harness.publish_encrypted(topic, "k", 3 if batched else 1)
     harness.publish(topic, [Message(b"behind", key="k")])
     source = source_of(broker, topic)
     (whole,) = plan_read(source)
@@ -168,37 +203,6 @@ def test_an_encrypted_message_is_an_error_and_not_left_out(
     ledger = whole.first.ledger
     assert values(source, plan_read(source, end=f"{ledger}:1")) == [b"before"]
     assert values(source, plan_read(source, f"{ledger}:{whole.last.entry}")) == [b"behind"]
-
-
-def publish_encrypted(broker: DevBroker, topic: str, folder: Path, *, batched: bool) -> None:
-    key = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
-    private, public = folder / "private.pem", folder / "public.pem"
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-    client = pulsar.Client(
-        broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
-    )
-    producer = client.create_producer(
-        topic,
-        encryption_key="k",
-        crypto_key_reader=pulsar.CryptoKeyReader(str(public), str(private)),
-        batching_enabled=batched,
-        batching_max_publish_delay_ms=5_000,
-    )
-    for number in range(3):
-        producer.send_async(b"secret%d" % number, lambda *_: None, partition_key="k")
-    producer.flush()
-    client.close()
 
 
 def test_large_and_batched_entries_are_read_whole_in_bounded_steps(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ from keyshard import KeyShardSource
 from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
+from spark_adapter.data_source import KeyShardDataSource
 
 FIRST_S = 5.0
 """Longest time that a mistake at the first start may take, seconds."""
@@ -37,19 +40,39 @@ def silent() -> Iterator[int]:
 
 
 def refused(why: str, **urls: str) -> None:
-    """The first start is refused soon, by one line that names the option and the URL."""
-    (field,) = urls
+    """A first start is refused soon, by one line that names the option and the URL."""
     source = KeyShardSource("orders", subscription="billing", **urls)  # type: ignore[arg-type]
+    told(source.open, why, **urls)
+    told(source.decoder, why, **urls)
+    options = {KEYS[field]: url for field, url in urls.items()}
+    query = KeyShardDataSource({"topic": "orders", "subscription": "billing", **options})
+    told(query.schema, why, **urls)
+
+
+KEYS = {"service_url": "service.url", "admin_url": "admin.url"}
+FRAMES_MAX = 8
+"""Most frames of a traceback, with that of the test."""
+
+
+def told(start: Callable[[], object], why: str, **urls: str) -> None:
+    """One way to start is."""
+    (field,) = urls
     began = time.monotonic()
     with pytest.raises(BrokerError) as caught:
-        source.open()
+        start()
     took = time.monotonic() - began
     text = str(caught.value)
     assert "\n" not in text
-    assert urls[field] in text
-    assert field in text
-    assert why in text
+    assert all(host in text for host in urls[field].partition("://")[2].split(",")[-1:])
+    assert field in text or KEYS[field] in text
+    assert re.search(why, text)
     assert took < FIRST_S + MARGIN_S, f"only after {took:.1f} s"
+    error = caught.value
+    assert error.__cause__ is None
+    assert error.__suppress_context__ or error.__context__ is None
+    frames = traceback.extract_tb(error.__traceback__)
+    assert len(frames) <= FRAMES_MAX, frames
+    assert not [one for one in frames if "site-packages" in one.filename], frames
 
 
 def test_a_wrong_port(port: int) -> None:
@@ -76,7 +99,7 @@ def test_a_port_or_scheme_that_is_of_something_else(dev_broker: DevBroker) -> No
     admin_port = urlsplit(dev_broker.admin_url).port
     refused("8080", service_url=f"pulsar://127.0.0.1:{admin_port}")
     refused("pulsar://", service_url=f"pulsar+ssl://127.0.0.1:{dev_broker.port}")
-    refused("admin_url", admin_url=f"http://127.0.0.1:{dev_broker.port}")
+    refused("admin.url", admin_url=f"http://127.0.0.1:{dev_broker.port}")
 
 
 @pytest.mark.broker
@@ -87,7 +110,7 @@ def test_a_typing_error_in_a_topic_is_told_and_creates_nothing(
     admin = PulsarAdmin(dev_broker.connection)
     before = admin.topics("public", "default")
     source = KeyShardSource(
-        "odrers", service_url=dev_broker.service_url,
+        "odrers", subscription="keyshard", service_url=dev_broker.service_url,
         admin_url=dev_broker.admin_url if with_admin else None,
     )  # fmt: skip
     for start in (source.open, lambda: source.run(print), lambda: next(source.batches())):

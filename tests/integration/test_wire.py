@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pulsar
 import pytest
@@ -21,7 +22,7 @@ from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import CorruptEntryError
+from keyshard.errors import CorruptEntryError, EncryptedMessageError
 from keyshard.testing.devbroker import DevBroker
 
 pytestmark = pytest.mark.broker
@@ -190,3 +191,63 @@ def test_a_broker_says_that_it_has_taken_acknowledgements(harness: WireHarness) 
     consumer.acknowledge(received.ids)
     assert consumer.unconfirmed(10) == 0
     assert harness.backlog(where) == 0, "no sooner than that"
+
+
+@pytest.mark.parametrize("choice", ["fail", "skip"])
+def test_a_source_names_or_counts_encrypted_messages(
+    choice: str, harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    for number in range(3):
+        harness.publish(where.name, [Sent(b"%d" % number, key="k")])
+        harness.publish_encrypted(where.name, "k", 1 + 2 * number)
+    source = KeyShardSource(
+        where.name, subscription="encrypted", service_url=dev_broker.service_url, transport="wire",
+        admin_url=dev_broker.admin_url, parallelism=2, starting_position="earliest",
+        on_encrypted=choice,
+    )  # fmt: skip
+    rows = 0
+    with source.open() as stream:
+        if choice == "fail":
+            with pytest.raises(EncryptedMessageError, match=r":1 of .*on_encrypted=skip"):
+                wait_until(lambda: not stream.next_batch(timeout_s=30))
+            assert harness.backlog(where, "encrypted") == 6
+            return
+        while rows < 3 and (batch := stream.next_batch(timeout_s=30)):
+            rows += sum(part.num_rows for part in batch)
+            stream.commit(batch)
+        wait_until(lambda: harness.backlog(where, "encrypted") == 0)
+        assert (rows, stream.status()["encryptedSkipped"]) == (3, 3)
+
+
+@pytest.mark.parametrize("declared", [-1, -(2**20), 2**31 - 1, 2**31, -(2**30)])
+def test_whatever_a_batch_declares_its_consumer_goes_on_and_others_notice_nothing(
+    declared: int, harness: WireHarness
+) -> None:
+    where, elsewhere = (TopicPartition(harness.create_topic()) for _ in range(2))
+    broker = harness.broker()
+    consumer, other = subscribe(broker, where), subscribe(broker, elsewhere)
+    good: RawEntry = ({6: b"k"}, b"good")
+    bad: RawEntry = ({6: b"k", 11: declared % 2**64}, b"bad")
+    harness.publish_raw(where.name, [good, bad])
+    found, refused = receive_until_refused(consumer)
+    consumer.acknowledge([*found, refused])
+    # More than it asks for ahead: it comes to a stand where the broker's count is not put right.
+    harness.publish_raw(where.name, [good] * 2_500)
+    harness.publish_raw(elsewhere.name, [good])
+    rows = 0
+
+    def received() -> bool:
+        nonlocal rows
+        # A new subscription may be sent once more what is not acknowledged yet.
+        with suppress(CorruptEntryError):
+            blocks = consumer.receive(20)
+            consumer.acknowledge([block.id for block in blocks])
+            rows += len(blocks)
+        return rows >= 2_500
+
+    wait_until(received)
+    assert len(receive([other], 1).ids) == 1
+    assert other.is_connected()
+    assert isinstance(other, WireConsumer)
+    assert other.losses == 0

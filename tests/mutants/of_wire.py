@@ -32,8 +32,8 @@ OF_WIRE = (
         edits=(
             Edit(
                 PERMITS,
-                "        self._used += messages\n",
-                "        self._used += 2 * messages\n",
+                "        self._used += messages - granted_before\n",
+                "        self._used += 2 * messages - granted_before\n",
             ),
         ),
         killers=(killer(CONNECTION, "test_permits_are_given_back_as_entries_are_taken"),),
@@ -44,8 +44,8 @@ OF_WIRE = (
         edits=(
             Edit(
                 "keyshard/broker/wire/consumer.py",
-                "        super().used(messages, ahead)\n        self._watch()\n",
-                "        super().used(messages, ahead)\n",
+                "        super().used(messages, entries, ahead_max)\n        self._watch()\n",
+                "        super().used(messages, entries, ahead_max)\n",
             ),
         ),
         killers=(
@@ -86,8 +86,8 @@ OF_WIRE = (
         edits=(
             Edit(
                 "keyshard/worker/intake.py",
-                "        if not self._config.skips_corrupt:\n            raise error\n",
-                "",
+                "        if not isinstance(error, self._config.skipped):\n",
+                "        if isinstance(error, type(None)):\n",
             ),
         ),
         killers=(

@@ -96,16 +96,18 @@ OF_WORKERS = (
         ),
     ),
     Mutant(
-        name="answer whoever asks a worker",
-        promise="A worker does what its own source says, and nobody else.",
+        name="answer a question with the proof of another token",
+        promise="A worker answers its own source only.",
         edits=(
             Edit(
-                "keyshard/broker/hosted/wire.py",
-                "    if not secrets.compare_digest(",
-                "    if not token and not secrets.compare_digest(",
+                "keyshard/broker/hosted/questions.py",
+                "        if not hmac.compare_digest(wanted.encode(), proof.encode()):\n",
+                "        if not proof:\n",
             ),
         ),
-        killers=(killer(HOSTED, "test_who_has_no_token_is_refused_and_logged_once"),),
+        killers=(
+            killer(HOSTED, "test_a_question_without_the_token_is_refused_unread_and_logged_once"),
+        ),
     ),
     Mutant(
         name="answer a question that is late",

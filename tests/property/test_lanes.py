@@ -89,6 +89,16 @@ class LanesMachine(RuleBasedStateMachine):
         assert work.queue.not_before_s <= self.now_s, "a key started before its time"
         self.running.append(work)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def start_one_of(self, keys: list[str]) -> None:
+        work = self.lanes.next_of(keys, self.now_s)
+        if work is not None:
+            assert work.message.key in keys
+            assert work.queue.first_failed_s is None
+            assert not any(work.message.slot in held for held in self.held), "a held key started"
+            assert work.queue.not_before_s <= self.now_s, "a key started before its time"
+            self.running.append(work)
+
     @precondition(lambda self: self.running)
     @rule(at=st.integers(0, 100))
     def complete(self, at: int) -> None:
@@ -103,6 +113,7 @@ class LanesMachine(RuleBasedStateMachine):
     def fail(self, at: int, after_s: int) -> None:
         work = self.running.pop(at % len(self.running))
         attempts = work.queue.attempts
+        work.queue.first_failed_s = self.now_s
         self.lanes.again(work, self.now_s + after_s, "broken")
         assert work.queue.attempts == attempts + 1
         assert work.queue.work[0] is work, "a failed message is no longer the head of its key"

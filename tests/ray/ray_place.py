@@ -40,7 +40,10 @@ class RayPlace:
         self.taken: list[Result] = []
 
     def source(self, **changes: Any) -> KeyShardSource:
-        given = {"parallelism": 4, "starting_position": "earliest", "service_url": self.url}
+        given = {
+            "subscription": "keyshard", "parallelism": 4, "starting_position": "earliest",
+            "service_url": self.url,
+        }  # fmt: skip
         return KeyShardSource(self.topic, **(given | changes))
 
     def publish(self, keys: int, per_key: int) -> int:
@@ -156,15 +159,25 @@ class Recorded:
 
 
 class Fails:
-    """Fails with one message: the first ``times`` of each actor, or always."""
+    """Fails with one message: the first ``times`` of each actor, or always.
 
-    def __init__(self, value: str, times: int = sys.maxsize, error: type = ValueError) -> None:
+    With ``returns``, it returns the error instead of raising it.
+    """
+
+    def __init__(
+        self, value: str, times: int = sys.maxsize, error: type = ValueError, *,
+        returns: bool = False,
+    ) -> None:  # fmt: skip
         self.value, self.times, self.error = value.encode(), times, error
+        self.returns = returns
 
-    def __call__(self, message: Message) -> Result:
+    def __call__(self, message: Message) -> Result | Exception:
         if message.value == self.value and self.times:
             self.times -= 1
-            raise self.error(f"no {self.value.decode()}")
+            error = self.error(f"no {self.value.decode()}")
+            if self.returns:
+                return error
+            raise error
         return key_and_seq(message)
 
 

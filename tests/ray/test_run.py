@@ -97,7 +97,8 @@ def test_a_handler_has_the_data_of_a_message_whose_key_stands_apart(
     with closing(pulsar.Client(dev_broker.service_url)) as client:
         client.create_producer(topic_name).send("né".encode(), partition_key="abcd")
     source = KeyShardSource(
-        topic_name, service_url=dev_broker.service_url, starting_position="earliest",
+        topic_name, subscription="keyshard",
+        service_url=dev_broker.service_url, starting_position="earliest",
         metadata_columns=["__keyBytes"],
     )  # fmt: skip
     with ray_adapter.run(source, data_and_version, parallelism=1) as job:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
+import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,11 +93,14 @@ def test_actors_that_somebody_kills_are_replaced(place: RayPlace) -> None:
 def test_an_actor_may_die_while_the_number_of_actors_changes(place: RayPlace) -> None:
     place.publish(keys=20, per_key=30)
     recorded = partial(Recorded, str(place.history), dies_at="k3:2:", seconds=0.002)
-    # Nobody takes results meanwhile, so what it dies of has to be in the first two portions.
+    died = Path(f"{place.history}.died")
     with ray_adapter.run(place.source(), recorded, parallelism=1, max_wait_s=1.0) as job:
-        wait_until(lambda: Path(f"{place.history}.died").exists())
+        results = iter(job)
+        # The message that it dies of may lie behind the first two portions: results make room.
+        while not died.exists():
+            place.taken.append(next(results))
         job.rescale(2)
-        place.take(job, job)
+        place.take(results, job)
     place.check_taken()
     place.check_history()
 
@@ -126,10 +135,11 @@ def test_a_message_that_fails_is_tried_again_in_its_place(place: RayPlace) -> No
     place.check_taken()
 
 
+@pytest.mark.parametrize("returns", [False, True])
 def test_the_last_failure_ends_the_job_and_nothing_behind_it_is_acknowledged(
-    place: RayPlace,
+    place: RayPlace, *, returns: bool
 ) -> None:
-    results, error = failing(place, partial(Fails, "k1:2:"))
+    results, error = failing(place, partial(Fails, "k1:2:", returns=returns))
     assert isinstance(error, HandlerFailedError)
     assert isinstance(error.__cause__, ValueError)
     for part in (
@@ -197,10 +207,42 @@ def test_another_version_of_keyshard_is_refused_by_name(
 
 
 def test_actors_without_a_place_are_an_error(place: RayPlace) -> None:
-    _, error = failing(place, key_and_seq, parallelism=2, num_gpus=1, start_timeout_s=2.0)
+    _, error = failing(place, key_and_seq, parallelism=2, num_cpus=7, start_timeout_s=4.0)
     assert isinstance(error, ClusterError)
-    assert "Only 0 of 2 actors found a place within 2 s. Each asks for 1 GPU." in error.message
+    assert "of 2 actors found a place within 4 s. Each asks for 7 CPU." in error.message
     assert "The cluster has 8 CPU" in error.message
+
+
+def test_resources_that_no_node_has_are_named_soon(place: RayPlace) -> None:
+    """It took 60 s, which is the default of ``start_timeout_s``."""
+    began_s = time.monotonic()
+    _, error = failing(place, key_and_seq, parallelism=2, num_gpus=1)
+    assert time.monotonic() - began_s < 10
+    assert isinstance(error, ClusterError)
+    assert "No node of the cluster has 1 GPU, which each actor asks for." in error.message
+    assert "The cluster has 8 CPU" in error.message
+
+
+def test_a_first_failure_is_logged_with_file_and_line(
+    place: RayPlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that failed was silent for 14 s, and its error showed only lines of keyshard."""
+    code = ray_place.Fails.__call__.__code__
+    lines = [line for *_, line in code.co_lines() if line]
+    _, error = failing(place, partial(Fails, "k1:2:"))
+    at = re.search(r"\(at (.*):(\d+)\)", error.message)
+    assert at
+    assert at[1] == code.co_filename
+    assert int(at[2]) in lines
+    told = "".join(traceback.format_exception(error))
+    assert f'File "{code.co_filename}", line {at[2]}, in __call__' in told
+    (first,) = [one for one in caplog.records if "is tried again in 0.0 s" in one.getMessage()]
+    assert first.levelname == "WARNING"
+    assert f"key 'k1', failed and is tried again in 0.0 s: ValueError: no k1:2: {at[0]}" in (
+        first.getMessage()
+    )
+    assert first.exc_info
+    assert f'File "{code.co_filename}", line {at[2]}' in caplog.text
 
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +250,81 @@ def test_a_cluster_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port([])}")
     with pytest.raises(ClusterError, match="which RAY_ADDRESS names, cannot be reached"):
         cluster.connect()
+
+
+def test_a_cluster_that_ray_remembers_and_that_is_gone_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray itself tried for almost 7 minutes."""
+    file = tmp_path / "ray_current_cluster"
+    file.write_text(f"127.0.0.1:{free_port([])}\n")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "get_ray_address_file", lambda _folder: str(file))
+    for address in ("", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match="ray_current_cluster names, cannot be reached"):
+            cluster.connect()
+
+
+SHUT_DOWN = """
+import sys, threading, time
+import ray
+import ray_adapter
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.errors import ClusterError
+
+def handle(message):
+    time.sleep(0.05)
+    return message.value
+
+ray.init(
+    address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+    object_store_memory=100_000_000,
+)
+inits = []
+ray_init = ray.init
+ray.init = lambda *args, **kwargs: (inits.append(args), ray_init(*args, **kwargs))
+memory = MemoryCluster.named("c")
+topic = memory.create_topic("orders")
+memory.publish(topic, *(Message(b"%d" % number, key=str(number)) for number in range(1_000)))
+source = KeyShardSource(
+    topic, subscription="s", service_url="memory://c", starting_position="earliest", parallelism=2
+)
+job = ray_adapter.run(source, handle, max_rows=50)
+try:
+    for number, _ in enumerate(job):
+        if number == 3:
+            print(job, flush=True)
+            if sys.argv[1] == "here":
+                ray.shutdown()
+            else:
+                threading.Thread(target=ray.shutdown).start()
+except ClusterError as error:
+    print(error, flush=True)
+print("inits", len(inits), ray.is_initialized(), flush=True)
+print(job, flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+def test_a_shutdown_of_ray_ends_the_job_by_name_and_starts_nothing(
+    tmp_path: Path, where: str
+) -> None:
+    """Ray's own functions started another cluster, and the job ended with an error of Ray."""
+    (tmp_path / "script.py").write_text(SHUT_DOWN)
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "script.py", where], cwd=tmp_path, env=environ,
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert "[KEYSHARD_CLUSTER] Ray was shut down while the job ran." in done.stdout, told
+    assert "inits 0 False" in done.stdout, told
+    assert "<Job of 's' on 'persistent://public/default/orders': running, 2 actors>" in done.stdout
+    assert "<Job of 's' on 'persistent://public/default/orders': ended, 2 actors>" in done.stdout
+    assert "Traceback" not in told
 
 
 def test_an_actor_that_dies_while_it_loads_is_an_error(place: RayPlace) -> None:

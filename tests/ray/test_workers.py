@@ -80,7 +80,7 @@ def test_a_program_that_minds_sigterm_minds_it_after_connecting_to_ray() -> None
 
 def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
     actor = ray.remote(WorkerActor).remote()
-    said = ray.get(actor.begin.remote("0.0.9", b"", ""))
+    said = ray.get(actor.begin.remote("0.0.9", "", ""))
     ray.kill(actor)
     assert "keyshard is 0.0.9 in the process that runs the source" in said
 

@@ -187,7 +187,7 @@ def test_what_is_trimmed_is_named_or_left_out(topic: Topic) -> None:
 def test_filters_are_taken_where_somebody_asked_for_it_alone() -> None:
     """Spark 4.3 would read what it planned for one filter for every other; see tests/spark."""
     assert KeyShardBatchReader.pushFilters is DataSourceReader.pushFilters
-    options = {"topic": "t", "admin.url": "http://broker:8080"}
+    options = {"topic": "t", "admin.url": "http://broker:8080", "valueFormat": "raw"}
     kinds = [
         type(
             KeyShardDataSource(options | more).reader(

@@ -182,7 +182,7 @@ def test_pulsar_client_is_not_asked_to_count_what_it_hides() -> None:
     with pytest.raises(ConfigError, match="on_corrupt"):
         SourceConfig("t", on_corrupt="wait", transport="wire")
     for transport in ("auto", "wire"):
-        assert SourceConfig("t", on_corrupt="skip", transport=transport).skips_corrupt
+        assert SourceConfig("t", on_corrupt="skip", transport=transport).skipped
 
 
 def stored(place: Place) -> list[tuple[TopicPartition, StoredEntry]]:

@@ -158,9 +158,9 @@ def test_the_first_entry_of_a_gap_is_found_wherever_the_connection_is_cut(topic:
     following = next(one for one in topic.entries if one > topic.markers[0])
 
     def look(broker: MemoryBroker) -> None:
-        assert _first_entry(broker, topic.where, empty) is None
-        assert _first_entry(broker, topic.where, full) == following
-        assert _first_entry(broker, topic.where, behind) is None
+        assert _first_entry(broker, topic.where, empty, ()) is None
+        assert _first_entry(broker, topic.where, full, ()) == following
+        assert _first_entry(broker, topic.where, behind, ()) is None
 
     for broker in every_cut(topic.cluster, steps_of(topic.cluster, look)):
         look(broker)

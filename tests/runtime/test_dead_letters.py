@@ -19,6 +19,7 @@ from keyshard.core.position.entry import EntryId
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
+    MalformedMessageError,
     ReplayTimeoutError,
     SubscriptionInUseError,
 )
@@ -47,6 +48,75 @@ def test_nothing_parked_is_lost_with_the_process(world: World) -> None:
     assert replay(again) == list(range(9)), "each once, though each was sent twice"
     assert again.keys.parking.states() == {"other": State.PARKED}
     assert world.kept == 7
+
+
+def hostile(**changes: str | None) -> Stored:
+    """A parked letter of the source, written by somebody who changed some of its properties."""
+    properties = letter(50, "bad").properties() | {"keyshard.parts": "", "keyshard.head": "2"}
+    for name, value in changes.items():
+        properties.pop(f"keyshard.{name}", None)
+        if value is not None:
+            properties[f"keyshard.{name}"] = value
+    return Stored(b"x", key="bad", properties=properties)
+
+
+HUGE = "9" * 30
+HOSTILE = {
+    "a time out of range": hostile(publishTime=HUGE),
+    "a time before all times": hostile(publishTime="-" + HUGE),
+    "a time that is no number": hostile(publishTime="soon"),
+    "a number of too many digits": hostile(attempts="9" * 5_000),
+    "no position": hostile(messageId="1:2"),
+    "an unknown kind": hostile(kind="lost"),
+    "no subscription": hostile(subscription=None),
+    "the oldest letter nowhere": hostile(oldest="far away"),
+    "parts nowhere": hostile(parts="1:x"),
+    "a head that is no number": hostile(parts="1:1", head="all"),
+    "a schema version of text": hostile(schemaVersion="new"),
+    "a key of no bytes": hostile(keyBytes="\u00e9"),
+    "a letter without a key": replace(hostile(), key=None),
+    "a marker of nothing": hostile(kind="replayed", messageId=None),
+    "a sweep up to nowhere": hostile(kind="replayed", upTo="1"),
+}
+
+
+@pytest.mark.parametrize("how", [*HOSTILE, "all"])
+def test_a_malformed_letter_is_named_and_kept_and_stops_no_start(
+    world: World, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue: a letter with a time out of range ended every start with a raw exception."""
+    letters = world.open()
+    letters.send(letter(1))
+    malformed = list(HOSTILE.values()) if how == "all" else [HOSTILE[how]]
+    world.cluster.publish(world.where.topic, *malformed)
+    letters.send(letter(2))
+    world.die()
+    for _ in range(2):
+        caplog.clear()
+        again = world.open()
+        assert again.keys.parking.states() == {"k": State.PARKED}
+        (named,) = [one.getMessage() for one in caplog.records if "malformed" in one.getMessage()]
+        assert named.startswith(f"{len(malformed)} message")
+        time.sleep(0.02)
+        assert world.kept == 2 + len(malformed), "nothing of it is acknowledged"
+        world.die()
+        world.cluster.crash()
+    again = world.open()
+    assert replay(again) == [1, 2]
+    assert not world.errors
+
+
+def test_parts_that_are_no_letter_are_named_when_it_is_replayed(world: World) -> None:
+    letters = world.open()
+    letters.send(large(3, 6_000_000))
+    first = world.cluster.log(world.where).id(0)
+    properties = {"parts": f"{first.ledger}:{first.entry}", "head": "7"}
+    world.cluster.publish(world.where.topic, hostile(**properties))
+    world.die()
+    again = world.open()
+    assert again.keys.unpark("bad")
+    with pytest.raises(MalformedMessageError, match=r"key 'bad'.*keyshard discard"):
+        again.first("bad")
 
 
 def test_a_replay_that_was_cut_off_goes_on_behind_its_last_marker(world: World) -> None:

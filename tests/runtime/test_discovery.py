@@ -398,7 +398,7 @@ def test_an_unforeseen_error_ends_the_source(world: World) -> None:
             try:
                 coordinator.check()
             except Exception as exc:  # noqa: BLE001 - whatever it is
-                return "Discovery ended unexpectedly" in str(exc)
+                return "Thread keyshard-discovery ended unexpectedly" in str(exc)
             return False
 
         wait_until(ended)

@@ -76,6 +76,8 @@ def raises(message: Message) -> Any:
         raise KeyboardInterrupt
     if message.value == b"awaited":
         return coroutine()
+    if message.value == b"returned":
+        return OwnReject("x", 3)
     folder, name = Path(message.value.decode()), message.key or ""
     if name == "later" and not (folder / name).exists():
         (folder / name).touch()
@@ -87,7 +89,7 @@ def raises(message: Message) -> Any:
 def test_whatever_a_handler_raises_in_a_process_keeps_its_meaning(
     place: Place, tmp_path: Path
 ) -> None:
-    bad = ["reject", "awaited", "secret", "other", "exit", "interrupt"]
+    bad = ["reject", "awaited", "returned", "secret", "other", "exit", "interrupt"]
     place.cluster.publish(place.topic, *[Stored(one.encode(), key=one) for one in bad])
     good = [f"good-{n}" for n in range(20)]
     place.cluster.publish(
@@ -100,9 +102,31 @@ def test_whatever_a_handler_raises_in_a_process_keeps_its_meaning(
         assert not place.errors, place.errors
         counters = run.source.status()["counters"]
         parked = {one["key"] for one in run.source.status()["parked"]}
-    assert counters["rejected"] == 2
+    assert counters["rejected"] == 3
     assert parked == {"secret", "other", "exit", "interrupt"}
     assert len(list(tmp_path.glob("done-*"))) == 21
+
+
+def its_pid(message: Message) -> None:
+    Path(message.value.decode()).write_text(str(os.getpid()))
+
+
+def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.running(
+        place.source(), its_pid, executor="processes", workers=1, retry=AT_ONCE
+    ) as run:
+        for number in range(3):
+            path = tmp_path / str(number)
+            place.cluster.publish(place.topic, Stored(str(path).encode(), key="k"))
+            wait_until(lambda: place.errors or place.backlog() == 0)
+            assert not place.errors, place.errors
+            os.kill(int(path.read_text()), signal.SIGKILL)
+            wait_until(lambda: not alive(int(path.read_text())))  # noqa: B023
+        counters = run.source.status()["counters"]
+    assert (counters["completed"], counters["failedAttempts"]) == (3, 0)
+    assert caplog.text.count("status -9 while it waited for a message. Another one") == 2
 
 
 def test_a_handler_that_processes_cannot_load_ends_the_source_with_the_import_error(
@@ -150,7 +174,8 @@ def main():
     topic = cluster.create_topic("orders", partitions=2)
     cluster.publish(topic, *[Message(b"x", key=f"k{n}") for n in range(8)])
     source = KeyShardSource(
-        topic, service_url="memory://c", starting_position="earliest", parallelism=2
+        topic, subscription="keyshard", service_url="memory://c", starting_position="earliest",
+        parallelism=2,
     )
     def run():
         source.run(handle, **{"lanes": 2} | eval(sys.argv[3]))
@@ -254,7 +279,8 @@ def handle(message):
     pass
 
 MemoryCluster.named("c").create_topic("orders")
-KeyShardSource("orders", service_url="memory://c").run(handle, executor="processes", workers=1)
+source = KeyShardSource("orders", subscription="s", service_url="memory://c")
+source.run(handle, executor="processes", workers=1)
 """
 
 

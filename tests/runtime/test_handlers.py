@@ -258,7 +258,7 @@ def test_a_handler_that_never_returns_is_left_behind_at_the_deadline(place: Plac
 def test_nothing_completed_comes_again_after_a_broker_crash_with_a_checkpoint(
     place: Place, tmp_path: Path
 ) -> None:
-    url = f"file://{tmp_path}/state/orders.json"
+    url = f"file://{tmp_path}/orders.json"
     with place.running(place.source(), place.note, checkpoint=url):
         # The broker writes its cursors at the first acknowledgement, and then not for 10 s.
         place.publish(keys=10, per_key=1)

@@ -131,6 +131,34 @@ def test_whatever_a_handler_raises_concerns_its_message_only(
     run_to_the_end(place, handle if executor == "threads" else coroutine)
 
 
+RETURNED: dict[str, Callable[[], object]] = HOSTILE | {
+    "retry later": lambda: RetryLater(0.0),
+    "the class Reject": lambda: Reject,
+    "the class RetryLater": lambda: RetryLater,
+}
+"""What a handler returns instead of raising it."""
+
+
+@pytest.mark.parametrize("executor", ["threads", "async", "awaitable"])
+@pytest.mark.parametrize("returned", RETURNED)
+def test_an_exception_that_a_handler_returns_counts_as_raised(
+    place: Place, returned: str, executor: str
+) -> None:
+    """Issue: a handler returned Reject(...), and its message was acknowledged as handled."""
+
+    def handle(message: Message) -> object:
+        if message.value == b"bad":
+            return RETURNED[returned]()
+        place.note(message)
+        return None
+
+    async def coroutine(message: Message) -> object:
+        return handle(message)
+
+    made = {"threads": handle, "async": coroutine, "awaitable": lambda m: coroutine(m)}
+    run_to_the_end(place, made[executor])
+
+
 def broken(_: object) -> Any:
     raise SystemExit("the policy is broken")
 

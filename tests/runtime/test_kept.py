@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from pyarrow import flight
 from helpers import config, keys_of, received, wait_until
 from keyshard.arrow.columns import COLUMNS
 from keyshard.broker.hosted.broker import HostedBroker
+from keyshard.broker.hosted.questions import with_token
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
@@ -231,29 +231,29 @@ def test_a_batch_that_is_gone_meanwhile_is_no_batch(at: Place) -> None:
         at.coordinator.batches.read(end.batch_id, 0, ALL)
 
 
-def answer(place: tuple[str, str], **question: Any) -> Any:
-    with flight.connect(place[0]) as client:
-        return client.do_get(flight.Ticket(json.dumps(question).encode())).read_all()
+def answer(endpoint: str, token: str, question: dict[str, Any]) -> Any:
+    with flight.connect(endpoint) as client:
+        return client.do_get(flight.Ticket(with_token(token, question))).read_all()
 
 
 @pytest.mark.parametrize(
     "question",
     [
-        lambda token: {"token": token, "runs": [[10**6, 0, 1]], "columns": ["value"]},
-        lambda token: {"token": token, "runs": [], "columns": ["value"]},
-        lambda token: {"token": token, "runs": [[1, 0, 1]], "columns": ["nope"]},
-        lambda token: {"token": token, "runs": "x", "columns": ["value"]},
-        lambda _token: {"token": "guess", "runs": [[1, 0, 1]], "columns": ["value"]},
-        lambda token: {"token": token, "seq": 1, "taken": {}, "wait_s": 0, "released": [1]},
+        lambda token: (token, {"runs": [[10**6, 0, 1]], "columns": ["value"]}),
+        lambda token: (token, {"runs": [], "columns": ["value"]}),
+        lambda token: (token, {"runs": [[1, 0, 1]], "columns": ["nope"]}),
+        lambda token: (token, {"runs": "x", "columns": ["value"]}),
+        lambda _token: ("guess", {"runs": [[1, 0, 1]], "columns": ["value"]}),
+        lambda token: (token, {"seq": 1, "taken": {}, "wait_s": 0, "released": [1]}),
     ],
 )
 def test_who_reads_may_read_and_nothing_else(
-    at: Place, question: Callable[[str], dict[str, Any]]
+    at: Place, question: Callable[[str], tuple[str, dict[str, Any]]]
 ) -> None:
     at.publish(100)
     end, worker = at.cut(), at.workers[0]
     before = at.kept()
     with pytest.raises((OSError, KeyError, ValueError, flight.FlightError)):
-        answer(worker.place, **question(worker.place[1]))
+        answer(worker.place[0], *question(worker.place[1]))
     assert at.kept() == before
     assert values(at.read(end)) == list(range(100))

@@ -54,7 +54,8 @@ class Topic:
 
     def source(self, topic: str = "", **options: Any) -> KeyShardSource:
         return KeyShardSource(
-            topic or self.name, service_url=self.url, admin_url=self.url, parallelism=1,
+            topic or self.name, subscription="keyshard",
+            service_url=self.url, admin_url=self.url, parallelism=1,
             starting_position="earliest", **{"metadata_columns": ["__keyBytes"], **options},
         )  # fmt: skip
 

@@ -208,7 +208,7 @@ def test_an_unexpected_error_of_the_thread_ends_the_source_by_name(
     monkeypatch.setattr(finished, "is_finished", broken)
     world.cluster.crash()
     wait_until(lambda: world.errors)
-    assert "Receiving dead letters ended unexpectedly: RuntimeError('a bug')" in str(
+    assert "Thread keyshard-letter-returns ended unexpectedly: RuntimeError('a bug')" in str(
         world.errors[0]
     )
     assert world.kept == 1

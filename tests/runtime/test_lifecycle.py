@@ -50,7 +50,10 @@ class Host:
     def __init__(self, folder: Path, how: str = "stops", stop_timeout_s: float = 4.0) -> None:
         self.folder = folder
         arguments = [CHILD, str(folder), how, str(stop_timeout_s)]
-        self.parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments])
+        with (folder / "stderr").open("w") as stderr:
+            self.parent = subprocess.Popen(
+                [sys.executable, "-c", PARENT, *arguments], stderr=stderr
+            )
         wait_until((folder / "pid").exists, 30)
         self.child = int((folder / "pid").read_text())
 
@@ -61,6 +64,11 @@ class Host:
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] not in "ZX"
+
+    @property
+    def told(self) -> str:
+        """What the processes wrote to standard error."""
+        return (self.folder / "stderr").read_text()
 
     @property
     def stops(self) -> int:
@@ -119,3 +127,28 @@ def test_it_leaves_in_time_though_stopping_hangs(host: Callable[..., Host]) -> N
     wait_until(lambda: not process.alive(), LEFT_S)
     assert time.monotonic() - began >= 0.3
     assert process.stops == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "evidence"),
+    [
+        (signal.SIGTERM, "ends and gives its ranges back: SIGTERM"),
+        (signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        (signal.SIGABRT, "Fatal Python error: Aborted"),
+    ],
+)
+def test_it_leaves_evidence_of_its_end(
+    host: Callable[..., Host], number: signal.Signals, evidence: str
+) -> None:
+    process = host()
+    os.kill(process.child, number)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert evidence in process.told
+
+
+def test_it_says_that_its_parent_is_gone(host: Callable[..., Host]) -> None:
+    process = host()
+    process.parent.kill()
+    process.parent.wait(10)
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert f"its parent, process {process.parent.pid}, is gone" in process.told

@@ -48,8 +48,10 @@ class Topic:
 
     def source(self, **options: Any) -> KeyShardSource:
         return KeyShardSource(
-            self.name, service_url=self.url, admin_url=self.url, parallelism=2,
-            starting_position="earliest", **{"metadata_columns": NAMED, **options},
+            self.name,
+            service_url=self.url, admin_url=self.url, parallelism=2,
+            starting_position="earliest",
+            **{"subscription": "keyshard", "metadata_columns": NAMED, **options},
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +57,7 @@ def test_an_outage_parks_no_key_and_is_named(
 ) -> None:
     database = Database(place)
     count = place.publish(keys=keys, per_key=4)
-    database.away_for(1.5)
+    database.away_for(60.0)
     handle: Any = database.handle if executor == "threads" else database.coroutine
     with (
         caplog.at_level(logging.INFO, "keyshard"),
@@ -67,6 +68,7 @@ def test_an_outage_parks_no_key_and_is_named(
         told = run.source.status()["circuit"]
         assert told["error"] == "ConnectionError: the database is away"
         assert told["keysFailing"] >= KEYS_MIN
+        database.away_for(0.3)
         wait_until(lambda: place.errors or place.backlog() == 0)
         status = run.source.status()
     assert not place.errors
@@ -117,6 +119,68 @@ def test_a_bad_key_at_the_head_does_not_keep_good_ones_from_being_tried(place: P
         assert run.source.status()["parkedKeys"] == 6
 
 
+@pytest.mark.parametrize("count", [KEYS_MIN, 1_000])
+def test_bad_keys_beside_good_ones_are_parked_and_hold_up_nobody(
+    place: Place, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue: 5 or 3,000 poison keys paused the handlers of all keys again and again."""
+    began: dict[bytes, float] = {}
+    waited: list[float] = []
+
+    def handle(message: Message) -> None:
+        if message.key is not None and message.key.startswith("bad"):
+            raise ValueError("poison")
+        waited.append(time.monotonic() - began[message.value])
+
+    def publish_good() -> None:
+        for key in range(10):
+            value = b"%d" % len(began)
+            began[value] = time.monotonic()
+            place.cluster.publish(place.topic, Stored(value, key=f"good-{key}"))
+
+    place.cluster.publish(place.topic, *[Stored(b"", key=f"bad-{n}") for n in range(count)])
+    with place.running(place.source(), handle, retry=QUICK) as run:
+        wait_until(lambda: "_running" in run.source.__dict__)
+        wait_until(lambda: run.source.status()["state"] == "running")
+
+        def all_parked() -> bool:
+            publish_good()
+            return bool(place.errors) or run.source.status()["parkedKeys"] == count
+
+        wait_until(all_parked)
+        wait_until(lambda: place.errors or len(waited) == len(began))
+        status = run.source.status()
+    assert not place.errors
+    assert status["circuit"]["openings"] == 0
+    assert status["counters"]["completed"] == len(began)
+    assert max(waited) < 2.0, "good keys wait for nobody"
+
+
+def test_a_probe_that_hangs_stops_no_other_key(place: Place) -> None:
+    """Issue: the circuit breaker waited for a hung probe, and every key with it."""
+    hung, released = threading.Event(), threading.Event()
+    database, keys = Database(place), 20
+    place.publish(keys=keys, per_key=1)
+    database.away_for(60.0)
+
+    def handle(message: Message) -> None:
+        if source.status()["circuit"]["state"] == "probing" and not hung.is_set():
+            hung.set()
+            released.wait(30.0)
+            raise ConnectionError("the connection hung")
+        database.handle(message)
+
+    source = place.source()
+    with place.running(source, handle, retry=QUICK):
+        wait_until(hung.is_set)
+        wait_until(lambda: source.status()["circuit"]["state"] == "open")
+        database.away_for(0.0)
+        wait_until(lambda: place.errors or place.count == keys - 1)
+        released.set()
+        wait_until(lambda: place.errors or place.count == keys)
+    assert not place.errors
+
+
 @pytest.mark.parametrize("error", [Reject("no"), RetryLater(0.01)])
 def test_what_handlers_decide_is_no_weather(place: Place, error: Exception) -> None:
     tried: set[tuple[str | None, bytes]] = set()
@@ -146,3 +210,20 @@ def test_a_stop_in_an_outage_ends_at_its_deadline_and_loses_nothing(place: Place
         source.stop()
     assert time.monotonic() - began < 10
     assert place.backlog() == count
+
+
+@pytest.mark.parametrize("executor", ["threads", "async"])
+def test_a_stop_does_not_wait_for_an_outage_to_end(place: Place, executor: str) -> None:
+    database = Database(place)
+    place.publish(keys=50, per_key=4)
+    database.away_for(60.0)
+    handle: Any = database.handle if executor == "threads" else database.coroutine
+    with place.running(place.source(), handle, drain_timeout_s=30.0) as run:
+        wait_until(lambda: "_running" in run.source.__dict__)
+        wait_until(lambda: run.source.status()["circuit"]["state"] == "open")
+        run.source.stop()
+        began_s = time.monotonic()
+        run.thread.join(25)
+    assert time.monotonic() - began_s < 5.0
+    assert not place.errors
+    assert place.backlog() == 200

@@ -8,16 +8,19 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers import wait_until
 from keyshard import Message
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.dead_letter.letters import LetterKind
+from keyshard.core.dead_letter.letters import LetterKind, Resting
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.dead_letter.dead_letters import DeadLetters
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
+from keyshard.handlers.parked_lanes import LET_OUT_AT_ONCE
 from parking_place import Place, Record, Run, broken_for_b, numbers
 
 
@@ -471,6 +474,63 @@ def test_many_keys_park_and_are_let_out_under_load(place: Place) -> None:
     record.check(place)
 
 
+def test_other_keys_do_not_wait_until_all_parked_keys_are_let_out(place: Place) -> None:
+    """Issue: with 5,000 parked keys, other keys waited 6.5 s, and the handler was blamed."""
+    keys = [f"key-{number}" for number in range(200)]
+    place.broken = set(keys)
+    began, gate, let_out = threading.Event(), threading.Event(), list[str | None]()
+
+    def handle(message: Message) -> None:
+        if message.routing_key != "good" and message.routing_key not in place.broken:
+            began.set()
+            gate.wait(30)
+            let_out.append(message.routing_key)
+        place.handle(message)
+
+    with place.run(handle, parallelism=1, lanes=1) as run:
+        place.publish(*keys)
+        # Beside keys that work, those that fail are no outage.
+        wait_until(lambda: place.publish("good") or run.source.status()["parkedKeys"] == 200)
+        wait_until(lambda: place.backlog() == 0)
+        place.broken.clear()
+        assert run.source.unpark(all=True) == 200
+        wait_until(began.is_set)
+        handled = len(place.handled["good"])
+        place.publish("good")
+        running: Any = vars(run.source)["_running"]
+        wait_until(lambda: running.lanes.queue("good"))
+        gate.set()
+        wait_until(lambda: len(place.handled["good"]) > handled)
+        before = len(let_out)
+        wait_until(lambda: run.source.status()["parkedKeys"] == 0)
+    assert before <= 2 * LET_OUT_AT_ONCE
+    assert len(let_out) == 200
+
+
+def test_a_marker_that_is_not_confirmed_is_not_blamed_on_the_handler(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confirmed = threading.Event()
+    done = DeadLetters.done
+
+    def slow(letters: DeadLetters, key: str, resting: Resting) -> None:
+        confirmed.wait(30)
+        done(letters, key, resting)
+
+    monkeypatch.setattr(DeadLetters, "done", slow)
+    place.broken = {"b"}
+    with place.run(parallelism=1) as run:
+        place.publish("b")
+        wait_until(lambda: run.source.status()["parkedKeys"] == 1)
+        place.broken.clear()
+        run.source.unpark("b")
+        wait_until(lambda: run.source.status()["ranges"][0]["blockedBy"])
+        reason = run.source.status()["ranges"][0]["blockedBy"]["reason"]
+        confirmed.set()
+        wait_until(lambda: run.source.status()["parkedKeys"] == 0)
+    assert "dead letter has not been confirmed" in reason
+
+
 def test_the_dead_letter_topic_must_not_be_consumed_itself(place: Place) -> None:
     with pytest.raises(ConfigError, match="which this source consumes"):
         place.run(dead_letter_topic="orders").source.run(
@@ -671,6 +731,13 @@ def test_rejected_letters_are_given_up(place: Place) -> None:
         assert place.resting() == 2
         assert run.source.discard(topic="orders", rejected=True) == 2
         assert place.resting() == 0
+        place.publish(*"aaa")
+        place.rejected = {b"4"}
+        wait_until(lambda: place.backlog() == 0 and place.resting() == 1)
+        assert run.source.discard(rejected=True), "alone it means every rejected one"
+        assert place.resting() == 0
+        with pytest.raises(ConfigError, match="Name one key"):
+            run.source.discard("a", all=True, rejected=True)
 
 
 def test_letters_of_a_key_that_goes_on_parking_are_given_up_up_to_now(place: Place) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from helpers import received, wait_until
+from helpers import config, received, wait_until
 from keyshard.broker.memory import MemoryBroker
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core import refusals
+from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, BrokerUnavailableError, RangeConflictError
+from keyshard.errors import (
+    AuthenticationError,
+    AuthorizationError,
+    BrokerError,
+    BrokerUnavailableError,
+    RangeConflictError,
+)
 from keyshard.worker import reconnector
+from keyshard.worker.range_consumers import RangeConsumers
 from keyshard.worker.receiver import RangeConsumer
+from keyshard.worker.troubles import Troubles
 from rescale_world import RescaleWorld
 from topic_world import PREFIX, World
 
@@ -156,6 +166,178 @@ def test_topics_come_and_a_source_stops_while_consumers_are_away(make_world: Mak
         world.publish(200)
         world.broker.drop()
     world.check()
+
+
+def newest(world: RescaleWorld) -> RangeConsumer:
+    """Who received something last: not every range has a key."""
+    return max(consumers(world), key=lambda one: one.reception._heard_s)
+
+
+def subscribe_anew(one: RangeConsumer, world: RescaleWorld) -> None:
+    """Let a range consumer find what a client kept from before it lost its connection."""
+    kept = one.consumer
+    is_connected, receive = kept.is_connected, kept.receive
+    came: list[object] = []
+
+    def away_until_something_came() -> bool:
+        receives = threading.current_thread().name.startswith("keyshard-receive")
+        return bool(came or not receives) and is_connected()
+
+    def received_late(timeout_ms: int) -> list[EntryBlock]:
+        blocks = receive(timeout_ms)
+        came.extend(blocks)
+        return blocks
+
+    kept.is_connected = away_until_something_came  # type: ignore[method-assign]
+    kept.receive = received_late  # type: ignore[method-assign]
+    wait_until(lambda: one.consumer is not kept or one.lacking or world.error)
+
+
+@pytest.mark.parametrize(
+    "error", [BrokerUnavailableError("away"), RangeConflictError("taken for a moment")]
+)
+def test_an_outage_while_a_range_is_subscribed_anew_is_survived(
+    make_world: MakeWorld, error: BrokerError
+) -> None:
+    """1. A range is to be subscribed anew. 2. The broker is away for long. 3. It is back."""
+    conflict = isinstance(error, RangeConflictError)
+    world = make_world(subscribe_timeout_ms=20_000 if conflict else 100, receive_threads=1)
+    world.keep_publishing()
+    world.more()
+    one = newest(world)
+    others = [other for other in consumers(world) if other is not one and other.reception._heard_s]
+    world.broker.refuse = lambda part: error if part == one.owned_range.hash_range else None
+    subscribe_anew(one, world)
+    wait_until(lambda: world.broker.refused >= 5 or world.error)
+    assert world.error is None
+    before = {id(other): other.reception._heard_s for other in others}
+    wait_until(lambda: all(other.reception._heard_s > before[id(other)] for other in others))
+    troubles = world.coordinator.worker.troubles()
+    assert str(error.message) in troubles[one.owned_range.topic_partition]
+    assert error.message in world.coordinator.status()["connectionError"]
+    world.broker.refuse = lambda _: None
+    wait_until(lambda: all_connected(world))
+    assert world.coordinator.worker.troubles() == {}
+    world.more(300)
+    world.check()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize(
+    "error", [AuthorizationError("revoked"), AuthenticationError("expired"), BrokerError("no")]
+)
+def test_a_refusal_that_does_not_pass_ends_the_source_by_name(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: BrokerError, anew: bool
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSED_S", 0.2)
+    monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 0.4)
+    world = make_world()
+    world.keep_publishing()
+    world.more()
+    world.broker.refuse = lambda _: error
+    if anew:
+        subscribe_anew(newest(world), world)
+    else:
+        world.broker.drop()
+    wait_until(lambda: world.error is not None)
+    assert world.error is error
+
+
+def test_a_range_that_is_another_owners_for_long_ends_the_source(make_world: MakeWorld) -> None:
+    world = make_world(subscribe_timeout_ms=200)
+    world.keep_publishing()
+    world.more()
+    error = RangeConflictError("taken for good")
+    world.broker.refuse = lambda _: error
+    subscribe_anew(newest(world), world)
+    wait_until(lambda: world.error is error)
+
+
+def test_ranges_move_while_one_is_subscribed_anew(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.keep_publishing()
+    for count in (7, 3, 8, 2):
+        world.more()
+        one = newest(world)
+        refused = world.broker.refused
+        away = BrokerUnavailableError("away")
+        world.broker.refuse = lambda part, mine=one.owned_range.hash_range, error=away: (  # type: ignore[misc]
+            error if part == mine else None
+        )
+        subscribe_anew(one, world)
+        wait_until(lambda refused=refused: world.broker.refused > refused)
+        world.broker.refuse = lambda _: None
+        assert world.rescaler.rescale(count).ranges_after == count
+    wait_until(lambda: all_connected(world))
+    world.more()
+    world.check()
+
+
+def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_anew_stays_open(
+    make_world: MakeWorld,
+) -> None:
+    """1. A consumer is being replaced. 2. It reconnects, and is to be subscribed anew. 3. The first
+    attempt at that fails. 4. The replacement takes its place.
+    """
+    world = make_world()
+    world.keep_publishing()
+    world.more()
+    one = newest(world)
+    replacing, go_on = threading.Event(), threading.Event()
+
+    def refuse(part: HashRange) -> BrokerError | None:
+        if part != one.owned_range.hash_range or go_on.is_set():
+            return None
+        if replacing.is_set():
+            return BrokerUnavailableError("away")
+        replacing.set()
+        go_on.wait(10)
+        return None
+
+    world.broker.refuse = refuse
+    world.broker.drop({one.owned_range.topic_partition})
+    assert replacing.wait(10)
+    world.broker.reconnect()
+    subscribe_anew(one, world)
+    wait_until(lambda: world.broker.refused > 0 or world.error)
+    go_on.set()
+    wait_until(lambda: not one.lacking or world.error)
+    replacement = one.consumer
+    retrier = world.coordinator.worker._reconnector._retrier
+    wait_until(lambda: not retrier._due or world.error)
+    world.more(300)
+    assert one.consumer is replacement
+    world.check()
+
+
+def test_topic_partitions_may_come_while_another_thread_asks_which_are_consumed() -> None:
+    found = RangeConsumers(None, None, config("orders"), assign(1))  # type: ignore[arg-type]
+    here, later = TopicPartition("orders", 0), TopicPartition("orders", 1)
+    found.by_partition[here] = []
+
+    class Meanwhile(set[TopicPartition]):
+        def __contains__(self, where: object) -> bool:
+            found.by_partition[later] = []
+            return False
+
+    found._only_held = Meanwhile()
+    assert found.consumed == [here]
+
+
+def test_a_trouble_is_named_in_the_log_once_and_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "keyshard")
+    troubles, one, other = Troubles(), TopicPartition("t", 0), TopicPartition("t", 1)
+    for second in range(200):
+        now = {one: f"It has been so for {second} s.", other: "It refuses."}
+        troubles.look(float(second), now if second < 100 else {other: "It refuses."})
+    assert [text for text in caplog.messages if "t-partition-0 is not received" in text] == [
+        "t-partition-0 is not received from: It has been so for 2 s.",
+        "t-partition-0 is not received from: It has been so for 62 s.",
+    ]
+    assert sum("t-partition-1 is not received" in text for text in caplog.messages) == 4
+    assert sum("serves t-partition-0 again" in text for text in caplog.messages) == 1
 
 
 @pytest.fixture

@@ -233,6 +233,34 @@ def test_a_gap_that_cannot_be_closed_ends_the_source(make_world: MakeWorld) -> N
         world.coordinator.check()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit(1)], ids=repr)
+def test_a_gap_that_a_defect_leaves_ends_the_source(
+    make_world: MakeWorld, error: BaseException
+) -> None:
+    world = make_world(4)
+    world.broker.refuse = lambda _: error  # type: ignore[assignment,return-value]
+    with pytest.raises(RescaleError, match=r"have no consumer, so the source ends") as caught:
+        world.rescaler.rescale(8)
+    assert repr(error) in caught.value.message
+    with pytest.raises(RescaleError, match="have no consumer"):
+        world.coordinator.check()
+
+
+def test_a_window_that_cannot_follow_ends_the_source(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(4)
+
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(world.coordinator.worker, "adopt", broken)
+    with pytest.raises(RescaleError, match="the window did not follow: unexpectedly"):
+        world.rescaler.rescale(8)
+    with pytest.raises(RescaleError, match="the window did not follow"):
+        world.coordinator.check()
+
+
 def test_a_receive_thread_that_is_stuck_keeps_its_consumers(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,7 @@ def test_batches_go_on_too() -> None:
     name = f"rescale-batches-{time.monotonic_ns()}"
     cluster = MemoryCluster.named(name)
     topic = cluster.create_topic("orders", partitions=2)
-    source = KeyShardSource(topic, parallelism=4, service_url=f"memory://{name}",
+    source = KeyShardSource(topic, subscription="keyshard", parallelism=4, service_url=f"memory://{name}",
                             starting_position="earliest")  # fmt: skip
     sent: dict[str, list[bytes]] = {f"k{key}": [] for key in range(20)}
     got: dict[str, list[bytes]] = {key: [] for key in sent}

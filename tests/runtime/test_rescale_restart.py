@@ -178,14 +178,16 @@ def test_a_damaged_assignment_starts_nothing(world: HandlerWorld, checkpoint: Pa
     good["rescaled"]["owners"] = "0-9;11-65535"
     checkpoint.write_text(json.dumps(good))
     with pytest.raises(CheckpointError, match=r"orders\.json.*cover the ring once: 10 has none"):
-        KeyShardSource("orders", service_url="memory://nowhere").run(handle, checkpoint=checkpoint)
+        KeyShardSource("orders", subscription="keyshard", service_url="memory://nowhere").run(
+            handle, checkpoint=checkpoint
+        )
 
 
 def test_batches_remember_too_and_open_does_not(checkpoint: Path) -> None:
     name = f"rescale-restart-{time.monotonic_ns()}"
     cluster = MemoryCluster.named(name)
     topic = cluster.create_topic("orders", partitions=2)
-    source = KeyShardSource(topic, parallelism=4, service_url=f"memory://{name}",
+    source = KeyShardSource(topic, subscription="keyshard", parallelism=4, service_url=f"memory://{name}",
                             starting_position="earliest")  # fmt: skip
 
     def iterate() -> list[Batch]:

@@ -28,6 +28,7 @@ from keyshard.errors import (
     ChunkedMessageError,
     ConfigError,
     DataLossTrimmedError,
+    EncryptedMessageError,
     KeyShardError,
     PositionAheadError,
     ReplayTimeoutError,
@@ -109,6 +110,17 @@ def test_any_number_of_splits_has_every_message_once_in_order(topic: Topic, spli
     planned = cut(topic.plan(), splits)
     assert len(planned) == max(3, min(splits, 63))
     assert topic.read(planned) == topic.ids
+
+
+def test_a_read_ends_at_an_encrypted_message_with_an_error_and_one_up_to_it_does_not() -> None:
+    topic = Topic(partitions=1, entries=6)
+    ((_, at),) = topic.cluster.publish(topic.partitions[0], Message(b"?", key="a"), encrypted=True)
+    topic.publish(topic.partitions[0], 1, T0)
+    with pytest.raises(EncryptedMessageError, match=f"{at.ledger}:{at.entry} of"):
+        topic.read(topic.plan())
+    before = topic.read(topic.plan(end=f"{at.ledger}:{at.entry}"))
+    behind = topic.read(topic.plan(f"{at.ledger}:{at.entry + 1}"))
+    assert (len(before), len(behind)) == (len(topic.ids) - 1, 1)
 
 
 def test_what_is_published_after_planning_is_not_read(topic: Topic) -> None:
@@ -403,6 +415,39 @@ def test_a_position_that_is_trimmed_is_named(topic: Topic, bound: str) -> None:
         topic.plan(**{bound: given})
     planned = topic.plan(**{bound: given}, fail_on_data_loss=False)
     assert planned[0].entries == (14 if bound == "start" else 0)
+
+
+def test_the_end_of_a_read_is_the_start_of_the_next_where_all_of_it_is_trimmed(
+    topic: Topic,
+) -> None:
+    """1. A read ends; 2. its last ledger closes, and retention removes it; 3. nothing is new."""
+    ends = {one.topic_partition.name: str(one.end) for one in topic.plan()}
+    for where in topic.partitions:
+        topic.cluster.roll_ledger(where)
+        topic.cluster.trim(where, EntryId(10**6, 0))
+    again = topic.plan(start=ends)
+    assert [one.entries for one in again] == [0, 0, 0]
+    assert [one.entries for one in topic.plan(start=ends, end=ends)] == [0, 0, 0]
+    # The next read goes on behind it.
+    for where in topic.partitions:
+        topic.publish(where, 1, T0)
+    behind = {one.topic_partition.name: str(one.end) for one in again}
+    assert [one.entries for one in topic.plan(start=behind)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("place", [(0, -1, 0), (0, -1, 1), (0, 1, 0), (-1, 0, 0)])
+def test_where_all_is_trimmed_another_position_is_a_loss(
+    topic: Topic, place: tuple[int, int, int]
+) -> None:
+    where, *others = topic.partitions
+    end = topic.plan()[0].end
+    assert isinstance(end, MessageId)
+    topic.cluster.roll_ledger(where)
+    topic.cluster.trim(where, EntryId(10**6, 0))
+    position = MessageId(*(one + by for one, by in zip(end, place, strict=True)))
+    given = {where: str(position), **dict.fromkeys(others, "latest")}
+    with pytest.raises(DataLossTrimmedError, match=f"start of {where} is {position}"):
+        topic.plan(start=given)
 
 
 @pytest.mark.parametrize("bound", ["start", "end"])

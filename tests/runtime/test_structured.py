@@ -396,7 +396,8 @@ def test_one_bad_row_among_many_costs_no_more_than_all_others(shop: Shop) -> Non
 
 def source_of(shop: Shop, topic: str, **how: Any) -> KeyShardSource:
     return KeyShardSource(
-        topic, service_url=f"memory://{shop.name}", starting_position="earliest", parallelism=2,
+        topic, subscription="keyshard",
+        service_url=f"memory://{shop.name}", starting_position="earliest", parallelism=2,
         **how,
     )  # fmt: skip
 

@@ -57,6 +57,17 @@ def test_a_topic_no_longer_configured_ends_its_planned_batch_only(world: World) 
     assert world.got == world.sent
 
 
+def test_a_topic_and_one_of_its_partitions_are_consumed_once(world: World) -> None:
+    world.cluster.create_topic("orders", 2)
+    world.publish("orders", 8)
+    with world.running(world.source(["orders-partition-1", "orders"])) as running:
+        received(running, 8)
+        world.take(running)
+        assert running.status()["topicPartitions"] == 2
+        running.discovery.round()
+    assert world.got == world.sent
+
+
 def test_a_topic_no_longer_configured_and_taken_by_others_does_not_block(world: World) -> None:
     for name in ("old", "new"):
         world.cluster.create_topic(name, 2)

@@ -19,6 +19,7 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
+from keyshard.threads import Pool as RealPool
 from tests.simulation.primitives import Pool, RandomModule, Threading, Time, wait
 from tests.simulation.scheduler import Scheduler
 
@@ -55,7 +56,7 @@ def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
 
 def real_ones() -> list[tuple[str, str]]:
     """(module, name) of every real primitive that a simulated module holds now."""
-    real = [threading, time, real_random, concurrent.futures.ThreadPoolExecutor]
+    real = [threading, time, real_random, RealPool]
     real += [threading.Thread, threading.Event, threading.Lock, threading.RLock]
     real += [threading.Condition, time.sleep, time.monotonic, time.time, concurrent.futures.wait]
     return [
@@ -88,15 +89,16 @@ def _modules() -> list[ModuleType]:
 def _stand_ins(scheduler: Scheduler, random: Random, *, quiet: bool) -> list[tuple[Any, Any]]:
     threads, clock = Threading(scheduler, quiet=quiet), Time(scheduler)
 
-    def pool(threads_max: int, thread_name_prefix: str = "pool") -> Pool:
-        return Pool(scheduler, threads_max, thread_name_prefix)
+    def pool(threads_max: int, name: str) -> Pool:
+        return Pool(scheduler, threads_max, name)
 
     return [
         (threading, threads),
         (threading.Event, threads.Event),
+        (threading.Lock, threads.Lock),
         (time, clock),
         (time.monotonic, clock.monotonic),
         (real_random, RandomModule(random)),
-        (concurrent.futures.ThreadPoolExecutor, pool),
+        (RealPool, pool),
         (concurrent.futures.wait, wait),
     ]

@@ -215,13 +215,14 @@ class Client:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,
         columns: Collection[str] | None = None,
     ) -> Consumer:
         def action() -> Consumer:
             inner = self._inner.subscribe(
                 topic_partition, subscription, hash_range, start=start,
                 consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
-                columns=columns,
+                receiver_queue_bytes=receiver_queue_bytes, columns=columns,
             )  # fmt: skip
             self.consumers.append(Consumer(self, inner))
             return self.consumers[-1]
@@ -342,9 +343,6 @@ class Consumer:
             lambda: network.scheduler.spawn(self._client.process, "client", ring)
         )
 
-    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
-        return False
-
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         network = self._network
         network.scheduler.point()
@@ -364,6 +362,9 @@ class Consumer:
 
     def has_given_all(self) -> bool:
         return self.is_connected()
+
+    def trouble(self) -> str:
+        return self._inner.trouble()
 
     def close(self, *, for_another: bool = False) -> None:
         if not self.closed:

@@ -337,7 +337,7 @@ class Future:
 
 
 class Pool:
-    """Stands where ``ThreadPoolExecutor`` stood."""
+    """Stands where :class:`keyshard.threads.Pool` stood."""
 
     def __init__(self, scheduler: Scheduler, threads_max: int, thread_name_prefix: str) -> None:
         self._scheduler = scheduler

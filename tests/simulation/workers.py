@@ -18,7 +18,7 @@ import pyarrow as pa
 from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import Lease
-from keyshard.broker.hosted.wire import Delivery, Kept, heard, told, unpacked
+from keyshard.broker.hosted.wire import Delivery, Kept, Taken, heard, told, unpacked
 from keyshard.broker.hosted.worker import LEASE_S, TAKE_WAIT_S, Worker
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import TopicPartition
@@ -114,7 +114,7 @@ class SimulatedWorker(Worker):
             raise heard(error)
         return result
 
-    def take(self, taken: Mapping[int, int]) -> list[Delivery]:
+    def take(self, taken: Mapping[int, Taken]) -> list[Delivery]:
         seq = self._seq + 1
         released = [self.released.popleft() for _ in range(len(self.released))]
         answer, content = self._crossed(

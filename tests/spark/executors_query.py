@@ -40,7 +40,12 @@ class CountingReader(KeyShardStreamReader):
         def counted(listed: Sequence[Any], content: Any, kept: Any = None) -> Any:
             if kept is not None:
                 note(
-                    kept=sum(len(entry[4]) for _, entries, *_ in listed for entry in entries),
+                    # Of an entry that is whole, its number of messages stands for its indices.
+                    kept=sum(
+                        entry[2] if entry[4] is None else len(entry[4])
+                        for _, entries, *_ in listed
+                        for entry in entries
+                    ),
                     about=len(json.dumps(listed)),
                 )
             note(heard=content.nbytes)

@@ -58,6 +58,15 @@ def test_a_broker_that_is_not_there(spark: SparkSession, topic: SparkTopic, wron
     assert "direct cause" not in message, "the sentence ends the traceback"
 
 
+@pytest.mark.parametrize("name", ["keyshard", "pulsar"])
+def test_a_write_is_refused_with_what_to_do(spark: SparkSession, tmp_path: Path, name: str) -> None:
+    with pytest.raises(AnalysisException, match=r"source for reading only.*foreachBatch"):
+        spark.range(1).write.format(name).mode("append").save()
+    stream = spark.readStream.format("rate").load().writeStream.format(name)
+    text = failed(stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start())
+    assert "source for reading only" in text
+
+
 def test_a_topic_that_does_not_exist_is_not_created(spark: SparkSession, topic: SparkTopic) -> None:
     message = failed(topic.start(topic.rows(spark, topic=f"{topic.name}-typo")))
     assert "[KEYSHARD_TOPIC_NOT_FOUND]" in message

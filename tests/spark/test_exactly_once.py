@@ -10,10 +10,11 @@ import httpx
 import pyarrow as pa
 import pytest
 
-from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.devbroker import DevBroker, DevCluster
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_process import SparkProcess, eventually
+from tests.tested_pulsar import BROKERS
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -22,7 +23,7 @@ LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
 ROWS_PER_BATCH = 6_000
 
 
-def backlog(broker: DevBroker) -> int:
+def backlog(broker: DevBroker | OneOfSeveral) -> int:
     """Entries that the broker still holds for the subscription; -1 while it does not answer."""
     url = f"{broker.admin_url}/admin/v2/persistent/public/default/{TOPIC}/partitioned-stats"
     try:
@@ -36,7 +37,7 @@ def backlog(broker: DevBroker) -> int:
 class Runs:
     """The runs of one query over one checkpoint."""
 
-    broker: DevBroker
+    broker: DevBroker | OneOfSeveral
     directory: Path
     all: list[SparkProcess] = field(default_factory=list)
 
@@ -99,8 +100,18 @@ def same_rows_again(sink: Path, batch: int, leftovers: set[Path]) -> int:
     return compared
 
 
+class OneOfSeveral(DevCluster):
+    """A cluster whose first broker is killed and started again."""
+
+    def kill(self) -> None:
+        self.brokers[0].kill()
+
+    def restart(self) -> None:
+        self.start()
+
+
 def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
-    with DevBroker() as broker:
+    with OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker() as broker:
         create_partitioned_topic(broker.admin_url, TOPIC, PARTITIONS)
         sent = produce(LOAD, broker.service_url, TOPIC)
         print(f"\nproduced {sent.sent} messages in {sent.seconds:.1f} s")
@@ -114,7 +125,7 @@ def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_pa
         judge(runs, sent.per_key, leftovers)
 
 
-def kill_everything(runs: Runs, broker: DevBroker) -> dict[int, set[Path]]:
+def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, set[Path]]:
     """N = 10, 10, 10, 16 with kills in between; files of batches killed over a change of N."""
     leftovers: dict[int, set[Path]] = {}
     run = runs.start(10)
@@ -142,7 +153,7 @@ def kill_everything(runs: Runs, broker: DevBroker) -> dict[int, set[Path]]:
     return leftovers
 
 
-def drain(runs: Runs, broker: DevBroker) -> None:
+def drain(runs: Runs, broker: DevBroker | OneOfSeveral) -> None:
     """N = 3 up to the end of the topic; how long that takes depends on what else runs."""
     run = runs.start(3)
     left, deadline = -1, 0.0

@@ -169,7 +169,7 @@ def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
     everything = spark.read.format("pulsar").options(**given)  # one has no key
     with pytest.raises(pyspark.errors.PySparkException, match="Column '__key' is NOT NULL"):
         everything.schema("__topic string, __key binary NOT NULL").load().count()
-    with pytest.raises(pyspark.errors.PySparkException, match="reads, and does not write"):
+    with pytest.raises(pyspark.errors.PySparkException, match="is a source for reading only"):
         spark.range(1).write.format("pulsar").mode("append").options(**given).save()
     with pytest.raises(pyspark.errors.PySparkException, match="'__key' of type string is not one"):
         reader.schema("__key string").load().count()

@@ -291,6 +291,29 @@ def test_two_versions_and_a_message_that_is_none(spark: SparkSession, topic: Spa
         assert part in str(caught.value)
 
 
+def test_a_partition_by_name_has_the_rows_of_every_version_of_its_topic(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    send(topic, AvroSchema(First), First(id=1, name="a"))
+    send(topic, AvroSchema(Second), Second(id=2, name="b", count=2**40, item=Inner(sku="s")))
+    (number,) = {row["__partition"] for row in table(spark, topic).collect()}
+    named = f"{topic.name}-partition-{number}"
+    options = topic.options(topic=named, subscription="", startingOffsets="", parallelism="")
+    rows = spark.read.format("keyshard").options(mode="DROPMALFORMED", **options).load()
+    query = topic.rows(spark, topic=named, mode="DROPMALFORMED", subscription="by-name")
+    send(topic, AvroSchema(Third), Third(id=3, name="c"))  # the plan has the versions before
+    wanted = [(1, "a", None), (2, "b", 2**40), (3, "c", None)]
+    columns = ("id", "name", "count")
+    assert sorted(map(tuple, rows.select(*columns).collect())) == wanted
+    seen: list[Any] = []
+    writer = query.select(*columns).writeStream.trigger(availableNow=True)
+    writer = writer.foreachBatch(lambda batch, _: seen.extend(map(tuple, batch.collect())))
+    running = writer.option("checkpointLocation", str(topic.checkpoint)).start()
+    until(running, lambda: len(seen) == 3)
+    running.stop()
+    assert sorted(seen) == wanted
+
+
 def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
     spark: SparkSession, topic: SparkTopic
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from broken_histories import (
     twice_without_a_fault,
 )
 from histories import TOPIC, Script, batch_host, handlers, run
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import HistoryError
 from keyshard.testing.verify import checkers
 from keyshard.testing.verify.checkers import Verdict, check
@@ -349,3 +351,131 @@ def test_events_of_another_kind_do_not_count() -> None:
     commit(script, 0, message(0))
     keyless = replace(script.events[1], key=None)
     assert checkers.key_order([keyless, *script.events[2:]]).checked == 0
+
+
+# -- one message twice at once, and large histories -----------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["k0", None])
+@pytest.mark.parametrize("fault", ["crashed", "disconnected"])
+def test_a_message_that_a_worker_starts_twice_at_once_is_found_after_any_fault(
+    fault: str, key: str | None
+) -> None:
+    """Issue: after a fault, one worker could work on one message twice at the same time."""
+    one = {**message(0), "key": key}
+    script = Script()
+    script.add("sent", one)
+    script.add("started", one, worker="w")
+    script.add(fault, worker="broker")
+    again = script.add("started", one, worker="w")
+    script.add("completed", one, worker="w")
+    verdict = judge("mutual_exclusion", script)
+    assert verdict.violations == 1
+    assert again in verdict.offending
+
+
+def test_a_message_that_starts_again_after_its_worker_crashed_is_right() -> None:
+    script = Script()
+    script.add("started", message(0), worker="w")
+    script.add("crashed", worker="w")
+    script.add("started", message(0), worker="w")
+    script.add("failed", message(0), worker="w")
+    script.add("started", message(0), worker="w")
+    assert judge("mutual_exclusion", script).holds
+
+
+def entry(number: int, index: int = 0, key: str | None = None) -> dict[str, object]:
+    return {
+        "topic": TOPIC, "partition": 0, "ledger": 1, "entry": number, "index": index,
+        "key": key or f"k{number}", "seq": number,
+    }  # fmt: skip
+
+
+def crashes_and_gains(script: Script, count: int) -> None:
+    """A worker crashes again and again, and another one gains its range."""
+    ring = [str(one) for one in split_ring(8)]
+    for number in range(count // 2):
+        hash_range = ring[number % 8]
+        script.add("range_gained", range=hash_range, worker=f"w{number}", epoch=number)
+        if number >= 8:
+            script.add("crashed", worker=f"w{number - 7}")
+
+
+def rescales(script: Script, count: int) -> None:
+    """Two numbers of many ranges in turn, each range for itself."""
+    ranges = max(4, round((count / 4) ** 0.5))
+    for turn in range(2 * ranges):
+        ring = [str(one) for one in split_ring(ranges)]
+        for number, hash_range in enumerate(ring):
+            script.add("range_gained", range=hash_range, worker=f"w{number}", epoch=turn)
+        for number, hash_range in enumerate(ring):
+            script.add("range_lost", range=hash_range, worker=f"w{number}")
+
+
+def ranges_at_once(script: Script, count: int) -> None:
+    """One range for each event, and messages for their owners."""
+    ring = [str(one) for one in split_ring(min(65_536, count // 2))]
+    for hash_range in ring:
+        script.add("range_gained", range=hash_range, worker="w", epoch=0)
+    for number in range(count // 2):
+        script.add("delivered", entry(number), worker="w")
+
+
+def handlers_beside_crashes(script: Script, count: int) -> None:
+    """Handlers of many keys run while another worker crashes again and again."""
+    for number in range(count // 2):
+        script.add("started", entry(number), worker="busy")
+        script.add("crashed", worker="weak")
+
+
+def rows_of_one_key(script: Script, count: int) -> None:
+    """A worker works on all rows of a batch at once, and they have one key."""
+    for number in range(count):
+        script.add("started", entry(number, key="hot"), worker="w", batch="0")
+
+
+def one_large_entry(script: Script, count: int) -> None:
+    """Messages of one entry are acknowledged one by one, and again after each crash."""
+    for number in range(count // 4):
+        one = {**entry(7, number), "seq": number, "key": "hot"}
+        script.add("started", one, worker="w")
+        script.add("completed", one, worker="w")
+        of_entry = {name: one[name] for name in ("topic", "partition", "ledger", "entry")}
+        script.add("acked", of_entry, worker="w", index=number)
+        script.add("acked", of_entry, worker="w")
+
+
+def batches_that_run_again(script: Script, count: int) -> None:
+    """A batch of many parts begins again and again."""
+    for number in range(count // 3):
+        script.add("delivered", entry(number), worker="w", batch="0", part=number)
+    for _ in range(count // 3):
+        script.add("crashed", worker="w")
+        script.add("started", batch="0")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        crashes_and_gains, rescales, ranges_at_once, handlers_beside_crashes, rows_of_one_key,
+        one_large_entry, batches_that_run_again,
+    ],
+)  # fmt: skip
+def test_the_time_of_a_check_grows_with_the_history_and_not_with_its_square(
+    write: Callable[[Script, int], None],
+) -> None:
+    """Issue: 11,012 events with 1,000 crashes took 191 s."""
+    small, large = (cpu_s(write, count) for count in (2_000, 16_000))
+    assert large < 24 * small, "8 times as many events: 8 times as long is linear, 64 is quadratic"
+
+
+def cpu_s(write: Callable[[Script, int], None], count: int) -> float:
+    """Processor time of a check; the shortest of three."""
+    script = Script()
+    write(script, count)
+    times = []
+    for _ in range(3):
+        began_s = time.thread_time()
+        check(script.events)
+        times.append(time.thread_time() - began_s)
+    return min(times)

@@ -63,6 +63,6 @@ def test_a_range_pauses_with_its_share_of_half_the_window(
 
 def test_a_range_pauses_by_bytes_too() -> None:
     waiting = received(0, 1)
-    size = sum(entry.payload_bytes for entry in waiting)
+    size = sum(entry.memory_bytes for entry in waiting)
     assert paused_ranges(waiting, 10**9, 2 * size, 1, ()) == {0}
     assert paused_ranges(waiting, 10**9, 2 * size + 1, 1, ()) == set()

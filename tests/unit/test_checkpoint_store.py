@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ ONE, TWO = Checkpoint("local", "one", 4, {}), Checkpoint("local", "two, ü", 4, 
 
 @pytest.mark.parametrize("scheme", ["file://", "memory:/", ""])
 def test_the_newest_checkpoint_is_loaded(tmp_path: Path, scheme: str) -> None:
+    (tmp_path / "state").mkdir()
     store = CheckpointStore(f"{scheme}{tmp_path}/state/orders.json")
     assert store.load() is None
     store.save(ONE)
@@ -52,6 +54,7 @@ time.sleep(60)
 
 
 def test_a_file_has_one_source_at_a_time_and_a_crashed_one_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
     url = f"file://{tmp_path}/state/orders.json"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, url], stdout=subprocess.PIPE, text=True
@@ -74,6 +77,89 @@ def test_a_file_has_one_source_at_a_time_and_a_crashed_one_holds_nothing(tmp_pat
     again = CheckpointStore(url)
     assert again.open() == ONE
     again.close()
+
+
+def test_a_link_stays_and_the_checkpoint_goes_where_it_leads(tmp_path: Path) -> None:
+    """The first checkpoint replaced a link by a file of the container's own disk."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    (tmp_path / "linked").symlink_to("durable")
+    (tmp_path / "chain.json").symlink_to(tmp_path / "linked" / "orders.json")
+    link = tmp_path / "app.json"
+    link.symlink_to("chain.json")
+    for checkpoint in (ONE, TWO):
+        store = CheckpointStore(link)
+        store.open()
+        store.save(checkpoint)
+        store.close()
+    assert link.is_symlink()
+    assert (durable / "orders.json").read_text() == TWO.to_json()
+    assert {path.name for path in durable.iterdir()} == {"orders.json", "orders.json.lock"}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this process", "another"])
+@pytest.mark.parametrize(
+    "alias", ["link.json", "folder/orders.json", "./state/../state/orders.json", "hard link"]
+)
+def test_one_file_has_one_source_whatever_path_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str, elsewhere: bool
+) -> None:
+    """The lock of a link lay under the name of the link."""
+    state = tmp_path / "state"
+    state.mkdir()
+    (tmp_path / "link.json").symlink_to(state / "orders.json")
+    (tmp_path / "folder").symlink_to("state")
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore(state / "orders.json")
+    store.open()
+    if alias == "hard link":  # of the lock, as another mount of the same folder shows it
+        (tmp_path / "mount").mkdir()
+        (tmp_path / "mount" / "orders.json.lock").hardlink_to(state / "orders.json.lock")
+        alias = "mount/orders.json"
+    if elsewhere:
+        other = subprocess.run(
+            [sys.executable, "-c", HOLDER, alias],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        assert "KEYSHARD_CHECKPOINT_IN_USE" in other.stderr
+    else:
+        for _ in range(2):
+            with pytest.raises(CheckpointInUseError, match="this process"):
+                CheckpointStore(alias).open()
+    store.close()
+    again = CheckpointStore(alias)
+    again.open()
+    again.close()
+
+
+def test_a_folder_that_is_missing_is_named_and_not_made(tmp_path: Path) -> None:
+    """A volume that is not mounted left its checkpoint on the disk below it."""
+    (tmp_path / "app.json").symlink_to(tmp_path / "volume" / "orders.json")
+    for path in (tmp_path / "volume" / "orders.json", tmp_path / "app.json"):
+        with pytest.raises(CheckpointError, match=r"the folder .*/volume does not exist"):
+            CheckpointStore(path).open()
+    assert not (tmp_path / "volume").exists()
+    (tmp_path / "volume").mkdir()
+    store = CheckpointStore(tmp_path / "app.json")
+    store.open()
+    store.save(ONE)
+    for path in (tmp_path / "volume").iterdir():
+        path.unlink()
+    (tmp_path / "volume").rmdir()
+    with pytest.raises(CheckpointError, match="Could not store"):
+        store.save(TWO)
+    assert not (tmp_path / "volume").exists()
+    store.close()
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="it is no file"):
+        CheckpointStore(pipe).open()
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_held(tmp_path: Path) -> None:
@@ -125,3 +211,24 @@ def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
 def test_a_url_of_no_file_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="checkpoint is"):
         CheckpointStore(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "://user:s3cr3t@a,b", "file://user:s3cr3t@host/x", "local://user:s3cr3t@host", "c://s3cr3t@h",
+        "file://user:s3cr3t/more@host/x", "://user:s3//cr3t@a/b",
+    ],
+)  # fmt: skip
+def test_a_local_file_with_a_user_is_refused_without_its_password(url: str) -> None:
+    """The path of ``://user:secret@host`` has one slash, so its password was shown in errors."""
+    with pytest.raises(ConfigError, match="no host and no user") as caught:
+        CheckpointStore(url)
+    assert "cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["file://", ""])
+def test_the_path_of_a_local_file_may_have_an_at_sign(tmp_path: Path, scheme: str) -> None:
+    store = CheckpointStore(f"{scheme}{tmp_path}/ann@host.json")
+    store.save(ONE)
+    assert store.load() == ONE

@@ -1,4 +1,4 @@
-"""The circuit: most keys failing at once is weather, one key failing is poison."""
+"""The circuit breaker: most keys failing at once is an outage, single keys are poison."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from keyshard.core.lanes.circuit import (
     PAUSE_MAX_S,
     PAUSE_S,
     PROBES,
+    QUIET_S,
     Circuit,
     CircuitState,
 )
 
 
-def opened(at_s: float = 0.0, keys: int = KEYS_MIN) -> Circuit:
-    circuit = Circuit()
-    results = [circuit.failed(f"k{n}", at_s, "no database") for n in range(keys)]
-    assert results == [n == KEYS_MIN - 1 for n in range(keys)]
+def opened(at_s: float = 0.0, circuit: Circuit | None = None) -> Circuit:
+    """One that opens at a time, because nothing succeeds before it."""
+    circuit = circuit or Circuit()
+    began_s = at_s - QUIET_S
+    counts = [circuit.failed(f"k{n}", began_s, "no database") for n in range(KEYS_MIN)]
+    assert counts == [True] * (KEYS_MIN - 1) + [False], "failures under suspicion do not count"
+    assert circuit.may_start(at_s - 0.001), "other keys are tried meanwhile"
+    assert not circuit.may_start(at_s)
+    assert circuit.state is CircuitState.OPEN
     circuit.validate()
     return circuit
 
@@ -36,53 +42,94 @@ def probe(circuit: Circuit, now_s: float) -> list[str]:
     return keys
 
 
+def works(circuit: Circuit, key: str, now_s: float) -> bool:
+    """An attempt takes no time and succeeds."""
+    closes = circuit.succeeded(key, now_s, now_s)
+    circuit.validate()
+    return closes
+
+
 def test_one_key_that_fails_for_ever_opens_nothing() -> None:
     circuit = Circuit()
     for now in range(100):
-        assert not circuit.failed("bad", now, "no")
+        assert circuit.failed("bad", now, "no", 0.0)
         assert circuit.may_start(now)
     assert circuit.keys == (1, 1)
 
 
 def test_bad_keys_among_good_ones_open_nothing() -> None:
+    """Issue: 3,000 bad keys beside good ones opened it again and again, and none was parked."""
+    circuit, bad = Circuit(), 3_000
+    for attempt in range(8):
+        for n in range(bad):
+            now = attempt + n / bad
+            first_s = n / bad if attempt else None
+            counts = circuit.failed(f"bad{n}", now, "no", first_s)
+            assert counts or not attempt, "later attempts count"
+            assert circuit.may_start(now)
+            if not n % 500:
+                works(circuit, f"good{n}", now)
+    assert circuit.openings == 0
+
+
+def test_good_keys_that_turn_bad_open_nothing_beside_others_that_are_good() -> None:
     circuit = Circuit()
-    for now in range(1_000):
-        key = f"k{now % 40}"
-        if now % 40 < 20:
-            assert not circuit.failed(key, now / 100, "no")
+    for n in range(200):
+        works(circuit, f"k{n % 20}", n / 100)
+    for n in range(400):
+        now = 2.0 + n / 100
+        if n % 20 < 10:
+            circuit.failed(f"k{n % 20}", now, "no", 2.0 if n >= 20 else None)
         else:
-            circuit.succeeded(key, now / 100)
-        if now < 10:
-            circuit.succeeded(f"before-{now}", now / 100)
-        circuit.validate()
+            works(circuit, f"k{n % 20}", now)
+        assert circuit.may_start(now)
+    assert circuit.openings == 0
 
 
-def test_most_keys_failing_at_once_open_it_whatever_succeeded_before() -> None:
+def test_most_of_the_keys_that_succeeded_open_it_though_some_still_succeed() -> None:
     circuit = Circuit()
-    for n in range(10_000):
-        circuit.succeeded(f"k{n % 500}", n / 1_000)
-    failed = 0
-    while not circuit.failed(f"k{failed}", 10.0, "no database"):
-        failed += 1
-    assert failed < KEYS_MIN
-    assert not circuit.may_start(10.0)
+    for n in range(20):
+        works(circuit, f"k{n}", n / 100)
+    tries = 0
+    while circuit.closed:
+        tries += 1
+        now = 1.0 + tries / 100
+        if tries % 10:
+            circuit.failed(f"k{tries % 20}", now, "no shard", None if tries <= 20 else 1.0)
+        else:
+            works(circuit, f"k{tries % 20}", now)
+    assert tries <= 40
     assert circuit.openings == 1
 
 
-def test_it_opens_beside_a_bad_key_too() -> None:
+def test_nothing_that_succeeds_for_a_time_opens_it_whatever_succeeded_before() -> None:
     circuit = Circuit()
-    circuit.failed("bad", 0.0, "no")
-    for n in range(1_000):
-        circuit.succeeded(f"k{n}", 1.0)
-    opened_at = [n for n in range(1_000) if circuit.failed(f"k{n}", 2.0, "no database")]
-    assert len(opened_at) == 1
-    assert opened_at[0] < KEYS_MAX
+    for n in range(10_000):
+        works(circuit, f"k{n % 500}", n / 1_000)
+    opened(20.0, circuit)
+    assert circuit.openings == 1
+
+
+def test_a_success_refutes_only_failures_from_before_it_started() -> None:
+    circuit = Circuit()
+    for n in range(KEYS_MIN):
+        circuit.failed(f"k{n}", 1.0, "no database")
+    circuit.succeeded("slow", 0.5, 1.5)
+    assert not circuit.may_start(1.0 + QUIET_S), "it may have used the database before"
+    circuit = Circuit()
+    for n in range(KEYS_MIN):
+        circuit.failed(f"k{n}", 1.0, "bad")
+    circuit.succeeded("good", 1.1, 1.5)
+    assert circuit.may_start(1.0 + QUIET_S)
+    assert circuit.failed("k0", 3.0, "bad", 1.0), "its retries count"
 
 
 def test_failures_of_another_time_say_nothing() -> None:
     circuit = Circuit()
     for n in range(10 * KEYS_MIN):
-        assert not circuit.failed(f"k{n}", n * MEMORY_S / (KEYS_MIN - 1) * 1.01, "no")
+        now = n * MEMORY_S / (KEYS_MIN - 1) * 1.01
+        assert circuit.failed(f"k{n}", now, "no")
+        assert circuit.may_start(now + QUIET_S)
         circuit.validate()
 
 
@@ -91,10 +138,77 @@ def test_a_probe_that_succeeds_closes_it() -> None:
     assert not circuit.may_start(PAUSE_S - 0.01)
     first, *others = probe(circuit, PAUSE_S)
     assert len(others) == PROBES - 1
-    assert circuit.succeeded(first, PAUSE_S)
+    assert works(circuit, first, PAUSE_S)
     assert circuit.closed
+    assert circuit.failed(others[0], PAUSE_S, "late")
+    assert circuit.may_start(PAUSE_S + QUIET_S), "one late failure opens nothing"
+
+
+def test_a_probe_that_hangs_does_not_keep_the_next_ones_from_being_tried() -> None:
+    """Issue: one hung probe stopped every key until it returned."""
+    circuit, now = opened(), PAUSE_S
+    hung, *others = probe(circuit, now)
+    for key in others:
+        circuit.failed(key, now, "still away")
+    assert not circuit.may_start(now)
+    now += PAUSE_S
+    assert not circuit.may_start(now), "its round is over"
+    assert circuit.state is CircuitState.OPEN
+    now += circuit.status(now)["nextProbeInSeconds"]
+    next_round = probe(circuit, now)
+    assert len(next_round) == 2 * PROBES
+    circuit.failed(hung, now, "late")
     circuit.validate()
-    assert not circuit.failed(others[0], PAUSE_S, "late"), "one late failure opens nothing"
+    assert works(circuit, next_round[0], now), "the end of a hung probe ends no other round"
+
+
+def test_probes_that_all_hang_are_followed_by_others() -> None:
+    circuit, now, tried = opened(), 0.0, 0
+    for _ in range(20):
+        now += PAUSE_MAX_S
+        tried += len(probe(circuit, now))
+    assert tried > KEYS_MAX
+
+
+def test_a_key_that_succeeded_before_is_tried_at_once_while_it_is_open() -> None:
+    circuit = Circuit()
+    for n in range(10):
+        works(circuit, f"good{n}", n / 10)
+    opened(10.0, circuit)
+    key = next(circuit.controls())
+    assert key == "good9", "the one that succeeded last"
+    circuit.started(key, control=True)
+    circuit.validate()
+    assert not list(circuit.controls()), "one at a time"
+    assert works(circuit, str(key), 10.0)
+
+
+def test_controls_that_fail_end_until_the_next_round() -> None:
+    circuit = Circuit()
+    for n in range(10):
+        works(circuit, f"good{n}", n / 10)
+    opened(10.0, circuit)
+    tried = []
+    while (key := next(circuit.controls(), None)) is not None:
+        circuit.started(key, control=True)
+        assert not circuit.failed(key, 10.0, "no database")
+        circuit.validate()
+        tried.append(key)
+    assert len(set(tried)) == len(tried) == PROBES
+    assert circuit.state is CircuitState.OPEN
+    assert circuit.may_start(10.0 + PAUSE_S)
+    assert next(circuit.controls()) not in tried
+
+
+def test_what_starts_under_suspicion_closes_it_when_it_succeeds() -> None:
+    circuit = Circuit()
+    for n in range(KEYS_MIN):
+        circuit.failed(f"k{n}", 0.0, "bad")
+    assert circuit.may_start(0.5)
+    circuit.started("slow")
+    assert not circuit.may_start(QUIET_S)
+    assert circuit.succeeded("slow", 0.5, 3.0)
+    circuit.validate()
 
 
 def test_probes_that_fail_double_the_pause_up_to_its_limit() -> None:
@@ -115,12 +229,12 @@ def test_probes_that_fail_double_the_pause_up_to_its_limit() -> None:
 
 def test_success_of_what_began_before_it_opened_does_not_close_it() -> None:
     circuit = opened()
-    assert not circuit.succeeded("slow", 0.1)
+    assert not works(circuit, "slow", 0.1)
     assert not circuit.may_start(0.1)
     for n in range(KEYS_MIN):
-        circuit.succeeded(f"k{n}", 0.2)
+        works(circuit, f"k{n}", 0.2)
     (first, *_) = probe(circuit, PAUSE_S)
-    assert circuit.succeeded(first, PAUSE_S), "also when no key is known to fail any more"
+    assert works(circuit, first, PAUSE_S), "also when no key is known to fail any more"
 
 
 def test_a_round_ends_with_the_first_key_that_is_tried_twice() -> None:
@@ -146,28 +260,36 @@ def test_it_opens_with_the_pause_it_had_unless_it_was_calm_for_a_while() -> None
     for key in probe(circuit, PAUSE_S):
         circuit.failed(key, PAUSE_S, "still away")
     first, *_ = probe(circuit, 10.0)
-    circuit.succeeded(first, 10.0)
-    for n in range(KEYS_MIN + 1):
-        circuit.failed(f"k{n}", 11.0, "away again")
-    assert circuit.status(11.0)["nextProbeInSeconds"] == 2 * PAUSE_S
+    works(circuit, first, 10.0)
+    opened(12.0, circuit)
+    assert circuit.status(12.0)["nextProbeInSeconds"] == 2 * PAUSE_S
     first, *_ = probe(circuit, 20.0)
-    circuit.succeeded(first, 20.0)
-    for n in range(KEYS_MIN):
-        circuit.failed(f"k{n}", 20.0 + CALM_S, "away again")
+    works(circuit, first, 20.0)
+    opened(20.0 + CALM_S, circuit)
     assert circuit.status(20.0 + CALM_S)["nextProbeInSeconds"] == PAUSE_S
 
 
-def test_bad_keys_that_opened_it_are_known_beside_the_good_ones_that_came_after() -> None:
-    circuit = opened(keys=KEYS_MIN)
-    (first, *_), now = probe(circuit, PAUSE_S), PAUSE_S
-    circuit.succeeded(first, now)
-    for n in range(20):
-        circuit.succeeded(f"good{n}", now)
+def test_bad_keys_that_opened_it_do_not_open_it_again() -> None:
+    circuit, now = opened(), PAUSE_S
+    (first, *_) = probe(circuit, now)
+    works(circuit, first, now)
     for attempt in range(20):
         now += 0.5
         for n in range(KEYS_MIN):
-            assert not circuit.failed(f"k{n}", now, "no"), f"attempt {attempt} is weather"
+            assert circuit.failed(f"k{n}", now, "no", -QUIET_S), f"attempt {attempt} counts"
+        assert circuit.may_start(now)
         circuit.validate()
+    assert not circuit.counts_on(-QUIET_S), "what failed before it opened counts anew"
+    assert circuit.openings == 1
+
+
+def test_a_key_that_failed_beside_good_ones_keeps_its_attempts_when_it_opens() -> None:
+    circuit = Circuit()
+    circuit.failed("bad", 0.0, "no")
+    works(circuit, "good", 0.5)
+    opened(10.0, circuit)
+    assert circuit.counts_on(0.0)
+    assert not circuit.counts_on(5.0)
 
 
 def test_probes_come_to_a_key_that_succeeds_soon_wherever_it_waits() -> None:
@@ -182,7 +304,7 @@ def test_probes_come_to_a_key_that_succeeds_soon_wherever_it_waits() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["start", "succeed", "fail", "undecided"]),
+        st.sampled_from(["start", "succeed", "fail", "undecided", "control"]),
         st.integers(0, 200),
         st.floats(0.0, 20.0),
     )
@@ -200,9 +322,13 @@ def test_whatever_happens_its_facts_agree_and_a_probe_comes(
             if circuit.may_start(now):
                 circuit.started(key)
         elif what == "succeed":
-            circuit.succeeded(key, now)
+            circuit.succeeded(key, now - seconds, now)
+        elif what == "control":
+            for control in circuit.controls():
+                circuit.started(control, control=True)
+                break
         elif what == "fail":
-            circuit.failed(key, now, "no")
+            circuit.failed(key, now, "no", None if key % 3 else now - seconds)
         else:
             circuit.undecided(key, now)
         circuit.validate()
@@ -210,6 +336,7 @@ def test_whatever_happens_its_facts_agree_and_a_probe_comes(
             circuit.state is not CircuitState.OPEN
             or circuit.status(now)["nextProbeInSeconds"] <= PAUSE_MAX_S
         )
-    for key in list(circuit._probes):
-        circuit.undecided(key, now)
-    assert circuit.may_start(now + PAUSE_MAX_S)
+    # Whatever hangs: at the latest after a round and a pause, another key is tried.
+    circuit.may_start(now)
+    circuit.may_start(now + PAUSE_MAX_S)
+    assert circuit.may_start(now + 2 * PAUSE_MAX_S) or circuit.may_start(now + 3 * PAUSE_MAX_S)

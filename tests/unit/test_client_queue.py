@@ -13,6 +13,7 @@ from keyshard.core.window.client_queue import (
     POLLED_MAX,
     SHRINK_MIN,
     ClientQueue,
+    SentAhead,
 )
 
 SHARE = 250 * (MESSAGE_BYTES_GUESS + MESSAGE_OVERHEAD_BYTES)
@@ -56,25 +57,41 @@ def test_it_holds_at_least_one_message(payload: int) -> None:
     assert queue.size == 1
 
 
-def test_small_messages_let_it_grow_step_by_step_where_it_can() -> None:
-    queue = ClientQueue(SHARE, 1_000)
-    assert queue.suits(50, 50 * 100)
-    sizes = []
-    while queue.larger() > queue.size:
-        queue.size = queue.larger()
-        sizes.append(queue.size)
-    assert sizes == [500, 1_000]
-    assert queue.suits(50, 50 * 100), "what it grew to suits"
+def test_small_messages_let_what_is_sent_ahead_grow_step_by_step() -> None:
+    ahead = SentAhead(1_000, SHARE)
+    assert [ahead.size, *(ahead.measure(1, 400) for _ in range(11))] == [
+        1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 1_000,
+    ]  # fmt: skip
+    large_entries = SentAhead(1_000, SHARE)
+    assert large_entries.measure(400, 400 * 400) == 800, "so many came already"
 
 
-@given(st.integers(1, 10**9), st.lists(st.integers(0, 10**7), min_size=1, max_size=30))
-def test_what_it_grew_to_is_not_too_large_at_once(share: int, sizes: list[int]) -> None:
-    queue = ClientQueue(share, 1_000)
-    for size in sizes:
-        queue.suits(1, size)
-        queue.size = queue.larger()
-        assert queue.size <= 1_000
-        assert queue.larger() <= 2 * queue.size
+def test_one_large_message_makes_it_small_at_once_and_small_ones_let_it_grow_again() -> None:
+    ahead = SentAhead(1_000, 8 << 20, 1_000)
+    assert ahead.measure(1_000, 1_000 * 400) == 1_000
+    assert ahead.measure(1, 4 << 20) == 2
+    deliveries = 0
+    while ahead.measure(2, 2 * 400) < 1_000:
+        deliveries += 1
+        assert deliveries < 100, "it stays small"
+    assert deliveries > 10
+
+
+@given(
+    st.integers(1, 10**9),
+    st.integers(1, 1_000),
+    st.lists(st.tuples(st.integers(1, 10**4), st.integers(0, 10**7)), min_size=1, max_size=30),
+)
+def test_what_is_sent_ahead_is_never_more_than_fits_and_at_most_doubles(
+    bytes_max: int, messages_max: int, deliveries: list[tuple[int, int]]
+) -> None:
+    ahead = SentAhead(messages_max, bytes_max)
+    for messages, message_bytes in deliveries:
+        before = ahead.size
+        size = ahead.measure(messages, messages * message_bytes)
+        assert 1 <= size <= messages_max
+        assert size == 1 or size * message_bytes <= bytes_max
+        assert size <= 2 * max(before, messages)
 
 
 @given(st.integers(1, 10**9), st.lists(st.integers(0, 10**7), min_size=1, max_size=30))
@@ -101,14 +118,20 @@ def test_small_queues_are_polled() -> None:
     assert not ClientQueue(SHARE, 1_000).polled
 
 
-def test_where_it_can_grow_many_that_begin_together_hold_little_of_large_messages() -> None:
+def test_many_that_begin_together_hold_one_message_each() -> None:
     """64 MiB for 50 consumers, to which messages of 100 KB come: all begin before any has one."""
     share = (64 << 20) // (2 * 50)
-    queue = ClientQueue(share, 1_000, grows=True)
-    assert 50 * queue.size * 100_000 <= 64 << 20
+    ahead = SentAhead(1_000, share)
+    assert ahead.size == 1
+    assert ahead.measure(1, 100_000) * 100_000 <= share
     rounds = 0
-    while queue.size < min(1_000, share // (100 + MESSAGE_OVERHEAD_BYTES)) / SHRINK_MIN:
-        assert queue.suits(queue.size, queue.size * 100)
-        queue.size = queue.larger()
+    while ahead.measure(ahead.size, ahead.size * 400) < 1_000:
         rounds += 1
-    assert rounds < 10, "small messages soon fill it"
+        assert rounds < 100, "small messages soon fill it"
+
+
+def test_a_client_that_follows_the_size_of_messages_is_not_subscribed_anew() -> None:
+    queue = ClientQueue(SHARE, 1_000, adapts=True)
+    assert queue.size == 1_000
+    assert all(queue.suits(1, size) for size in (100, 10_000_000))
+    assert queue.size == 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from helpers import P0, P1, block
 from keyshard.arrow import columns
 from keyshard.arrow.columns import SCHEMA, record_batches, select
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.serialized import SerializedId
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.layout import Located
@@ -124,8 +125,34 @@ def test_batches_are_limited_in_rows_and_entries_stay_whole(
 
 
 def test_batches_are_limited_in_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "BYTES_PER_BATCH_MAX", 100)
-    assert [batch.num_rows for batch in record_batches(located(5, size=40))] == [2, 2, 1]
+    monkeypatch.setattr(columns, "BYTES_PER_BATCH_MAX", 1_000)
+    assert [batch.num_rows for batch in record_batches(located(5, size=400))] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "large",
+    [{"properties": {"p": "x" * 400}}, {"ordering_key": "x" * 400}, {"keys": ["k" * 400]}],
+    ids=["properties", "ordering_key", "key"],
+)
+def test_batches_are_limited_in_all_that_messages_have(
+    monkeypatch: pytest.MonkeyPatch, large: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(columns, "BYTES_PER_BATCH_MAX", 1_000)
+    keys = large.pop("keys", ["k"])
+    blocks = [(P0, block(1, entry, *keys, **large)) for entry in range(5)]
+    assert [batch.num_rows for batch in record_batches(blocks)] == [2, 2, 1]
+
+
+def test_properties_of_more_than_a_column_holds_come_in_many_batches() -> None:
+    """10,500 messages of 220 KB properties: 2.3 GB, and a column of one batch holds 2 GiB."""
+    one = block(1, 0, properties={"p": "x" * 220_000})
+    blocks = [(P0, replace(one, id=EntryId(1, entry))) for entry in range(10_500)]
+    rows = size = 0
+    for batch in record_batches(blocks, ["__properties", "__messageId"]):
+        rows += batch.num_rows
+        size = max(size, batch.nbytes)
+    assert rows == 10_500
+    assert size <= 9 * 1024 * 1024
 
 
 def test_an_entry_above_the_limits_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ COUNTS = [*WHOLE, "0", "-1", HUGE, LONG]
 REALS = ["x", "", "nan", "inf", "-inf", "-1", "1e400"]
 LIVE = ["check", "--live", "--topic", "t"]
 PLAN = ["rescale", "8", "--dry-run", "--from", "4"]
-DOCTOR = ["doctor", "--topic", "t"]
+DOCTOR = ["doctor", "--topic", "t", "--subscription", "s"]
 
 TABLE: list[tuple[list[str], str, list[str]]] = [
     (["produce", "t"], "--messages", COUNTS),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from keyshard import Connection, HandlerConfig, KeyShardSource, Token
 from keyshard.config.source import MIB, SourceConfig
 from keyshard.errors import ConfigError, NonPersistentTopicError
+from spark_adapter.options import parse_options, to_options
 
 
 def config(topics: Any = "t", **fields: Any) -> SourceConfig:
@@ -29,8 +31,19 @@ def test_a_single_string_is_one_topic() -> None:
     assert config("orders").topics == ("persistent://public/default/orders",)
 
 
-def test_a_source_needs_no_more_than_a_topic() -> None:
-    assert SourceConfig("t").subscription == "keyshard"
+def test_what_acknowledges_needs_a_subscription() -> None:
+    """All sources without one shared the subscription ``keyshard``, and each other's backlog."""
+    source = KeyShardSource("t", service_url="memory://nowhere", admin_url="memory://nowhere")
+    spark = KeyShardSource("t", service_url="pulsar://nowhere:1")
+    for start in (
+        lambda: source.run(print),
+        source.batches,
+        source.open,
+        source.coordinator,
+        lambda: parse_options(to_options(spark)),
+    ):
+        with pytest.raises(ConfigError, match="subscription"):
+            start()
 
 
 def test_defaults_are_valid_and_bounded() -> None:
@@ -234,3 +247,21 @@ def test_what_pulsar_client_does_not_hand_out_is_refused_with_it(name: str) -> N
         config(metadata_columns=name, transport="client")
     both = ["__producer", "__orderingKey"]
     assert config(metadata_columns=both, transport="client").metadata_columns == tuple(both)
+
+
+def test_a_description_shows_what_was_said_and_no_secret() -> None:
+    source = KeyShardSource("orders", subscription="billing", service_url="pulsar://h:1")
+    assert repr(source) == (
+        "KeyShardSource(topics=('persistent://public/default/orders',), subscription='billing', "
+        "service_url='pulsar://h:1')"
+    )
+    connection = Connection("pulsar+ssl://h:1", authentication=Token("very-secret"))
+    source = KeyShardSource("orders", subscription="billing", connection=connection)
+    assert "very-secret" not in repr(source)
+    assert repr(source).count("pulsar+ssl://h:1") == 1
+    many = KeyShardSource([f"orders-{number}" for number in range(1_000)], subscription="billing")
+    assert len(repr(many)) < 500
+    assert repr(HandlerConfig()) == "HandlerConfig()"
+    assert repr(HandlerConfig(lanes=2, on_failure="stop")) == (
+        "HandlerConfig(lanes=2, on_failure='stop')"
+    )

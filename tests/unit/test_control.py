@@ -19,7 +19,7 @@ import pytest
 
 from control_folder import own_control_folder
 from helpers import wait_until
-from keyshard.errors import ConfigError, ControlError
+from keyshard.errors import ConfigError, ControlError, KeyShardError, ThreadStartError
 from keyshard.observe import control
 from keyshard.observe.control import (
     CONNECTIONS_MAX,
@@ -28,6 +28,7 @@ from keyshard.observe.control import (
     running_source,
     running_sources,
 )
+from keyshard.threads import owned_by
 
 CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
@@ -289,3 +290,30 @@ def test_closing_twice_is_fine_and_removes_the_socket(folder: Path) -> None:
     server.close()
     server.close()
     assert list(folder.iterdir()) == []
+
+
+def test_requests_that_no_thread_can_be_started_for_end_no_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors: list[KeyShardError] = []
+    refused: list[str] = []
+
+    def full(name: str, *_: object) -> None:
+        refused.append(name)
+        raise ThreadStartError("can't start new thread")
+
+    with owned_by(errors.append):
+        server = serve()
+    begin = control.begin
+    try:
+        monkeypatch.setattr(control, "begin", full)
+        for _ in range(2 * CONNECTIONS_MAX):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(20)
+                connection.connect(str(server.path))
+                assert connection.recv(1) == b""
+        monkeypatch.setattr(control, "begin", begin)
+        assert raw(server.path, b'{"do": "echo", "text": "x"}\n')["ok"]
+    finally:
+        server.close()
+    assert (len(refused), errors) == (2 * CONNECTIONS_MAX, [])

@@ -49,6 +49,12 @@ def test_a_non_persistent_topic_is_refused_by_name() -> None:
         ("persistent://a/b/c-partition-0", TopicPartition("persistent://a/b/c", 0)),
         ("persistent://a/b/c-partition-12", TopicPartition("persistent://a/b/c", 12)),
         ("persistent://a/b/c-partition-", TopicPartition("persistent://a/b/c-partition-", -1)),
+        ("persistent://a/b/c-partition-007", TopicPartition("persistent://a/b/c-partition-007")),
+        ("persistent://a/b/c-partition-٣", TopicPartition("persistent://a/b/c-partition-٣")),
+        (
+            "persistent://a/b/c-partition-9999999999",
+            TopicPartition("persistent://a/b/c-partition-9999999999"),
+        ),
         (
             "persistent://a/b/c-partition-1-partition-2",
             TopicPartition("persistent://a/b/c-partition-1", 2),

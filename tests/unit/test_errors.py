@@ -8,7 +8,8 @@ import re
 import pytest
 
 from keyshard import errors
-from keyshard.errors import BrokerError, ConfigError, KeyShardError
+from keyshard.core.lanes.failure import times
+from keyshard.errors import BrokerError, ConfigError, KeyShardError, UnreadableEntryError
 
 CLASSES = [
     value
@@ -52,11 +53,10 @@ def test_the_tree_in_the_docstring_names_every_class_and_code_below_its_parent()
             drawn[match[2]] = match[3], bool(match[4])
     assert drawn == {cls.__name__: (cls.code, cls.retriable) for cls in CLASSES}
     root = KeyShardError.__name__
+    inner = BrokerError, ConfigError, UnreadableEntryError
     assert parents.pop(root) is None
     assert parents == {
-        cls.__name__: next(
-            (one.__name__ for one in (BrokerError, ConfigError) if one in cls.__bases__), root
-        )
+        cls.__name__: next((one.__name__ for one in inner if one in cls.__bases__), root)
         for cls in CLASSES
         if cls is not KeyShardError
     }
@@ -80,3 +80,22 @@ def test_an_error_with_a_huge_value_keeps_its_beginning_and_its_advice() -> None
     assert len(str(error)) < 2_000
     assert "The checkpoint xxx" in str(error)
     assert str(error).endswith("x is no file. Name another one.")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ValueError: no such key.. Nothing is acknowledged.",
+         "ValueError: no such key. Nothing is acknowledged."),
+        ("it said: away!.", "it said: away!"),
+        ("wait ... for it...", "wait ... for it..."),
+        ("the folder /a/.. is none.", "the folder /a/.. is none."),
+        ("pulsar://a.b..c is no URL.", "pulsar://a.b..c is no URL."),
+    ],
+)  # fmt: skip
+def test_a_quoted_text_that_ends_with_a_full_stop_gets_no_second_one(text: str, shown: str) -> None:
+    assert KeyShardError(text).message == shown
+
+
+def test_once_is_not_one_times() -> None:
+    assert [times(count) for count in (1, 2, 1_000)] == ["once", "2 times", "1,000 times"]

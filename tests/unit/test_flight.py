@@ -133,6 +133,8 @@ def test_the_refusal_of_a_ticket_says_that_the_batch_is_planned_again(
         b'{"token": null}',
         '{"token": "é"}'.encode(),
         b"[" * 9_999,
+        b"guess\n" + b"[" * 9_999,
+        b"\n{}",
     ],
 )
 def test_who_has_no_token_gets_nothing(batches: Batches, ticket: BatchTicket, text: bytes) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from random import Random
 from typing import Any
 
@@ -20,10 +21,20 @@ import keyshard
 from helpers import wait_until
 from keyshard.arrow.content import entry_block
 from keyshard.broker.hosted import host as hosted_host
+from keyshard.broker.hosted import questions
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.host import Host
 from keyshard.broker.hosted.process import LOOPBACK, Lease, Setup, WorkerServer, at, begun
-from keyshard.broker.hosted.wire import NOTHING, Delivery, heard, keys_of, packed, told, unpacked
+from keyshard.broker.hosted.wire import (
+    NOTHING,
+    Delivery,
+    Taken,
+    heard,
+    keys_of,
+    packed,
+    told,
+    unpacked,
+)
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.refused_entries import corrupt_entry
@@ -88,8 +99,9 @@ def test_what_crosses_is_what_was_received(seed: int) -> None:
     for delivery, (_, entries) in zip(came, sent, strict=True):
         assert len(delivery.blocks) == len(entries)
         for after, before in zip(delivery.blocks, entries, strict=True):
+            assert list(after.indices) == list(before.indices)
             for name in EntryBlock.__slots__:
-                if name not in ("content", "start"):
+                if name not in ("content", "start", "indices"):
                     assert getattr(after, name) == getattr(before, name), name
             assert content_of(after) == content_of(before)
 
@@ -126,10 +138,11 @@ class Place:
         self.host = Host(self.broker)
         self.subscribe(1)
 
-    def subscribe(self, number: int, queue: int = QUEUE) -> None:
+    def subscribe(self, number: int, queue: int = QUEUE, queue_bytes: int | None = None) -> None:
         self.host.subscribe(
             number=number, topic=self.topic, partition=-1, subscription="s", start=0, end=65_535,
             position="earliest", consumer_name="c", receiver_queue_size=queue,
+            receiver_queue_bytes=queue_bytes,
         )  # fmt: skip
 
     def publish(self, count: int) -> None:
@@ -153,7 +166,7 @@ def test_the_same_question_has_the_same_answer_and_a_late_one_none() -> None:
         assert rows_of(first[0]) == 1
         assert at.host.take(2, {}, 5.0) is first
         at.publish(1)
-        assert rows_of(at.host.take(3, {1: 1}, 5.0)[0]) == 1
+        assert rows_of(at.host.take(3, {1: (1, 1)}, 5.0)[0]) == 1
         for late in (2, 5):
             with pytest.raises(BrokerError, match="was asked for after answer 3"):
                 at.host.take(late, {}, 0.0)
@@ -187,10 +200,28 @@ def test_nobody_receives_far_ahead_of_who_takes() -> None:
             given += rows_of(at.host.take(seq, {}, 0.05)[0])
         assert QUEUE <= given < 2 * QUEUE
         seq += 1
-        more = rows_of(at.host.take(seq, {1: given}, 0.0)[0])
+        more = rows_of(at.host.take(seq, {1: (given, 0)}, 0.0)[0])
         while not more:
             seq += 1
             more += rows_of(at.host.take(seq, {}, 1.0)[0])
+
+
+def test_nobody_receives_more_memory_ahead_of_who_takes_than_the_queue_may_take() -> None:
+    with place() as at:
+        at.host.close_consumer(number=1, for_another=True)
+        at.subscribe(2, queue=10, queue_bytes=250_000)
+        at.cluster.publish(at.topic, *(Message(bytes(100_000), key="k") for _ in range(60)))
+        seq, taken = 0, Taken()
+        for _ in range(20):
+            answer, content = at.host.take(seq := seq + 1, {}, 0.02)
+            for one in unpacked(answer["deliveries"], content):
+                taken = taken.plus(one)
+        assert 250_000 <= taken.size_bytes < 1_500_000, "one delivery more at most"
+        before = taken.messages
+        while taken.messages == before:
+            answer, content = at.host.take(seq := seq + 1, {2: taken}, 1.0)
+            for one in unpacked(answer["deliveries"], content):
+                taken = taken.plus(one)
 
 
 def test_who_has_room_again_does_not_wait_for_the_end_of_a_question() -> None:
@@ -272,7 +303,7 @@ class Ends:
     def __init__(self) -> None:
         self.acknowledged: list[EntryId] = []
         self.closed: list[int] = []
-        self.taken = 0
+        self.taken = Taken()
 
     def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
         assert number not in self.closed
@@ -284,8 +315,8 @@ class Ends:
         assert not for_another
         self.closed.append(number)
 
-    def took(self, number: int, count: int) -> None:
-        self.taken = count if number not in self.closed else 0
+    def took(self, number: int, taken: Taken) -> None:
+        self.taken = taken if number not in self.closed else Taken()
 
 
 def test_without_a_connection_nothing_is_given_that_came_before() -> None:
@@ -300,12 +331,13 @@ def test_without_a_connection_nothing_is_given_that_came_before() -> None:
     consumer.arrived(Delivery(1, (), connected=False))
     assert not consumer.is_connected()
     assert not consumer.receive(0)
-    assert ends.taken == rows  # or its worker would wait until they are taken
+    assert ends.taken.messages == rows  # or its worker would wait until they are taken
     consumer.arrived(Delivery(1, before))  # was on its way
     consumer.arrived(Delivery(1, (), BrokerUnavailableError("told all the same")))
     with pytest.raises(BrokerUnavailableError, match="told all the same"):
         consumer.receive(0)
-    assert ends.taken == 2 * rows
+    assert ends.taken == Taken().plus(Delivery(1, before)).plus(Delivery(1, before))
+    assert ends.taken.messages == 2 * rows
     consumer.arrived(Delivery(1, (), connected=True))
     consumer.arrived(Delivery(1, after))
     assert consumer.receive(0) == after
@@ -370,7 +402,7 @@ def test_a_host_says_that_it_gave_all_where_that_ends_inside_an_entry(
         def ask() -> bool:
             nonlocal seq
             taken = sum(block.rows for one in came for block in one.blocks)
-            answer, content = at.host.take(seq := seq + 1, {1: taken}, 0.01)
+            answer, content = at.host.take(seq := seq + 1, {1: (taken, 0)}, 0.01)
             new = unpacked(answer["deliveries"], content)
             came.extend(new)
             return any(one.gave_all for one in new)
@@ -425,8 +457,13 @@ class Broken(MemoryBroker):
     def when_ready(self, callback: Callable[[], None]) -> None:
         self.ring = callback
 
+    topic_partition = TopicPartition("persistent://a/b/c")
+
     def is_connected(self) -> bool:
         return self.connected and not self.closed
+
+    def trouble(self) -> str:
+        return ""
 
     def close(self, **_: Any) -> None:
         self.closed = True
@@ -452,9 +489,10 @@ def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connect
     seq = 0
 
     def told(count: int) -> None:
+        """Wait for so many changes of the connection; troubles may be told between them."""
         nonlocal seq
         deadline = time.monotonic() + 10
-        while len(came) < count:
+        while len(list(groupby(one.connected for one in came))) < count:
             assert time.monotonic() < deadline, came
             answer, content = host.take(seq := seq + 1, {}, 0.05)
             came.extend(unpacked(answer["deliveries"], content))
@@ -469,7 +507,9 @@ def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connect
     broker.connected = True
     told(3)
     assert not any(one.blocks for one in came)
-    assert [one.connected for one in came] == [True, False, True]
+    assert [connected for connected, _ in groupby(one.connected for one in came)] == [
+        True, False, True,
+    ]  # fmt: skip
     # Where nobody knows from which connection it came, another consumer gets all of it.
     assert broker.refused == (0 if back_meanwhile else 1)
     host.close()
@@ -525,21 +565,31 @@ def served(at: Place, lease_s: float = 60.0) -> Iterator[tuple[WorkerServer, Set
         thread.join(10)
 
 
-@pytest.mark.parametrize("token", ['"guess"', "7", "null", "[]"])
-def test_who_has_no_token_is_refused_and_logged_once(
-    token: str, caplog: pytest.LogCaptureFixture
+MUCH = b"[" + b"0," * 1_000_000 + b"0]"
+
+
+@pytest.mark.parametrize(
+    "credential",
+    [
+        b"guess\n", b"guess", b"", b"\n", b" \n", b"a 1 b\n", b"\xff \xff \xff\n",
+        b"a " * 200 + b"\n",
+        b"0" * 32 + b" 1 " + b"0" * 64 + b"\n",
+    ],
+)  # fmt: skip
+def test_a_question_without_the_token_is_refused_unread_and_logged_once(
+    credential: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The JSON of a stranger was parsed before its token was compared."""
+    read: list[object] = []
+    monkeypatch.setattr(questions, "_read", read.append)
     with place() as at, served(at) as (_, _, client):
-        for body in (
-            f'{{"token": {token}, "arguments": {{"number": 1}}}}',
-            "nonsense",
-            "[" * 9_000,
-        ):
+        for body in (b"{}", b"[" * 9_000, MUCH):
             with pytest.raises(flight.FlightUnauthenticatedError):
-                list(client.do_action(flight.Action("last_entry", body.encode())))
+                list(client.do_action(flight.Action("last_entry", credential + body)))
             with pytest.raises(flight.FlightUnauthenticatedError):
-                list(client.do_get(flight.Ticket(body.encode())))
+                list(client.do_get(flight.Ticket(credential + body)))
     assert caplog.text.count("another token") == 1
+    assert not read
 
 
 def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None:
@@ -547,18 +597,23 @@ def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None
         at.publish(1)
         wait_until(lambda: at.host.take(1, {}, 0.1)[0]["deliveries"])
         wait_until(lambda: server.lease.left_s() == 0)
-        body = {"token": setup.token, "arguments": {"number": 1, "entries": [[0, 0]]}}
+        prover = questions.Prover(setup.token, f"grpc://{LOOPBACK}:{server.port}")
+        introduction = flight.Action(questions.INTRODUCE, prover.introduction())
+        (met,) = client.do_action(introduction)  # type: ignore[attr-defined]
+        assert prover.meet(bytes(met.body))
+        asked = {"arguments": {"number": 1, "entries": [[0, 0]]}}
+        _, body = prover.question("acknowledge", asked)
         with pytest.raises(flight.FlightUnavailableError, match="lease"):
-            list(client.do_action(flight.Action("acknowledge", json.dumps(body).encode())))
-        question = {"token": setup.token, "seq": 1, "taken": {}, "wait_s": 0}
+            list(client.do_action(flight.Action("acknowledge", body)))
+        _, body = prover.question("take", {"seq": 1, "taken": {}, "wait_s": 0, "released": []})
         with pytest.raises(flight.FlightUnavailableError, match="lease"):
-            list(client.do_get(flight.Ticket(json.dumps(question).encode())))
+            list(client.do_get(flight.Ticket(body)))
         assert at.cluster.backlog(TopicPartition(at.topic), "s") == 1
 
 
 def test_a_worker_of_another_version_is_refused_by_name() -> None:
     """Before anything of what the other version packed is read."""
-    server, hello = begun("0.0.9", b"no pickle of this version")
+    server, hello = begun("0.0.9", "no setup of this version")
     assert server is None
     with pytest.raises(WorkerEnvironmentError) as caught:
         Asked(hello)

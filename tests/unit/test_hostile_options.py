@@ -49,6 +49,7 @@ NOT_NONE = {
     "batch_bytes_max",
     "batch_rows_min",
     "admin_url",
+    "subscription",
     "topics_pattern",
 }
 
@@ -117,7 +118,7 @@ def test_no_text_is_a_checkpoint_by_accident(text: str) -> None:
 @pytest.mark.parametrize("value", [b"{}", 5, Path("x"), Hostile()])
 def test_a_checkpoint_is_a_text(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"The checkpoint is .*; give the text"):
-        KeyShardSource("t", service_url="memory://no-text").open(value)
+        KeyShardSource("t", subscription="keyshard", service_url="memory://no-text").open(value)
 
 
 def test_a_checkpoint_may_be_a_path(tmp_path: Path) -> None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from helpers import wait_until
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
 from keyshard.broker.hosted.hosting import WorkerHosting
-from keyshard.broker.hosted.wire import Delivery
+from keyshard.broker.hosted.wire import Delivery, Taken
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import BrokerUnavailableError, WorkerUnreachableError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    KeyShardError,
+    UnexpectedError,
+    WorkerUnreachableError,
+)
+from keyshard.threads import owned_by
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 WANTED = Wanted(WHERE, "s", split_ring(1)[0], "c", 10)
@@ -38,12 +45,15 @@ class Hosts(Worker):
         self.numbers: list[int] = []
         """Of all consumers that it was told to have."""
         self.hosted: set[int] = set()
-        self.taken: dict[int, int] = {}
+        self.taken: dict[int, Taken] = {}
+        self.away: set[str] = set()
 
     def ask(self, command: str, _timeout_s: float, **arguments: Any) -> Any:
         if command == "subscribe":
             self.asked.set()
             assert self.answers.wait(LONG_S)
+            if arguments["topic"] in self.away:
+                raise BrokerUnavailableError("The broker is away.")
             if self._dead.is_set():
                 raise WorkerUnreachableError(f"{self.name} has died.")
             self.numbers.append(arguments["number"])
@@ -51,7 +61,7 @@ class Hosts(Worker):
         elif command == "close_consumer":
             self.hosted.discard(arguments["number"])
 
-    def take(self, taken: Mapping[int, int]) -> list[Delivery]:
+    def take(self, taken: Mapping[int, Taken]) -> list[Delivery]:
         self.taken |= taken
         if self._dead.wait(0.01):
             raise WorkerUnreachableError(f"{self.name} has died.")
@@ -75,6 +85,8 @@ class Place:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.away: set[str] = set()
+        """Topics that no other worker than the first can subscribe to."""
         self.workers: list[Hosts] = []
         self.holders = Holders()
         self.next_answers = True
@@ -83,6 +95,8 @@ class Place:
     def _start(self, _stop: threading.Event) -> Hosts:
         self.workers.append(Hosts(f"worker {len(self.workers)}", self.told))
         self.told.append(f"start {self.workers[-1].name}")
+        if len(self.workers) > 1:
+            self.workers[-1].away = self.away
         if not self.next_answers:
             self.workers[-1].answers.clear()
         return self.workers[-1]
@@ -113,6 +127,18 @@ def test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges() 
         assert at.told.index("end worker 0") < at.told.index("start worker 1")
 
 
+def test_topic_partitions_whose_broker_is_away_do_not_hold_up_others() -> None:
+    with place() as at:
+        for partition in range(1, 31):
+            at.away.add(f"{WHERE.topic}-{partition}")
+            where = TopicPartition(f"{WHERE.topic}-{partition}", 0)
+            wanted = replace(WANTED, topic_partition=where)
+            at.hosting.subscribe(wanted, StartPosition.EARLIEST, at.holders)
+        consumer = at.subscribe()
+        at.workers[0].die()
+        at.second(lambda worker: consumer.number in worker.hosted)
+
+
 def test_no_number_is_given_twice_and_what_is_said_under_an_old_one_counts_for_nobody() -> None:
     with place() as at:
         consumer = at.subscribe()
@@ -120,10 +146,10 @@ def test_no_number_is_given_twice_and_what_is_said_under_an_old_one_counts_for_n
         at.workers[0].die()
         second = at.second(lambda worker: worker.hosted)
         assert second.numbers == [consumer.number] != [old]
-        at.hosting.took(old, 7)
-        at.hosting.took(consumer.number, 1)
+        at.hosting.took(old, Taken(7))
+        at.hosting.took(consumer.number, Taken(1))
         wait_until(lambda: second.taken)
-        assert second.taken == {consumer.number: 1}
+        assert second.taken == {consumer.number: Taken(1)}
 
 
 def test_a_consumer_whose_worker_dies_while_it_is_subscribed_is_not_held_by_the_next_worker() -> (
@@ -171,3 +197,28 @@ def test_a_consumer_that_is_closed_while_it_is_brought_back_is_forgotten() -> No
         closing.join(LONG_S)
         wait_until(lambda: second.numbers and not second.hosted)
         wait_until(lambda: not at.hosting.facts().consumers)
+
+
+def test_an_unexpected_error_of_the_thread_of_a_worker_ends_the_source_by_name() -> None:
+    errors: list[KeyShardError] = []
+    with owned_by(errors.append), place() as at:
+
+        def broken(_taken: Mapping[int, Taken]) -> list[Delivery]:
+            raise KeyError("a bug")
+
+        at.workers[0].take = broken  # type: ignore[method-assign]
+        wait_until(lambda: errors)
+    assert isinstance(errors[0], UnexpectedError)
+    assert "Thread keyshard-worker-0 ended unexpectedly: KeyError('a bug')" in errors[0].message
+
+
+def test_an_unexpected_error_while_consumers_are_brought_back_ends_the_source_by_name() -> None:
+    errors: list[KeyShardError] = []
+    with owned_by(errors.append), place() as at:
+        consumer = at.subscribe()
+
+        consumer.wanted = None  # type: ignore[assignment]
+        at.workers[0].die()
+        wait_until(lambda: errors)
+    assert isinstance(errors[0], UnexpectedError)
+    assert "Thread keyshard-bring-back-0 ended unexpectedly" in errors[0].message

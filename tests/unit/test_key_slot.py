@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.ring.key_slot import key_slot, routing_key
+from keyshard.core.ring.key_slot import broker_text, key_slot, possible_slots, routing_key
 
 
 def murmur3_32(data: bytes) -> int:
@@ -66,3 +66,22 @@ def test_the_ordering_key_routes_before_the_partition_key() -> None:
     assert routing_key("partition", None) == "partition"
     assert routing_key("partition", "") == ""
     assert routing_key(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        ("k\udcff", b"k\xff".decode(errors="replace")),
+        ("\udcc3\udca4", "ä"),
+        ("\ud800", "?"),
+        ("\ud800\udcff", "??"),
+        ("日本", "日本"),
+    ],
+)
+def test_a_key_with_lone_surrogates_lies_where_the_broker_puts_its_bytes(
+    key: str, read: str
+) -> None:
+    """A key of a command line that is not UTF-8 ended the process in the hash function."""
+    assert broker_text(key) == read
+    assert key_slot(key) == key_slot(read)
+    assert possible_slots(key)[0] == key_slot(read)

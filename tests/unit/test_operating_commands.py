@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from base64 import b64encode
@@ -36,11 +37,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 class Asked:
     """A source that answers with what the test gives, and remembers what it was asked."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
+    def __init__(self, told: Mapping[str, Any], subscription: str = "s") -> None:
         self.told = told
         self.requests: list[Mapping[str, Any]] = []
-        names = ("status", "explain", "unpark", "rescale")
-        self.server = ControlServer("s", "pulsar://a", "t", dict.fromkeys(names, self.answer))
+        names = ("status", "explain", "unpark", "discard", "count_letters", "rescale")
+        self.server = ControlServer(
+            subscription, "pulsar://a", "t", dict.fromkeys(names, self.answer)
+        )
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         self.requests.append(request)
@@ -232,6 +235,136 @@ def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) ->
     assert source.requests == [{"do": "explain", "key": "k"}]
     for text in ("here:1", "retrying, message 1:2:0, attempt 2: no", "3 messages", "unpark k"):
         assert text in out
+
+
+PARKED = {
+    "key": "k 1", "slot": 5, "range": 0, "hashRange": "0-9", "owner": "here:1", "waiting": 1,
+    "lane": {"state": "empty", "messageId": None, "attempts": 0, "reason": None},
+    "parked": True,
+    "parkedBy": {
+        "letters": 2, "forSeconds": 7_300.0, "unknown": "",
+        "message": {
+            "topic": "persistent://public/default/t", "partition": 3, "messageId": "1:2:0",
+            "attempts": 1, "error": "ValueError: no\x1b[2Jsuch\ncolour", "value": "{\"colour\": 1",
+            "valueBytes": 5_000,
+        },
+    },
+}  # fmt: skip
+
+
+def test_the_reason_why_a_key_is_parked_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with Asked(PARKED):
+        code, out, _ = run(capsys, "explain", "k 1")
+    assert code == 0
+    assert "waiting 1 message\n" in out
+    assert out.endswith(
+        "parked  yes: keyshard unpark 'k 1'\n"
+        "        2 dead letters, the first 2.0 h old\n"
+        "because message 1:2:0 of persistent://public/default/t, partition 3, failed once: "
+        "ValueError: no?[2Jsuch colour\n"
+        "content '{\"colour\": 1'... (5,000 bytes)\n"
+    )
+
+
+def test_a_dead_letter_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    by = {"letters": 1, "forSeconds": None, "message": None, "unknown": "the broker is away"}
+    with Asked(PARKED | {"parkedBy": by}):
+        code, out, _ = run(capsys, "explain", "k 1")
+    assert code == 0
+    assert out.endswith("        1 dead letter\n        why is not known: the broker is away\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--all"], {"all": True}),
+        (["--rejected"], {"all": True, "rejected": True}),
+        (["--topic", "t"], {"topic": "t"}),
+        (["--rejected", "--older-than", "2h"], {"rejected": True, "older_than_s": 7_200.0}),
+    ],
+)
+def test_dead_letters_of_several_keys_are_given_up_only_when_somebody_agrees(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    fields: dict[str, Any],
+) -> None:
+    count, discard = {"do": "count_letters", **fields}, {"do": "discard", **fields}
+    with Asked({"letters": 12}) as source:
+        monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+        code, out, err = run(capsys, "discard", *arguments)
+        assert (code, out) == (2, ""), "there is no terminal to ask at"
+        assert "gives 12 dead letters of 's' up for good" in err
+        assert "--yes" in err
+        monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+        code, out, err = run(capsys, "discard", *arguments)
+        assert (code, out.strip()) == (1, "")
+        assert "Give 12 dead letters of 's' up for good? [y/N]" in err
+        assert source.requests == [count, count]
+        monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+        code, out, _ = run(capsys, "discard", *arguments, "--json")
+        assert (code, json.loads(out)) == (0, {"letters": 12})
+        assert source.requests[2:] == [count, discard]
+        assert run(capsys, "discard", *arguments, "--yes")[0] == 0
+        assert source.requests[4:] == [discard]
+        assert run(capsys, "discard", "k")[0] == 0, "one key that is named needs no asking"
+        assert source.requests[5:] == [{"do": "discard", "key": "k"}]
+
+
+def test_no_dead_letter_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> None:
+    with Asked({"letters": 0}):
+        code, out, _ = run(capsys, "discard", "--all")
+    assert (code, out) == (0, "0 dead letters given up for good.\n")
+
+
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_several_sources_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ps")[:2] == (0, "No source runs.\n")
+    with Asked(BUSY, "billing"), Asked(BUSY, "reports"):
+        for command in ("ps", "status"):
+            code, out, err = run(capsys, command)
+            assert code == 0
+            for name in ("billing", "reports"):
+                assert sum(f"{os.getpid()}" in line and name in line for line in out.splitlines())
+            assert ("keyshard status SUBSCRIPTION" in err) is (command == "status")
+        code, out, _ = run(capsys, "ps", "--json")
+        assert [one["subscription"] for one in json.loads(out)] == ["billing", "reports"]
+        code, out, _ = run(capsys, "status", "billing")
+        assert "running: 's' on" in out
+        for option in ("--json", "--watch"):
+            assert run(capsys, "status", option)[0] == 1, "one status has one source"
+
+
+MANY = status(
+    ranges=[range_status(0, state="stalled", waiting=7)]
+    + [range_status(index, state="running", inFlight=2) for index in range(1, 1_000)],
+    partitions=[partition_status(index, backlog=3) for index in range(100)],
+)
+
+
+def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Asked(MANY):
+        lines = run(capsys, "status")[1].splitlines()
+        assert len(lines) < 15
+        assert sum("stalled" in line for line in lines) == 2, "counted, and in the table"
+        assert any(
+            "1,000 ranges: 1 stalled, 999 running; waiting 7, in flight 1,998" in line
+            for line in lines
+        )
+        assert any("100 topic partitions: backlog 300, 0 with gaps" in line for line in lines)
+        assert len(run(capsys, "status", "--all-ranges")[1].splitlines()) > 1_100
+    with Asked(status(ranges=[range_status(index, state="blocked") for index in range(60)])):
+        out = run(capsys, "status")[1]
+        assert "60 ranges: 60 blocked; waiting 0, in flight 0; the first 10 of 60 in trouble" in out
+        assert len(out.splitlines()) < 30
+    with Asked(BUSY):
+        assert "2 ranges: 1 stalled, 1 running" in run(capsys, "status", "--summary")[1]
 
 
 def test_unpark_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,9 +29,9 @@ def file_of(**how: Any) -> Any:
     return file
 
 
-def schema_of(*files: Any) -> TopicSchema:
+def schema_of(*files: Any, root: str = "p.M") -> TopicSchema:
     told = descriptor_pb2.FileDescriptorSet(file=files).SerializeToString()
-    definition = {"fileDescriptorSet": b64encode(told).decode(), "rootMessageTypeName": "p.M"}
+    definition = {"fileDescriptorSet": b64encode(told).decode(), "rootMessageTypeName": root}
     return TopicSchema("PROTOBUF_NATIVE", json.dumps(definition).encode())
 
 
@@ -54,20 +54,37 @@ def add_map(file: Any, key: Any, value: Any, of: str | None = None) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01x", b"\x0a\0", b"\x0a\x02\x08\x05"],
-    ids=["a negative length", "a pair without content", "a pair without a value"],
-)
-def test_what_its_package_panics_over_is_a_row_with_a_reason(bad: bytes) -> None:
+def test_what_its_package_panics_over_is_a_row_with_a_reason() -> None:
     file = file_of(syntax="proto3")
-    add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_MESSAGE, ".p.N")
-    good = b"\x0a\x06\x08\x05\x12\x02\x08\x07"
+    add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_INT32)
+    bad = b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01x"  # a negative length
+    good = b"\x0a\x04\x08\x05\x10\x07"
     found, reasons = rows_of(schema_of(file), good, bad, good)
-    row = {"a": [(5, {"x": 7})]}
+    row = {"a": [(5, 7)]}
     assert found.to_pylist() == [row, None, row]
     assert list(reasons) == [1]
     assert "gave up" in reasons[1]
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_pair_of_a_map_without_key_or_value_has_their_defaults(
+    levels: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = file_of(syntax="proto3")
+    add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_MESSAGE, ".p.N")
+    schema = schema_of(file)
+    pairs = {b"\x0a\0": (0, 0), b"\x0a\x02\x08\x05": (5, 0), b"\x0a\x04\x12\x02\x08\x07": (0, 7)}
+    values = list(pairs)
+    if levels == 2:
+        outer = file.message_type.add(name="O")
+        outer.field.add(name="b", number=1, label=1, type=FIELD.TYPE_MESSAGE, type_name=".p.M")
+        schema = schema_of(file, root="p.O")
+        values = [b"\x0a" + bytes([len(one)]) + one for one in values]
+    found, reasons = rows_of(schema, b"\x0a\x7f", *values)
+    assert list(reasons) == [0]
+    wanted = [{"a": [(key, {"x": x})]} for key, x in pairs.values()]
+    assert found.to_pylist()[1:] == (wanted if levels == 1 else [{"b": one} for one in wanted])
+    assert capfd.readouterr().err == "", "no trace of native code is in anybody's way"
 
 
 def test_unsigned_keys_of_maps_are_signed_as_all_numbers_are() -> None:

@@ -56,6 +56,9 @@ class RawMessage:
     def ordering_key(self) -> str:
         return ""
 
+    def encryption_context(self) -> None:
+        return None
+
     def publish_timestamp(self) -> int:
         return 1_000
 

@@ -27,6 +27,6 @@ def test_the_one_that_is_here_will_do() -> None:
 
 def test_the_oldest_that_is_admitted_is_the_one_that_make_oldest_runs() -> None:
     root = Path(__file__).parents[2]
-    assert 'spark = ["pyspark>=4.2,<5"]' in (root / "pyproject.toml").read_text()
+    assert 'spark = ["pyspark>=4.2,<5",' in (root / "pyproject.toml").read_text()
     assert "OLDEST_PYSPARK := 4.2.0\n" in (root / "Makefile").read_text()
     check("4.2.0")

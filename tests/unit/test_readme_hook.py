@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from keyshard import Message
+
 if sys.version_info >= (3, 11):
     import tomllib
 
@@ -61,3 +63,26 @@ def test_the_package_promises_what_it_holds() -> None:
     assert all(path in held or path.startswith("docs/") for path in documents), documents
     assert {path.removeprefix("docs/") for path in documents} >= {"options.md", "status.md"}
     assert all(held[path] == f"share/doc/keyshard/{path}" for path in held)
+
+
+def test_every_extra_is_named_and_spark_and_ray_bring_the_schemas() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    pattern = r"^\[project.optional-dependencies\]\n(.*?)^\["
+    (table,) = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+    extras = dict(re.findall(r"^(\w+) = \[(.*?)\]$", table, re.MULTILINE | re.DOTALL))
+    assert extras.keys() >= {"spark", "ray", "schemas", "broker", "dev"}
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in extras if f"| `{name}` |" not in readme] == []
+    for name in ("spark", "ray"):
+        assert "keyshard[schemas]" in extras[name], f"{name} reads Avro topics, too"
+
+
+def test_the_handler_of_the_readme_takes_a_message_without_a_value() -> None:
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (block,) = (one for one in blocks if "class Score" in one)
+    names: dict[str, Any] = {}
+    exec(block[block.index("class Score") : block.index("with ray")], {"Message": Message}, names)  # noqa: S102
+    score = names["Score"]()
+    assert score(Message.for_test(b"01")) == (None, 1.0)
+    assert score(Message.for_test(None)) == (None, 0)

@@ -44,11 +44,12 @@ class FakeSink:
         self.delivered.append((range_consumer, list(entries)))
         return None
 
-    def reopen(self, range_consumer: RangeConsumer) -> None:
+    def reopen(self, range_consumer: RangeConsumer) -> bool:
         range_consumer.consumer.close()
         range_consumer.consumer = self.next_consumers.pop(0)
         range_consumer.successor = None
         range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
+        return True
 
     def fail(self, error: KeyShardError) -> None:
         self.failures.append(error)

@@ -11,10 +11,10 @@ from keyshard.broker.hosted.worker import LEASE_S
 from keyshard.config.source import SourceConfig
 from keyshard.config.workers import WORKERS_MAX
 from keyshard.core.load_limits import ENTRIES_PER_S_MAX
+from keyshard.core.position.entry import DELIVERY_BYTES, ENTRY_BYTES, ROW_BYTES
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import _SETTINGS, BrokerLimits
 from keyshard.core.window.client_queue import FIRST_MIN
-from keyshard.core.window.partition_window import ROW_OVERHEAD_BYTES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/scaling.md").read_text()
@@ -47,7 +47,9 @@ def test_figures_that_stand_in_the_code_are_those_of_the_code() -> None:
         f"topic partition at {limits.unacked_per_subscription:,}",
         f"{limits.ack_holes:,} are kept",
         f"gets {FIRST_MIN} messages",
-        f"and {ROW_OVERHEAD_BYTES} bytes (`ROW_OVERHEAD_BYTES`)",
+        f"{ROW_BYTES} bytes (`ROW_BYTES`) a message",
+        f"{ENTRY_BYTES} an entry (`ENTRY_BYTES`)",
+        f"{DELIVERY_BYTES:,} a delivery (`DELIVERY_BYTES`)",
         f"{scale_sim.RANGES:,} ranges over {scale_sim.PARTITIONS:,} topic partitions",
     ):
         assert text in " ".join(TEXT.split()), text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import stat
+import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -75,22 +75,56 @@ def test_workers_lie_on_as_many_executors_as_there_can_be(
 
 
 def test_the_registry_is_for_its_owner_alone(directory: Path) -> None:
-    assert registry.read(7) is None
-    registry.write(7, registry.Hosted(TOKEN, ["grpc://h:1"]))
-    assert registry.read(7) == registry.Hosted(TOKEN, ["grpc://h:1"])
-    path = registry.path_of(7)
+    jvm = os.getpid()
+    assert registry.read(jvm) is None
+    registry.write(jvm, registry.Hosted(TOKEN, ["grpc://h:1"]))
+    assert registry.read(jvm) == registry.Hosted(TOKEN, ["grpc://h:1"])
+    path = registry.path_of(jvm)
     assert [stat.S_IMODE(one.stat().st_mode) for one in (path.parent, path)] == [0o700, 0o600]
-    assert TOKEN not in repr(registry.read(7))
-    registry.forget(7)
-    registry.forget(7)
-    assert registry.read(7) is None
+    assert TOKEN not in repr(registry.read(jvm))
+    registry.forget(jvm)
+    registry.forget(jvm)
+    assert registry.read(jvm) is None
     path.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="others may enter it"):
-        registry.read(7)
+        registry.read(jvm)
     path.parent.rmdir()
     path.parent.symlink_to(directory)
     with pytest.raises(ConfigError, match="others may enter it"):
-        registry.write(7, registry.Hosted(TOKEN, []))
+        registry.write(jvm, registry.Hosted(TOKEN, []))
+
+
+@pytest.mark.parametrize("found", ["/proc", "ps"])
+def test_the_registry_of_a_killed_application_is_not_that_of_the_next(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next JVM with the process id sent its secrets to whoever listens there by now."""
+    if found == "ps":
+        monkeypatch.setattr(registry, "Path", lambda _: Path("/nowhere"))
+    here = registry._started(os.getpid())
+    assert here
+    assert here == registry._started(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert registry._started(other.pid) != here or found == "ps"  # ps counts whole seconds
+        registry_of = Path(tempfile.gettempdir()) / f"keyshard-spark-{os.getuid()}"
+        monkeypatch.setattr(registry, "path_of", lambda jvm: registry_of / f"{jvm}.json")
+        registry_of.mkdir(0o700, exist_ok=True)
+        registry.write(other.pid, registry.Hosted(TOKEN, ["grpc://h:1"]))
+        assert registry.read(other.pid) == registry.Hosted(TOKEN, ["grpc://h:1"])
+        other.kill()
+    left = registry.path_of(other.pid)
+    left.rename(registry.path_of(os.getpid()))
+    if found == "/proc":
+        assert registry.read(os.getpid()) is None
+        assert not registry.path_of(os.getpid()).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"token": "t"}', "[" * 100_000, "\x00"])
+def test_a_registry_that_cannot_be_read_is_none(text: str) -> None:
+    path = registry.path_of(os.getpid())
+    path.write_text(text)
+    assert registry.read(os.getpid()) is None
+    assert not path.exists()
 
 
 def test_a_query_without_workers_names_what_to_do() -> None:
@@ -140,7 +174,7 @@ def test_a_worker_of_another_version_is_refused_by_name(door: Door) -> None:
     setup = setup_of(NOWHERE, keeps=True)
     _, packed = setup.packed()
     with closing(Asker(door.endpoint, TOKEN, "door")) as asker:
-        hello = asker.ask("start", 60.0, version="0.0.7", packed=base64.b64encode(packed).decode())
+        hello = asker.ask("start", 60.0, version="0.0.7", packed=packed)
     with pytest.raises(WorkerEnvironmentError, match=rf"keyshard is 0\.0\.7 .* and {VERSION}"):
         Worker(hello, setup.token, "worker")
 
@@ -148,7 +182,7 @@ def test_a_worker_of_another_version_is_refused_by_name(door: Door) -> None:
 def test_who_has_no_token_gets_no_worker(door: Door) -> None:
     with (
         closing(Asker(door.endpoint, "guess", "door")) as asker,
-        pytest.raises(WorkerUnreachableError, match="token is of another run"),
+        pytest.raises(WorkerUnreachableError, match="does not know the token of the door"),
     ):
         asker.ask("start", 10.0, version=VERSION, packed="")
     assert door._children == []

@@ -56,3 +56,8 @@ def test_limits_come_from_the_broker_where_it_tells_them() -> None:
     )
     assert limits == BrokerLimits(unacked_per_consumer=0, message_bytes=100)
     assert (limits.replay(3), limits.replay(50)) == (6_000, 20_000)
+
+
+def test_the_type_of_a_subscription_that_nobody_has_used_is_unknown() -> None:
+    for told in ({"type": "None"}, {"type": None}, {}):
+        assert SubscriptionState.from_stats({"msgBacklog": 0, **told}).kind == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.budget import Budget
-from keyshard.core.window.partition_window import ROW_OVERHEAD_BYTES, Receipt
+from keyshard.core.window.partition_window import Receipt
 from keyshard.core.window.window import Window
 from keyshard.errors import BatchReleasedError, TopicRecreatedError
 
@@ -122,8 +123,7 @@ def test_a_cut_takes_at_most_half_of_the_budget() -> None:
 
 
 def test_a_cut_takes_at_most_half_of_the_bytes() -> None:
-    size = ROW_OVERHEAD_BYTES + len(b"1:0:0")
-    window = window_of(bytes_max=8 * size)
+    window = window_of(bytes_max=8 * block(1, 0).memory_bytes)
     give(window, *range(8))
     assert window.batches[cut(window).batch_id].rows == 4
 
@@ -296,13 +296,37 @@ def test_a_partition_is_full_at_its_share_of_the_rows() -> None:
 
 
 def test_a_partition_is_full_at_its_share_of_the_bytes() -> None:
-    size = ROW_OVERHEAD_BYTES + 5
-    window = window_of(P0, P1, bytes_max=4 * size)
+    window = window_of(P0, P1, bytes_max=4 * block(1, 0).memory_bytes)
     give(window, 0)
     assert not window.pauses.is_full(P0)
     give(window, 1)
     assert window.pauses.is_full(P0)
     assert not window.pauses.is_full(P1)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"values": [b"x" * 100_000]},
+        {"properties": {"p": "x" * 100_000}},
+        {"properties": {"x" * 100_000: ""}},
+        {"ordering_key": "x" * 100_000},
+    ],
+    ids=lambda large: next(iter(large)),
+)
+def test_everything_that_a_message_has_counts_and_is_given_back(large: dict[str, Any]) -> None:
+    window = window_of(P0, bytes_max=300_000)
+    window.receive(P0, 0, block(1, 0, **large))
+    window.receive(P0, 0, block(1, 1, "k" * 100_000, ordering_key="o"))
+    assert not window.pauses.is_full(P0)
+    window.receive(P0, 0, block(1, 2, **large))
+    assert window.pauses.is_full(P0)
+    assert window.known[P0].bytes >= 300_000
+    window.release(cut(window))
+    window.release(cut(window))
+    assert window.known[P0].bytes == window.known[P0].received_bytes
+    window.drop_partition(P0, gone=False)
+    assert window.known[P0].bytes == 0
 
 
 def test_a_new_partition_makes_the_shares_smaller() -> None:

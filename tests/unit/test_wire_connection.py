@@ -21,7 +21,8 @@ from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
-from keyshard.broker.wire import receipts
+from keyshard.broker.wire import decoding, frames, keep_alive, receipts
+from keyshard.broker.wire import subscribed as subscribing
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import WireConnection
@@ -40,10 +41,13 @@ from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     CorruptEntryError,
+    KeyShardError,
     RangeConflictError,
     TopicMigratedError,
     TopicNotFoundError,
+    UnexpectedError,
 )
+from keyshard.threads import owned_by
 
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
@@ -198,10 +202,11 @@ def brokers() -> Iterator[Callable[..., WireBroker]]:
         one.close()
 
 
-def subscribed(broker: WireBroker, queue: int = 10) -> WireConsumer:
+def subscribed(broker: WireBroker, queue: int = 10, queue_bytes: int | None = None) -> WireConsumer:
     return broker.subscribe(
         TOPIC, "s", split_ring(1)[0], start=StartPosition.LATEST, consumer_name="c",
         receiver_queue_size=queue,
+        receiver_queue_bytes=queue_bytes,
     )  # fmt: skip
 
 
@@ -301,7 +306,9 @@ def test_a_reader_asks_for_nothing_behind_the_last_entry_that_is_wanted(
 def test_what_was_asked_for_before_the_ledger_of_the_last_entry_came_may_all_come(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    reader = brokers(told).reader(TOPIC, EntryId(6, 0), HowToRead(300, last=EntryId(7, 2)))
+    reader = brokers(told).reader(
+        TOPIC, EntryId(6, 0), HowToRead(300, last=EntryId(7, 2), first=300)
+    )
     (session,) = told.sessions
     session.deliver(0)
     assert next_of(reader.read) == 0
@@ -317,7 +324,9 @@ def test_what_was_asked_for_before_the_ledger_of_the_last_entry_came_may_all_com
 def test_a_reader_that_begins_behind_the_end_takes_what_the_broker_sends_from_before_it(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    reader = brokers(told).reader(TOPIC, EntryId(7, 900), HowToRead(1_000, last=EntryId(7, 900)))
+    reader = brokers(told).reader(
+        TOPIC, EntryId(7, 900), HowToRead(1_000, last=EntryId(7, 900), first=1_000)
+    )
     (session,) = told.sessions
     session.deliver(0)
     assert next_of(reader.read) == 0
@@ -372,7 +381,8 @@ def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
     connection = Connection(told.url)
     cluster = Cluster(connection, Credentials(connection))
     with pytest.raises(BrokerUnavailableError, match="name one another"):
-        cluster.owner(TOPIC.name, 5.0)
+        for _ in cluster.path(TOPIC.name, 5.0):
+            pass
     cluster.close(1.0)
 
 
@@ -409,14 +419,27 @@ def test_so_many_partitions_cannot_be(told: ToldBroker, brokers: Callable[..., W
         brokers(told, operation_timeout_ms=1_000).partitions(TOPIC.name)
 
 
-def test_who_sends_more_than_was_asked_for_is_given_up(
+def test_of_whom_more_comes_than_was_asked_for_holds_no_more_and_subscribes_anew(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told), queue=10)
-    with suppress(OSError):
-        for number in range(1_000):
-            told.sessions[0].deliver(number)
-    until(lambda: consumer.losses)
+    broker = brokers(told)
+    consumer, other = subscribed(broker, queue=10), subscribed(broker)
+    for number in range(1_000):
+        told.sessions[0].deliver(number, consumer=0)
+    told.sessions[0].deliver(0, consumer=1)
+    assert next_of(other.receive) == 0
+    assert len(consumer._entries) <= 2 * 10 + 200
+    taken: list[int] = []
+
+    def anew() -> bool:
+        taken.extend(block.id.entry for block in consumer.receive(0))
+        return len(told.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected()
+
+    until(anew)
+    assert taken == list(range(len(taken)))
+    assert (consumer.losses, other.losses) == (1, 0)
+    told.sessions[0].deliver(0, consumer=2)
+    assert next_of(consumer.receive) == 0
 
 
 @pytest.mark.parametrize("hidden", ["hidden:6650", "[fd00::7]:6650"])
@@ -435,7 +458,7 @@ def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
 def test_a_ping_is_answered_and_a_silent_broker_is_given_up(
     told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connecting, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.2)
     consumer = subscribed(brokers(told))
     told.sessions[0].send(PING, {})
     until(lambda: told.asked_for(PONG))
@@ -666,6 +689,100 @@ def test_permits_of_a_corrupt_batch_are_given_back_as_the_broker_counts_them(
     with pytest.raises(CorruptEntryError):
         until(lambda: consumer.receive(5_000))
     until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 10])
+
+
+def declaring(count: int) -> bytes:
+    """A batch that declares to have messages, and has none."""
+    metadata = message({1: b"p", 2: 0, 3: 1, 11: count % 2**64})
+    return struct.pack(">I", len(metadata)) + metadata
+
+
+@pytest.mark.parametrize(
+    ("count", "grants"),
+    [(2**31 - 1, [2**31 - 1, 4]), (2**31, [2**31 - 1, 5]), (2**32 - 3, []), (-1, [])],
+)
+def test_what_a_batch_declares_is_granted_as_brokers_take_it(
+    count: int, grants: list[int], told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    """Ten messages ahead; a grant of more than 31 bits would end the connection of everybody."""
+    consumer = subscribed(brokers(told))
+    for number in range(4):
+        told.sessions[0].deliver(number)
+        assert next_of(consumer.receive) == number
+    told.sessions[0].deliver(4, declaring(count))
+    with pytest.raises(CorruptEntryError, match="cannot hold"):
+        until(lambda: consumer.receive(5_000))
+    told.sessions[0].deliver(5)
+    assert next_of(consumer.receive) == 5
+    assert [fields[2] for fields in told.asked_for(FLOW)][1:] == grants
+    assert not consumer.losses
+
+
+def test_who_could_be_flooded_subscribes_anew_and_nobody_else_loses_the_connection(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    """The broker adds to the permits what a batch declares below zero."""
+    broker = brokers(told)
+    consumer, other = subscribed(broker), subscribed(broker)
+    told.sessions[0].deliver(0, declaring(-(2**30)), consumer=0)
+    with pytest.raises(CorruptEntryError):
+        until(lambda: consumer.receive(5_000))
+    assert consumer.receive(0) == []
+    until(lambda: len(told.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected())
+    assert len(told.asked_for(CLOSE_CONSUMER)) == 1
+    assert (consumer.losses, other.losses) == (1, 0)
+    told.sessions[0].deliver(1, consumer=2)
+    assert next_of(consumer.receive) == 1
+
+
+def test_of_a_frame_that_is_too_large_only_the_beginning_is_kept(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a broker says that it takes; its entry is one that cannot be read."""
+
+    def connected(session: Session, _: int, __: Fields) -> None:
+        session.send(CONNECTED, {1: b"t", 2: 21, 3: 2**31 - 1})
+
+    told.answers[CONNECT] = connected
+    for module in (frames, decoding):
+        monkeypatch.setattr(module, "KEPT_BYTES_MAX", 200_000)
+    consumer = subscribed(brokers(told))
+    (session,) = told.sessions
+    sizes = [(0, 1), (1, 3_000_000), (2, 100_000), (3, 200_001), (4, 300_000), (5, 1)]
+    for number, size in sizes:
+        session.deliver(number, entry(number, bytes(size)))
+    found: list[int] = []
+    refused: list[str] = []
+
+    def taken() -> bool:
+        try:
+            found.extend(block.id.entry for block in consumer.receive(5_000))
+        except CorruptEntryError as exc:
+            refused.append(exc.message)
+        return len(found) + len(refused) == len(sizes)
+
+    until(taken)
+    assert found == [0, 2, 5]
+    assert [one.split()[1] for one in refused] == ["7:1", "7:3", "7:4"]
+    assert all("bytes, more than 200000" in one for one in refused)
+    assert not consumer.losses
+
+
+@given(st.data())
+def test_of_large_frames_the_beginning_is_left_however_they_are_cut(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(4, 60), max_size=6))
+    sent = [bytes([number]) * size for number, size in enumerate(sizes)]
+    stream = b"".join(struct.pack(">I", len(one)) + one for one in sent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "KEPT_BYTES_MAX", 20)
+        patch.setattr(frames, "HEAD_BYTES", 8)
+        reader, found, position = FrameReader(100), [], 0
+        while position < len(stream):
+            size = data.draw(st.integers(1, len(stream) - position))
+            found += reader.feed(stream[position : position + size])
+            position += size
+            assert len(reader._rest) <= 24
+    assert found == [one if len(one) <= 20 else one[:8] for one in sent]
 
 
 def test_a_consumer_that_takes_nothing_does_not_hold_up_another(
@@ -916,11 +1033,72 @@ def test_closing_ends_every_thread(told: ToldBroker, brokers: Callable[..., Wire
         assert not set(alive) - before
 
 
-def test_a_queue_that_grows_asks_for_the_difference_and_keeps_its_size(
+def test_what_is_sent_ahead_begins_with_one_message_and_grows_as_they_are_measured(
     told: ToldBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told), queue=10)
-    assert consumer.ask_ahead(30)
-    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 20])
+    consumer = subscribed(brokers(told), queue=10, queue_bytes=1 << 20)
+    for sent, permits in enumerate(([1], [1, 2], [1, 2, 3], [1, 2, 3, 5])):
+        until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == permits)  # noqa: B023
+        told.sessions[-1].deliver(sent)
+        assert consumer.receive(5_000)
     told.sessions[-1].cut()
-    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 20, 30])
+    until(lambda: told.asked_for(FLOW)[-1][2] == 10)
+
+
+def test_large_messages_are_sent_ahead_one_by_one(
+    told: ToldBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    consumer = subscribed(brokers(told), queue=1_000, queue_bytes=100_000)
+    for number in range(5):
+        told.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+        assert consumer.receive(5_000)
+    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [1] * 6)
+
+
+def test_what_a_queue_has_no_memory_for_is_forgotten_and_asked_for_again(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Small messages let a queue of 100 KB grow. 2. All of a sudden each message has 90 KB."""
+    monkeypatch.setattr(subscribing, "EXCESS_BYTES_MAX", 200_000)
+    consumer = subscribed(brokers(told), queue=1_000, queue_bytes=100_000)
+    sent = 0
+    for _ in range(8):
+        told.sessions[-1].deliver(sent)
+        sent += 1
+        assert consumer.receive(5_000)
+    for number in range(sent, sent + 100):
+        told.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+    until(lambda: consumer._overflown)
+    assert consumer._held_bytes < 500_000
+    assert not consumer.has_given_all()
+    came = []
+    while not consumer.losses:
+        came += [block.id.entry for block in consumer.receive(100)]
+    assert came == list(range(sent, sent + len(came)))
+    until(consumer.is_connected)
+    assert told.asked_for(CLOSE_CONSUMER)
+    # As many as fit of such messages.
+    until(lambda: told.asked_for(FLOW)[-1][2] == 1)
+    assert consumer._shared.excess.bytes == 0
+
+
+def test_an_unexpected_error_of_a_reading_thread_ends_the_source_by_name(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the connection is opened by a thread that belongs to nobody."""
+    errors: list[KeyShardError] = []
+    with owned_by(errors.append):
+        broker = brokers(told)
+    broker.subscribe(
+        TOPIC, "s", split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
+        receiver_queue_size=10,
+    )  # fmt: skip
+
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(WireConnection, "_take_all", broken)
+    told.sessions[-1].send(PING, {})
+    until(lambda: errors)
+    assert isinstance(errors[0], UnexpectedError)
+    assert "Thread keyshard-wire-127.0.0.1" in errors[0].message

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import struct
+import subprocess
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from hypothesis import strategies as st
 from keyshard.arrow.content import CONTENT
 from keyshard.arrow.messages import messages_of
 from keyshard.arrow.metadata import TIME_MS_MAX
-from keyshard.broker.wire import bulk, decoding, unpacking
+from keyshard.broker.wire import bulk, unpacking
 from keyshard.broker.wire.decoding import decode
 from keyshard.core.message import Message
 from keyshard.core.protobuf import Value, message
@@ -38,7 +42,10 @@ from stored_entries import (
     batch_payload,
     damaged,
     decoded,
+    extreme,
     look_at,
+    memory_max,
+    memory_of,
     packed,
     plain,
     raw,
@@ -61,8 +68,19 @@ def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip("the install built no decoder")
 
 
-def test_the_compiled_decoder_is_there_where_it_can_be_built() -> None:
-    assert bulk.is_there() == (shutil.which("rustc") is not None)
+def compiles(folder: Path) -> bool:
+    """Whether a compiler is there that makes a library; rustup has one without a toolchain."""
+    compiler = shutil.which("rustc")
+    if compiler is None:
+        return False
+    source = folder / "library.rs"
+    source.write_text('#[no_mangle] pub extern "C" fn one() -> i32 { 1 }\n')
+    command = [compiler, "--crate-type", "cdylib", "-o", str(folder / "library.so"), str(source)]
+    return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+
+
+def test_the_compiled_decoder_is_there_where_it_can_be_built(tmp_path: Path) -> None:
+    assert bulk.is_there() == compiles(tmp_path)
 
 
 def check(found: list[Message], sent: list[dict[str, Any]]) -> None:
@@ -287,15 +305,11 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("compression", [NONE, ZSTD])
-def test_entries_that_hold_much_are_decoded_one_after_the_other(
-    compression: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (decoding, bulk):
-        monkeypatch.setattr(module, "PAYLOAD_AT_ONCE", 2_500)
+def test_entries_that_hold_much_are_decoded_one_after_the_other(compression: int) -> None:
     entries = [raw(batch([plain(bytes([i]) * 1_000)], compression)) for i in range(7)]
     portions = []
     while entries:
-        found = decode(entries, WHERE)
+        found = decode(entries, WHERE, at_once_bytes=3_000)
         assert found.refused is None
         assert found.messages == len(found.blocks) == found.seen
         portions.append([block.values[0][:1] for block in found.blocks])
@@ -303,14 +317,59 @@ def test_entries_that_hold_much_are_decoded_one_after_the_other(
     assert portions == [[b"\0", b"\1", b"\2"], [b"\3", b"\4", b"\5"], [b"\6"]]
 
 
+@given(
+    st.lists(MESSAGES, min_size=1, max_size=4),
+    st.sampled_from(range(5)),
+    st.booleans(),
+    st.integers(-2, 2),
+)
+@settings(deadline=None, max_examples=60)
+def test_both_decoders_refuse_what_takes_more_memory_than_an_entry_may(
+    messages: list[dict[str, Any]], compression: int, batched: bool, more: int
+) -> None:
+    messages = messages if batched else messages[:1]
+    data = (batch if batched else single)(*([messages] if batched else messages), compression)
+    takes = memory_of(messages)
+    with memory_max(takes - more):
+        found = decoded(data)
+        compiled = bulk.decode([raw(data)], keeps_values=True)
+    assert (found.refused is not None) == (more > 0)
+    if found.refused is not None:
+        assert f"more than {takes - more} bytes of memory" in found.refused.message
+        assert compiled is None
+
+
+@pytest.mark.parametrize("columns", [None, ["__key"], EVERYTHING])
+def test_who_wants_fewer_columns_is_refused_the_same(columns: list[str] | None) -> None:
+    sent = [plain(b"v" * 100)] * 3
+    with memory_max(memory_of(sent) - 1):
+        assert isinstance(decode([raw(batch(sent))], WHERE, columns).refused, CorruptEntryError)
+    with memory_max(memory_of(sent)):
+        assert decode([raw(batch(sent))], WHERE, columns).refused is None
+
+
+@pytest.mark.parametrize("count", [1_000_001, 20_000_000])
+def test_an_entry_of_more_messages_than_an_entry_may_have_is_named(count: int) -> None:
+    payload = (struct.pack(">I", 2) + message({3: 0})) * count
+    metadata = message(BASE | {8: ZSTD, 9: len(payload), 11: count})
+    said = corrupt(stored(metadata, packed(payload, ZSTD)))
+    assert f"cannot hold {count} messages" in said
+    assert "at most 1000000" in said
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_extreme_entries_are_an_error_that_names_them_or_messages(seed: int) -> None:
+    look_at(extreme(random.Random(seed), 30_000))
+
+
 def test_chunked_and_encrypted_entries_are_refused_by_their_own_id() -> None:
     chunk = stored(message(BASE | {27: 2, 29: 0}), b"part")
     assert isinstance(decoded(chunk).refused, ChunkedMessageError)
     encrypted = stored(message(BASE | {11: 3, 13: message({1: b"k", 2: b"v"})}), b"?")
-    found = decoded(encrypted, single(plain()), encrypted_too=True)
-    assert (found.blocks, type(found.refused)) == ([], EncryptedMessageError)
-    found = decoded(encrypted, single(plain()))
-    assert (found.refused, found.left_out, len(found.blocks), found.messages) == (None, ID, 1, 4)
+    found = decoded(single(plain()), encrypted, single(plain()))
+    assert isinstance(found.refused, EncryptedMessageError)
+    assert found.refused.stored == encrypted
+    assert (len(found.blocks), found.messages, found.seen) == (1, 4, 2)
 
 
 @given(

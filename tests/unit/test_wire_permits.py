@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from keyshard.broker.wire.permits import LENT_MAX, Permits
 
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
 STEPS = st.one_of(st.just("nudge"), st.integers(1, 300))
 
 
@@ -26,6 +28,23 @@ def test_the_queue_is_exceeded_by_what_is_lent_at_most_and_never_half_empty(
             assert isinstance(step, int)
             at_broker += permits.use(step) - step
         assert ahead / 2 < at_broker <= ahead + LENT_MAX
+
+
+@given(st.integers(1, 1_000), st.lists(st.one_of(st.integers(1, 300), INT32), max_size=20))
+def test_a_broker_that_counts_what_a_batch_declares_is_left_with_what_it_should_have(
+    ahead: int, declared: list[int]
+) -> None:
+    """It counts in 32 bits; it keeps what it has too much, and that is known."""
+    permits = Permits(ahead)
+    at_broker = permits.begin()
+    for count in declared:
+        at_broker = int32(at_broker - count)
+        at_broker = int32(at_broker + permits.use(count))
+        assert ahead / 2 < at_broker == permits.held
+
+
+def int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def test_what_was_lent_is_subtracted_from_what_is_used() -> None:

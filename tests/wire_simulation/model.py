@@ -18,9 +18,12 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
 
 LEDGER = 7
+READER_QUEUE = 1_000
 LATE = 1_000_000
 """Number of an entry that is sent to nobody but consumers that are gone."""
-PLAIN, CORRUPT, ENCRYPTED = "plain", "corrupt", "encrypted"
+PLAIN, CORRUPT, ENCRYPTED, DECLARING = "plain", "corrupt", "encrypted", "declaring"
+DECLARED = (2**31 - 1, 2**30, 1_000_001, -1, -3, -(2**31), -(2**30))
+"""Numbers of messages that batches declare which cannot have so many."""
 NOT_READY, CONFLICT = 6, 19
 
 Send = Callable[[str, Any, bytes], None]
@@ -43,7 +46,7 @@ class Stored:
 def stored(number: int, draw: random.Random) -> Stored:
     """An entry of some kind."""
     key = f"k{draw.randrange(50)}"
-    kind = draw.choices([PLAIN, CORRUPT, ENCRYPTED], [20, 2, 1])[0]
+    kind = draw.choices([PLAIN, CORRUPT, ENCRYPTED, DECLARING], [20, 2, 1, 1])[0]
     count, ack_set, left = draw.choice([0, 0, 1, 3, 7]), (), 1
     said = {"producer_name": b"p", "sequence_id": number, "publish_time": 1}
     metadata = api.MessageMetadata(**said, partition_key=key.encode())
@@ -55,6 +58,9 @@ def stored(number: int, draw: random.Random) -> Stored:
         payload = (struct.pack(">I", len(one)) + one + b"vv") * count
         if count > 2 and not draw.randrange(3):
             ack_set, left = (0b101,), 2
+    if kind == DECLARING:
+        ack_set = ()
+        metadata.num_messages_in_batch = left = draw.choice(DECLARED)
     if kind == ENCRYPTED:
         metadata.encryption_keys.add(key=b"k")
     head = metadata.SerializeToString()
@@ -77,7 +83,9 @@ class Member:
     position: int
     permits: int = 0
     queue: int = 0
-    """What it may be sent at first."""
+    """What it may be sent at most."""
+    excess: int = 0
+    """What it may be sent beyond that, because a batch declared fewer than no messages."""
     parked: int = 0
     """How often something must happen until it is sent what it has permits for."""
     told: frozenset[int] = frozenset()
@@ -91,6 +99,8 @@ class Model:
     draw: random.Random
     topics: list[TopicPartition]
     lock: threading.RLock = field(default_factory=threading.RLock)
+    queue_max: int = 1_000
+    """Most messages that a consumer lets be sent ahead."""
     parks: float = 0.0
     """Chance that a consumer is parked, between two entries that it is sent."""
 
@@ -142,9 +152,11 @@ class Model:
         member = self.members.get((session, consumer_id))
         if member is None:
             return
-        member.queue = member.queue or permits
-        member.permits += permits
-        if member.permits > member.queue + LENT_MAX:
+        if not 0 < permits < 2**31:
+            self.broken.append(f"a broker refuses to grant {permits}")
+        member.queue = READER_QUEUE if member.hash_range is None else self.queue_max
+        member.permits = int32(member.permits + permits)
+        if member.permits > member.queue + LENT_MAX + member.excess:
             self.broken.append(f"{member.permits} permits of a queue of {member.queue}")
         self.stir(member.topic)
 
@@ -159,7 +171,8 @@ class Model:
                 continue
             if one.number in member.told & self.done[member.topic]:
                 self.broken.append(f"{one.number} was acknowledged before, and comes again")
-            member.permits -= one.messages
+            member.permits = int32(member.permits - one.messages)
+            member.excess += max(0, -one.messages)
             member.send("message", message(member.consumer_id, one.number, one.ack_set), one.data)
             if member.hash_range is not None and self.draw.random() < self.parks:
                 member.parked = self.draw.choice([1, 1, 1, 2])
@@ -194,9 +207,13 @@ class Model:
             self.written[name] = set(self.acked[name])
 
     def to_come(self, name: str) -> set[int]:
-        """Entries that are not acknowledged, and can be."""
-        able = {one.number for one in self.logs[name] if one.kind != ENCRYPTED}
-        return able - self.acked[name]
+        """Entries that are not acknowledged."""
+        return {one.number for one in self.logs[name]} - self.acked[name]
+
+
+def int32(number: int) -> int:
+    """As a broker counts."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def message(consumer_id: int, number: int, ack_set: tuple[int, ...] = ()) -> Any:

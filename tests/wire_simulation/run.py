@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 from unittest.mock import patch
 
+from keyshard.broker import retrier
 from keyshard.broker.port import StartPosition
 from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.retry import retry_until
 from keyshard.broker.wire import broker as brokering
-from keyshard.broker.wire import comebacks, connection, receipts, subscribed
+from keyshard.broker.wire import connection, keep_alive, receipts, subscribed
 from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer
@@ -23,10 +24,10 @@ from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
-from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError
+from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
-from tests.wire_simulation.model import ENCRYPTED, LATE, LEDGER, Model
+from tests.wire_simulation.model import LATE, LEDGER, Model
 from tests.wire_simulation.served import ServedBroker, Troubles
 
 OPERATION_MS = 1_000
@@ -76,8 +77,8 @@ def run(seed: int) -> Outcome:
 def hurried(draw: random.Random) -> Iterator[None]:
     """Waits that are short, and reads of few bytes or many."""
     changes = [
-        (comebacks, "FIRST_WAIT_S", 0.005),
-        (comebacks, "LONGEST_WAIT_S", 0.05),
+        (retrier, "FIRST_WAIT_S", 0.005),
+        (retrier, "LONGEST_WAIT_S", 0.05),
         (subscribed, "RETRY_S", 0.01),
         (receipts, "SEND_AGAIN_S", 0.02),
         # Threads and time are real: an absence may take long because the machine is busy.
@@ -85,7 +86,8 @@ def hurried(draw: random.Random) -> Iterator[None]:
         (scanning, "READ_WAIT_MS", 20),
         (consuming, "QUIET_S", 0.02),
         (brokering, "NUDGE_LONGEST_WAIT_S", 0.1),
-        (connection, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
+        (subscribed, "EXCESS_BYTES_MAX", 2_000),
+        (keep_alive, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
         (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
     ]
     patches = [patch.object(*change) for change in changes]
@@ -139,7 +141,9 @@ class World:
         self.client = WireBroker(Connection(f"pulsar://{urls}", operation_timeout_ms=OPERATION_MS))
         self.consumers: list[WireConsumer] = []
         self.ranges = draw.choice([1, 2, 4])
-        self.queue = draw.choice([1, 2, 10, 1_000])
+        self.queue = self.model.queue_max = draw.choice([1, 2, 10, 1_000])
+        # So little that what is sent ahead does not fit again and again, or as much as comes.
+        self.queue_bytes = random.Random(f"{seed}:bytes").choice([None, 1, 2_000, 1 << 20])
         self.events = draw.randrange(6)
         self.model.parks = random.Random(f"{seed}:parks").choice([0.0, 0.0, 0.1, 0.5])
         self.entries = self.losses = 0
@@ -202,7 +206,7 @@ class World:
         def subscribe() -> WireConsumer:
             return self.client.subscribe(
                 where, SUBSCRIPTION, hash_range, start=StartPosition.EARLIEST, consumer_name="c",
-                receiver_queue_size=self.queue,
+                receiver_queue_size=self.queue, receiver_queue_bytes=self.queue_bytes,
             )  # fmt: skip
 
         return retry_until(subscribe, RUN_S)
@@ -215,10 +219,10 @@ class World:
         # A broker that does not answer is no reason to wait for longer.
         with suppress(BrokerUnavailableError):
             in_time(lambda: old.close(for_another=another), CLOSE_S, "closing a consumer")
-        new = self.consumers[number] = self._subscribed(old.topic_partition, old.hash_range)
         with self.model.lock:
             # Its own acknowledgements may have found no connection until it ended.
             self.model.done[old.topic_partition.name].clear()
+        new = self.consumers[number] = self._subscribed(old.topic_partition, old.hash_range)
         self.firsts[new] = self.firsts.get(old, -1)
         self.held[new] = self.held.pop(old, [])
 
@@ -236,9 +240,10 @@ class World:
     def _permits_are_back(self) -> bool:
         with self.model.lock:
             members = list(self.model.members.values())
-            least = self.queue - (self.queue - 1) // 2
+            # A queue that follows the size of messages holds one at least.
+            least = self.queue - (self.queue - 1) // 2 if self.queue_bytes is None else 1
             return len(members) == len(self.consumers) and all(
-                least <= one.permits <= self.queue + LENT_MAX
+                least <= one.permits <= self.queue + LENT_MAX + one.excess
                 for one in members
                 if one.hash_range is not None
             )
@@ -248,7 +253,7 @@ class World:
         try:
             blocks = in_time(lambda: consumer.receive(self.draw.choice([0, 11])), 0.02, "receiving")
             numbers = [block.id.entry for block in blocks]
-        except CorruptEntryError as exc:
+        except UnreadableEntryError as exc:
             numbers = [entry_of(exc).entry]
         if LATE in numbers:
             raise BrokenPromiseError("what was sent to a consumer that is gone is handed out")
@@ -315,15 +320,16 @@ class World:
             log = list(self.model.logs[where.name])
         first = self.draw.randrange(len(log) + 1)
         found: set[int] = set()
-        corrupt: dict[EntryId, CorruptEntryError] = {}
+        unreadable: dict[EntryId, UnreadableEntryError] = {}
         end_s = time.monotonic() + RUN_S
         last = EntryId(LEDGER, len(log) - 1)
-        with Scan(self.client, where, EntryId(LEDGER, first), last, corrupt=corrupt) as scan:
+        start = EntryId(LEDGER, first)
+        with Scan(self.client, where, start, last, unreadable=unreadable) as scan:
             while log and first < len(log) and not scan.done:
                 blocks = retry_until(scan.read, max(0.0, end_s - time.monotonic()))
                 found |= {block.id.entry for block in blocks}
-        found |= {entry_id.entry for entry_id in corrupt}
-        wanted = {one.number for one in log[first:] if one.kind != ENCRYPTED}
+        found |= {entry_id.entry for entry_id in unreadable}
+        wanted = {one.number for one in log[first:]}
         if not wanted <= found or LATE in found:
             raise BrokenPromiseError(f"a Reader from {first} lacks {wanted - found}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
@@ -23,6 +22,7 @@ from keyshard.broker.port import (
 )
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+from keyshard.threads import Pool
 
 
 class HostedBroker:
@@ -51,7 +51,7 @@ class HostedBroker:
         def host(index: int) -> WorkerHosting:
             return WorkerHosting(start, operation_timeout_s, f"keyshard-worker-{index}")
 
-        with ThreadPoolExecutor(workers, "keyshard-start") as pool:
+        with Pool(workers, "keyshard-start") as pool:
             starting = [pool.submit(host, index) for index in range(workers)]
         errors = [one.exception() for one in starting]
         self._workers = [
@@ -77,11 +77,13 @@ class HostedBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,
         columns: Collection[str] | None = None,
     ) -> HostedConsumer:
         wanted = Wanted(
-            topic_partition, subscription, hash_range, consumer_name, receiver_queue_size, columns
-        )
+            topic_partition, subscription, hash_range, consumer_name, receiver_queue_size,
+            receiver_queue_bytes, columns,
+        )  # fmt: skip
         worker = self._workers[hash_range.start * len(self._workers) // RING_SIZE]
         holders = self._holders.setdefault(topic_partition, Holders())
         return worker.subscribe(wanted, start, holders)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from keyshard.broker.hosted.wire import Delivery
+from keyshard.broker.hosted.wire import Delivery, Taken
 from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, CorruptEntryError
+from keyshard.errors import BrokerError, UnreadableEntryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Wanted:
     hash_range: HashRange
     consumer_name: str
     receiver_queue_size: int
+    receiver_queue_bytes: int | None = None
     columns: Collection[str] | None = None
 
 
@@ -83,7 +84,7 @@ class Hosting(Protocol):
 
     def close_consumer(self, number: int, *, for_another: bool) -> None: ...
 
-    def took(self, number: int, count: int) -> None: ...
+    def took(self, number: int, taken: Taken) -> None: ...
 
 
 class HostedConsumer:
@@ -103,8 +104,9 @@ class HostedConsumer:
         self.number = number
         self._changed = threading.Condition()
         self._queue: deque[Delivery] = deque()
-        self._taken = 0
+        self._taken = Taken()
         self._connected = True
+        self._trouble = ""
         self._gave_all = False
         """Whether its worker says so, of all that came here."""
         self._callback: Callable[[], None] | None = None
@@ -126,11 +128,11 @@ class HostedConsumer:
                 return []
             # One delivery of the worker's: a reconnect lies between them.
             delivery = self._queue.popleft()
-            self._taken += sum(block.rows for block in delivery.blocks)
+            self._taken = self._taken.plus(delivery)
             number, taken = self.number, self._taken
         error = delivery.error
-        corrupt = [entry_of(error)] if isinstance(error, CorruptEntryError) else []
-        self._holders.took(self, [*(block.id for block in delivery.blocks), *corrupt])
+        refused = [entry_of(error)] if isinstance(error, UnreadableEntryError) else []
+        self._holders.took(self, [*(block.id for block in delivery.blocks), *refused])
         self._hosting.took(number, taken)
         if error is not None:
             raise error
@@ -143,9 +145,6 @@ class HostedConsumer:
                 self._callback = callback
                 return
         callback()
-
-    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - the consumer is elsewhere
-        return False
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
@@ -166,6 +165,9 @@ class HostedConsumer:
     def has_given_all(self) -> bool:
         # Not from silence: a worker that stands still has what came to it, and tells nothing.
         return self._gave_all and self.is_connected()
+
+    def trouble(self) -> str:
+        return "" if self.closed else self._trouble
 
     def close(self, *, for_another: bool = False) -> None:
         if self.ended():
@@ -195,7 +197,7 @@ class HostedConsumer:
                 return
             self._gave_all = delivery.gave_all
             if delivery.connected is not None:
-                self._connected = delivery.connected
+                self._connected, self._trouble = delivery.connected, delivery.trouble
             elif not delivery.gave_all:
                 self._queue.append(delivery)
             if not self._connected:
@@ -214,9 +216,13 @@ class HostedConsumer:
         passed, self._queue = self._queue, deque()
         for delivery in passed:
             if delivery.goes_on:
-                self._taken += sum(block.rows for block in delivery.blocks)
+                self._taken = self._taken.plus(delivery)
             else:
                 self._queue.append(delivery)
+
+    def troubled(self, trouble: str) -> None:
+        """What keeps it from coming back."""
+        self._trouble = trouble
 
     def lost(self) -> None:
         """Its worker is gone: what is unacknowledged comes again, through another one."""
@@ -228,4 +234,4 @@ class HostedConsumer:
     def regaining(self, number: int) -> None:
         """A worker is about to have it, under another number."""
         with self._changed:
-            self.number, self._taken, self._gave_all = number, 0, False
+            self.number, self._taken, self._gave_all = number, Taken(), False

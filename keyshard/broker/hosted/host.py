@@ -7,32 +7,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
-from keyshard.broker.hosted.wire import NOTHING, Delivery, keys_of, packed
+from keyshard.broker.hosted.wire import NOTHING, Delivery, Taken, keys_of, packed
 from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.broker.retrier import Retrier, Steps
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.refusals import Refusals, words_of
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, BrokerUnavailableError, CorruptEntryError, KeyShardError
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError, UnreadableEntryError
+from keyshard.threads import Pool, begin, unexpected
 
 FULL_WAIT_S = 0.02
 """Longest wait for something to give while a consumer waits until more of it was taken, seconds."""
 CLOSED_MAX = 10_000
 """Numbers of closed consumers that are remembered: a question that is late opens none again."""
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
-"""Payload after which an answer is closed. An entry that is held keeps its whole answer in memory,
-as it keeps its delivery where the client is in the same process."""
+"""Memory of columns after which an answer is closed, bytes. An entry that is held keeps its whole
+answer in memory, as it keeps its delivery where the client is in the same process."""
+UNLIMITED_BYTES = 1 << 60
 ANSWER_ROWS_MAX = 20_000
 """Messages after which an answer is closed."""
 RECEIVE_THREADS = 2
 """Threads that receive."""
 CLOSE_THREADS = 8
 """Consumers closed at the same time."""
+REOPEN_WAIT_S = 1.0
+"""Longest wait between two attempts to subscribe a consumer anew, seconds."""
 LOOK_S = 0.25
 """Time between two looks at who is connected, seconds."""
 QUIET_S = 1.0
@@ -45,7 +50,7 @@ class _Hosted:
     """One consumer."""
 
     def __init__(
-        self, number: int, consumer: Consumer, ahead_max: int, another: Callable[[], Consumer]
+        self, number: int, consumer: Consumer, ahead_max: Taken, another: Callable[[], Consumer]
     ) -> None:
         self.number = number
         self.consumer = consumer
@@ -53,19 +58,28 @@ class _Hosted:
         """Subscribes another consumer in its place."""
         self.lacking = False
         """Whether its consumer is closed, and another one is to take its place."""
+        self.refusals = Refusals()
+        """What became of attempts to subscribe that."""
         self.ahead_max = ahead_max
         self.using = threading.Lock()
         """Held while it is received from, and while it is closed."""
-        self.given = self.taken = 0
-        """Messages that it gave, and that were taken; so many more as its queue holds, and the rest
+        self.given = self.taken = Taken()
+        """What it gave, and what was taken of that; as much more as its queue holds, and the rest
         of a delivery."""
-        self.connected = True
-        """As it was told last."""
+        self.connected, self.trouble = True, ""
+        """As they were told last."""
         self.open = False
         """Whether what it gave ends before the last index of an entry."""
         self.idle_since_s: float | None = None
         """Since when it has nothing, with the connection that it has now."""
         self.closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it gives nothing before more is taken."""
+        (given, given_bytes), (taken, taken_bytes) = self.given, self.taken
+        most, most_bytes = self.ahead_max
+        return given - taken >= most or given_bytes - taken_bytes >= most_bytes
 
 
 class Host:
@@ -87,8 +101,7 @@ class Host:
         """Of numbers that are subscribed or closed now; a question may come twice at once."""
         self._closed: deque[int] = deque(maxlen=CLOSED_MAX)
         self._ready: deque[_Hosted] = deque()
-        self._later: list[_Hosted] = []
-        """Who is looked at again after a pause."""
+        self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
         self._full: set[int] = set()
         """Who waits until more of it was taken."""
         self._open: set[int] = set()
@@ -100,12 +113,11 @@ class Host:
         self._answered = 0
         self._answer: tuple[dict[str, Any], pa.RecordBatch] = ({}, NOTHING)
         self._ended = False
+        self._error: KeyShardError | None = None
+        """What ended one of its threads."""
         self._threads = [
-            threading.Thread(target=self._pump, name=f"keyshard-pump-{i}", daemon=True)
-            for i in range(RECEIVE_THREADS)
+            begin(f"keyshard-pump-{i}", self._pump, fail=self._fail) for i in range(RECEIVE_THREADS)
         ]
-        for thread in self._threads:
-            thread.start()
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -114,7 +126,7 @@ class Host:
     def subscribe(
         self, *, number: int, topic: str, partition: int, subscription: str, start: int, end: int,
         position: str, consumer_name: str, receiver_queue_size: int,
-        columns: Sequence[str] | None = None,
+        receiver_queue_bytes: int | None = None, columns: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Host a consumer under a number of the caller's choice. Idempotent.
 
@@ -128,11 +140,12 @@ class Host:
                 self._broker.subscribe,
                 TopicPartition(topic, partition), subscription, HashRange(start, end),
                 consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
-                columns=columns,
+                receiver_queue_bytes=receiver_queue_bytes, columns=columns,
             )  # fmt: skip
             consumer = consumer_from(start=StartPosition(position))
             hosted = _Hosted(
-                number, consumer, receiver_queue_size,
+                number, consumer,
+                Taken(receiver_queue_size, receiver_queue_bytes or UNLIMITED_BYTES),
                 partial(consumer_from, start=StartPosition.EARLIEST),
             )  # fmt: skip
             with self._changed:
@@ -194,21 +207,25 @@ class Host:
     # -- what was received ------------------------------------------------------------------------
 
     def take(
-        self, seq: int, taken: Mapping[int, int], wait_s: float, released: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], pa.RecordBatch]:
+        self, seq: int, taken: Mapping[int, Sequence[int]], wait_s: float,
+        released: Sequence[int] = (),
+    ) -> tuple[dict[str, Any], pa.RecordBatch]:  # fmt: skip
         """What was received since the answer before; waits for the first of it.
 
         Args:
             seq: Number of the answer that is asked for: 1 more than that of the last one that
                 arrived. The same number has the same answer.
-            taken: Messages taken of some consumers since their beginning.
+            taken: What was taken of some consumers since their beginning.
             wait_s: Longest wait, seconds.
             released: Numbers of answers whose content nobody needs any more.
 
         Raises:
             BrokerError: An older answer is asked for: the asker is late.
+            UnexpectedError: One of its threads ended.
         """
         with self._taking:
+            if self._error is not None:
+                raise self._error
             if seq == self._answered:
                 return self._answer
             if seq != self._answered + 1:
@@ -252,13 +269,13 @@ class Host:
             found.append(kept.select(columns).slice(start, rows))
         return pa.concat_batches(found)
 
-    def _let_on(self, taken: Mapping[int, int]) -> None:
+    def _let_on(self, taken: Mapping[int, Sequence[int]]) -> None:
         """Receive again for those of whom enough was taken."""
         for number, count in taken.items():
             hosted = self._hosted.get(number)
             if hosted is not None:
-                hosted.taken = count
-                if number in self._full and hosted.given - count < hosted.ahead_max:
+                hosted.taken = Taken(*count)
+                if number in self._full and not hosted.is_full:
                     self._full.discard(number)
                     self._ready.append(hosted)
                     self._changed.notify_all()
@@ -271,26 +288,26 @@ class Host:
         self._looked_s = now_s
         with self._changed:
             all_hosted = list(self._hosted.values())
-            if self._later:
-                self._ready.extend(self._later)
-                self._later.clear()
-                self._changed.notify_all()
         for hosted in all_hosted:
             # Who receives from it tells it, too, and must not be told something older.
             if hosted.using.acquire(blocking=False):
                 try:
                     # Without the other lock: a client may hold one here, and where it rings.
-                    self._tell(hosted, connected=hosted.consumer.is_connected())
+                    self._tell(hosted, hosted.consumer.is_connected(), _trouble_of(hosted))
                     self._tell_quiet(hosted, now_s)
                 finally:
                     hosted.using.release()
 
-    def _tell(self, hosted: _Hosted, *, connected: bool) -> None:
-        """It was seen with or without a connection."""
+    def _tell(self, hosted: _Hosted, connected: bool, trouble: str) -> None:
+        """It was seen with or without a connection, and with some trouble or none."""
         with self._changed:
-            if connected != hosted.connected and not hosted.closed:
-                hosted.connected = connected
-                self._waiting.append((Delivery(hosted.number, (), connected=connected), 0, 0))
+            changed = connected != hosted.connected
+            if hosted.closed or (not changed and words_of(trouble) == words_of(hosted.trouble)):
+                return
+            hosted.connected, hosted.trouble = connected, trouble
+            told = Delivery(hosted.number, (), connected=connected, trouble=trouble)
+            self._waiting.append((told, 0, 0))
+            if changed:
                 if hosted.idle_since_s is not None:
                     # What a connection took with it comes again with the next.
                     hosted.idle_since_s = time.monotonic()
@@ -313,15 +330,18 @@ class Host:
 
     def _next(self) -> list[Delivery]:
         deliveries: list[Delivery] = []
-        rows = payload = 0
-        while self._waiting and rows < ANSWER_ROWS_MAX and payload < ANSWER_BYTES_MAX:
-            delivery, more_rows, more_payload = self._waiting.popleft()
+        rows = size_bytes = 0
+        while self._waiting and rows < ANSWER_ROWS_MAX and size_bytes < ANSWER_BYTES_MAX:
+            delivery, more_rows, more_bytes = self._waiting.popleft()
             deliveries.append(delivery)
             rows += more_rows
-            payload += more_payload
+            size_bytes += more_bytes
         return deliveries
 
     # -- its own threads ---------------------------------------------------------------------------
+
+    def _fail(self, error: KeyShardError) -> None:
+        self._error = error
 
     def _pump(self) -> None:
         while True:
@@ -333,18 +353,18 @@ class Host:
             try:
                 self._receive(hosted)
             except Exception as exc:  # noqa: BLE001 - the caller's next receive raises it
-                error = exc if isinstance(exc, KeyShardError) else _unexpected(exc)
+                error = unexpected("Receiving in a worker", exc)
                 self._give(hosted, Delivery(hosted.number, (), error))
 
     def _receive(self, hosted: _Hosted) -> None:
         with hosted.using:
-            if hosted.closed or (hosted.lacking and not self._replaced(hosted)):
+            if hosted.closed or hosted.lacking:
                 return
             connected = hosted.consumer.is_connected()
-            self._tell(hosted, connected=connected)
+            self._tell(hosted, connected, _trouble_of(hosted))
             try:
                 blocks = hosted.consumer.receive(0)
-            except CorruptEntryError as exc:
+            except UnreadableEntryError as exc:
                 # What lies behind it comes next.
                 self._give(hosted, Delivery(hosted.number, (), exc))
                 return
@@ -365,19 +385,32 @@ class Host:
         """
         if hosted.consumer.is_connected():
             hosted.lacking = True
-            _close(hosted.consumer, for_another=True)
-        self._ring(hosted)
+            self._retrier.until_true(partial(self._replaced, hosted))
+        else:
+            self._ring(hosted)
 
-    def _replaced(self, hosted: _Hosted) -> bool:
-        """Let another consumer take the place of one that is closed; whether it has."""
+    def _replaced(self, hosted: _Hosted) -> Steps:
+        """Let another consumer take the place of one that is to be closed."""
+        yield hosted.consumer.topic_partition
+        _close(hosted.consumer, for_another=True)
+        if hosted.closed or self._ended:
+            return True
         try:
-            hosted.consumer = hosted.another()
+            another = hosted.another()
         except KeyShardError as exc:
             _log.debug("consumer %d is not subscribed anew yet: %s", hosted.number, exc)
-            with self._changed:
-                self._later.append(hosted)
-            return False
-        hosted.lacking = False
+            if not hosted.refusals.failed(exc, time.monotonic()):
+                return False
+            self._give(hosted, Delivery(hosted.number, (), exc))
+            return True
+        hosted.refusals.succeeded()
+        with hosted.using:
+            if not hosted.closed:
+                hosted.consumer, hosted.lacking = another, False
+        if hosted.lacking:
+            _close(another)
+        else:
+            self._ring(hosted)
         return True
 
     def _ring(self, hosted: _Hosted) -> None:
@@ -387,12 +420,11 @@ class Host:
             self._changed.notify_all()
 
     def _give(self, hosted: _Hosted, delivery: Delivery) -> None:
-        rows = sum(block.rows for block in delivery.blocks)
-        payload = sum(block.payload_bytes for block in delivery.blocks)
+        rows, size_bytes = Taken().plus(delivery)
         with self._changed:
             if hosted.closed:
                 return
-            self._waiting.append((delivery, rows, payload))
+            self._waiting.append((delivery, rows, size_bytes))
             if delivery.blocks:
                 last = delivery.blocks[-1]
                 hosted.open = last.indices[-1] != last.batch_size - 1
@@ -400,8 +432,8 @@ class Host:
                     self._open.add(hosted.number)
                 else:
                     self._open.discard(hosted.number)
-            hosted.given += rows
-            if hosted.given - hosted.taken >= hosted.ahead_max:
+            hosted.given = hosted.given.plus(delivery)
+            if hosted.is_full:
                 self._full.add(hosted.number)
             elif delivery.goes_on:
                 self._ready.append(hosted)
@@ -416,12 +448,18 @@ class Host:
             hosted = list(self._hosted.values())
             self._hosted.clear()
             self._changed.notify_all()
+        self._retrier.close()
         for thread in self._threads:
             thread.join(1.0)
-        with ThreadPoolExecutor(CLOSE_THREADS, thread_name_prefix="keyshard-close") as pool:
+        with Pool(CLOSE_THREADS, "keyshard-close") as pool:
             for one in hosted:
                 pool.submit(_close, one.consumer)
         self._broker.close()
+
+
+def _trouble_of(hosted: _Hosted) -> str:
+    error = hosted.refusals.error
+    return hosted.consumer.trouble() if error is None else error.message
 
 
 def _close(consumer: Consumer, *, for_another: bool = False) -> None:
@@ -429,8 +467,3 @@ def _close(consumer: Consumer, *, for_another: bool = False) -> None:
         consumer.close(for_another=for_another)
     except BrokerError as exc:
         _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
-
-
-def _unexpected(exc: Exception) -> BrokerError:
-    _log.exception("receiving ended unexpectedly")
-    return BrokerError(f"Receiving in a worker ended unexpectedly: {exc!r}.")

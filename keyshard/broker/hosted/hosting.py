@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
+from keyshard.broker.hosted.wire import Delivery, Taken
 from keyshard.broker.hosted.worker import Worker
 from keyshard.broker.port import StartPosition, WorkerFacts
+from keyshard.broker.retrier import Retrier, Steps
 from keyshard.core.position.entry import EntryId
+from keyshard.core.refusals import Refusals
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     KeyShardError,
     WorkerUnreachableError,
 )
+from keyshard.threads import begin
 
-AGAIN_S = (0.1, 5.0)
-"""Shortest and longest pause before the next attempt, seconds; it doubles."""
 START_AGAIN_S = 1.0
 """Pause before another attempt to start a worker, seconds."""
-THREADS_MAX = 8
-"""Consumers subscribed again at the same time."""
 MARGIN_S = 5.0
 """Time that an answer gets beyond what the client may take, seconds."""
 
@@ -54,15 +53,18 @@ class WorkerHosting:
         self._timeout_s = operation_timeout_s + MARGIN_S
         self._lock = threading.Lock()
         self._consumers: dict[int, HostedConsumer] = {}
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, Taken] = {}
         self._ending = threading.Event()
         self._restarts = 0
+        self._refusals = Refusals()
+        """What became of attempts to start another worker."""
         self._why_none = ""
+        self._retrier = Retrier(name="keyshard-bring-back")
+        """Subscribes again in another worker; its lanes are topic partitions."""
         worker = start(self._ending)
         self._kind = worker.kind
         self._now_has(worker)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = begin(name, self._run)
 
     def subscribe(self, wanted: Wanted, start: StartPosition, holders: Holders) -> HostedConsumer:
         """A consumer in this worker.
@@ -99,7 +101,7 @@ class WorkerHosting:
             partition=wanted.topic_partition.partition, subscription=wanted.subscription,
             start=wanted.hash_range.start, end=wanted.hash_range.end, position=start.value,
             consumer_name=wanted.consumer_name, receiver_queue_size=wanted.receiver_queue_size,
-            columns=wanted.columns,
+            receiver_queue_bytes=wanted.receiver_queue_bytes, columns=wanted.columns,
         )  # fmt: skip
 
     # -- for its consumers ------------------------------------------------------------------------
@@ -131,10 +133,10 @@ class WorkerHosting:
         self._worker: Worker | None = worker
         self._since_s = time.monotonic()
 
-    def took(self, number: int, count: int) -> None:
+    def took(self, number: int, taken: Taken) -> None:
         with self._lock:
             if number in self._consumers:
-                self._taken[number] = count
+                self._taken[number] = taken
 
     def _living(self) -> Worker:
         worker = self._worker
@@ -164,10 +166,6 @@ class WorkerHosting:
                     self._take(worker)
             except WorkerUnreachableError as exc:
                 self._lose(worker, exc)
-            except Exception:  # noqa: BLE001 - the loop goes on, with another worker
-                _log.exception("asking a worker ended unexpectedly")
-                self._lose(worker, None)
-                self._ending.wait(START_AGAIN_S)
 
     def _take(self, worker: Worker) -> None:
         with self._lock:
@@ -177,7 +175,7 @@ class WorkerHosting:
             if consumer is not None:
                 consumer.arrived(delivery)
 
-    def _lose(self, worker: Worker | None, error: KeyShardError | None) -> None:
+    def _lose(self, worker: Worker | None, error: KeyShardError) -> None:
         if worker is None or self._ending.is_set():
             return
         worker.lost = True
@@ -188,10 +186,10 @@ class WorkerHosting:
             self._taken.clear()
         for consumer in lost:
             consumer.lost()
+            consumer.troubled(f"The {worker.name} is gone, and another one is started.")
         _log.warning(
             "%s is gone (%s): its %d consumers go to another one",
-            worker.name, "it answered nonsense" if error is None else error.message.rstrip("."),
-            len(lost),
+            worker.name, error.message.rstrip("."), len(lost),
         )  # fmt: skip
 
     def _replace(self) -> None:
@@ -202,6 +200,14 @@ class WorkerHosting:
             if self._ending.is_set():
                 return
             again, self._why_none = str(exc) == self._why_none, str(exc)
+            with self._lock:
+                lost = list(self._consumers.values())
+            refused = isinstance(exc, BrokerError)
+            ends = refused and self._refusals.failed(exc, time.monotonic())
+            for consumer in lost:
+                consumer.troubled(exc.message)
+                if ends:
+                    consumer.arrived(Delivery(consumer.number, (), exc))
             level = logging.DEBUG if again else logging.WARNING
             _log.log(level, "no worker in the place of the one that is gone yet: %s", exc)
             self._ending.wait(START_AGAIN_S)
@@ -210,42 +216,37 @@ class WorkerHosting:
             ending = self._ending.is_set()
             self._restarts += 1
             self._why_none = ""
+            # Under numbers of their own: another one may subscribe as soon as the worker is there.
+            lost, self._consumers = list(self._consumers.values()), {}
+            for consumer in lost:
+                consumer.regaining(next(_numbers))
+                self._consumers[consumer.number] = consumer
             self._now_has(None if ending else worker)
         if ending:
             worker.end(0.0)
             return
-        threading.Thread(
-            target=self._bring_back, args=(worker,), name="keyshard-bring-back", daemon=True
-        ).start()
+        for consumer in lost:
+            attempt = partial(self._brought_back, worker, consumer, Refusals())
+            self._retrier.until_true(attempt)
 
-    def _bring_back(self, worker: Worker) -> None:
-        """Subscribe again what the worker before had."""
-        with self._lock:
-            lost = list(self._consumers.values())
-        with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="keyshard-bring-back") as pool:
-            for consumer in lost:
-                pool.submit(self._bring_one_back, worker, consumer)
-
-    def _bring_one_back(self, worker: Worker, consumer: HostedConsumer) -> None:
-        """As a client does that lost its connection: it tries until it has it, or is closed."""
-        with self._lock:
-            if self._consumers.pop(consumer.number, None) is None:
-                return
-            consumer.regaining(next(_numbers))
-            self._consumers[consumer.number] = consumer
-        pause_s, most_s = AGAIN_S
-        while not consumer.closed and self._worker is worker and not self._ending.is_set():
+    def _brought_back(self, worker: Worker, consumer: HostedConsumer, refusals: Refusals) -> Steps:
+        """An attempt to subscribe again, until it succeeds or the consumer is closed."""
+        yield consumer.topic_partition
+        if not consumer.closed and self._worker is worker and not self._ending.is_set():
             try:
                 self._subscribe(worker, consumer, StartPosition.EARLIEST)
             except KeyShardError as exc:
                 _log.debug("%s is not subscribed again yet: %s", consumer.topic_partition, exc)
-                self._ending.wait(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, most_s)
-                continue
-            break
+                consumer.troubled(exc.message)
+                ends = refusals.failed(exc, time.monotonic())
+                if ends:
+                    consumer.arrived(Delivery(consumer.number, (), exc))
+                return ends
+            consumer.troubled("")
         if consumer.closed:
             self._forget(consumer)
             self._close_quietly(worker, consumer.number)
+        return True
 
     def _close_quietly(self, worker: Worker, number: int) -> None:
         try:
@@ -259,6 +260,7 @@ class WorkerHosting:
             self._ending.set()
             worker = self._worker
             consumers = list(self._consumers.values())
+        self._retrier.close()
         for consumer in consumers:
             consumer.ended()
         if worker is not None:

@@ -5,8 +5,8 @@ told to, or when nobody has asked it anything for as long as the lease: its cons
 successors by then. One that was stopped and goes on finds the lease ended before it does anything
 for anybody.
 
-As a process of its own it has the first on its standard input, says the second in a line on its
-standard output, and is told to end by the end of its input, too.
+As a process of its own it has the first in a line on its standard input, says the second in a line
+on its standard output, and is told to end by the end of its input, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -22,7 +21,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,14 @@ from pyarrow import flight
 
 from keyshard.broker.connect import connect
 from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.wire import check_token, question, told
+from keyshard.broker.hosted.questions import INTRODUCE, Verifier, is_with_token, read_with_token
+from keyshard.broker.hosted.wire import told
 from keyshard.config.connection import Connection
-from keyshard.errors import BrokerError, KeyShardError, WorkerEnvironmentError
+from keyshard.config.connection_names import fields_of, names_of
+from keyshard.errors import BrokerError, ConfigError, KeyShardError, WorkerEnvironmentError
 from keyshard.own_process import collect_rarely
+from keyshard.redaction import redacted
+from keyshard.threads import begin
 from keyshard.version import VERSION
 
 LOG_LINES_MAX = 1_000
@@ -60,9 +64,39 @@ class Setup:
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     """Who asks without it is refused."""
 
-    def packed(self) -> tuple[str, bytes]:
-        """What travels to the worker; the version can be read there whatever else is different."""
-        return VERSION, pickle.dumps(self)
+    def packed(self) -> tuple[str, str]:
+        """Version and JSON for the worker; the version can be read whatever else is different.
+
+        It is data: reading it runs no code of the sender. Secrets are in it.
+        """
+        facts = {
+            "connection": names_of(self.connection), "lease_s": self.lease_s, "level": self.level,
+            "keeps": self.keeps, "token": self.token,
+        }  # fmt: skip
+        return VERSION, json.dumps(facts)
+
+    @classmethod
+    def unpacked(cls, text: str) -> Setup:
+        """What :meth:`packed` was called on.
+
+        Raises:
+            ConfigError: The text is no setup, or a file that it names is not on this machine.
+        """
+        try:
+            match json.loads(text):
+                case {
+                    "connection": dict(names),
+                    "lease_s": int() | float() as lease_s,
+                    "level": int(level),
+                    "keeps": bool(keeps),
+                    "token": str(token),
+                    **rest,
+                } if not rest and token and all(type(name) is str for name in names.values()):
+                    connection = Connection(**fields_of(names))
+                    return cls(connection, lease_s, level, keeps, token)
+        except (ValueError, RecursionError):
+            pass
+        raise ConfigError("The setup of a worker is not what a source of keyshard sends.")
 
 
 class Lease:
@@ -104,6 +138,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def __init__(self, host: Host, setup: Setup, address: str = LOOPBACK) -> None:
         super().__init__(at(address, 0))
+        self._verifier = Verifier(setup.token, at(address, self.port))
         self._host = host
         self._setup = setup
         self.reading_token = secrets.token_hex(16)
@@ -125,10 +160,9 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         self.log: deque[tuple[str, int, str]] = deque(maxlen=LOG_LINES_MAX)
 
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        asked = question(ticket.ticket)
-        if "runs" in asked:
-            return self._content(asked)
-        self._check(asked)
+        if is_with_token(ticket.ticket):
+            return self._content(ticket.ticket)
+        asked, proof = self._read(ticket.ticket, "take")
         taken = {int(number): count for number, count in asked["taken"].items()}
         try:
             answer, content = self._host.take(
@@ -137,13 +171,14 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         except KeyShardError as exc:
             raise flight.FlightServerError(str(exc)) from exc
         lines = [self.log.popleft() for _ in range(len(self.log))]
-        header = json.dumps(answer | {"log": lines}).encode()
+        header = json.dumps(answer | {"log": lines, "proof": proof}).encode()
         return flight.GeneratorStream(content.schema, iter([(content, header)]))
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
-        asked = question(action.body.to_pybytes())
-        self._check(asked)
-        answer: dict[str, Any] = {}
+        if action.type == INTRODUCE:
+            return [self._verifier.introduce(action.body)]
+        asked, proof = self._read(action.body, action.type)
+        answer: dict[str, Any] = {"proof": proof}
         try:
             answer["result"] = self._commands[action.type](**asked["arguments"])
         except KeyShardError as exc:
@@ -161,7 +196,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         lines, before = _Told(self.log, level), ours.level
         logging.getLogger().addHandler(lines)
         ours.setLevel(level)
-        threading.Thread(target=self.serve, name="keyshard-worker", daemon=True).start()
+        begin("keyshard-worker", self.serve)
         while not self.leaving.is_set() and self.lease.left_s() > 0:
             self.leaving.wait(min(1.0, max(0.01, self.lease.left_s())))
         if self.lease.left_s() <= 0:
@@ -175,9 +210,10 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         ours.setLevel(before)
         return True
 
-    def _content(self, asked: dict[str, Any]) -> flight.FlightDataStream:
+    def _content(self, body: bytes) -> flight.FlightDataStream:
         """For tasks; their questions keep no lease."""
-        self._check_token(asked, self.reading_token)
+        with self._refusing():
+            asked = read_with_token(body, self.reading_token)
         if self.lease.left_s() <= 0:
             raise flight.FlightUnavailableError("The lease of this worker has ended.")
         try:
@@ -186,15 +222,19 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightServerError(str(exc)) from exc
         return flight.GeneratorStream(content.schema, iter([content]))
 
-    def _check(self, asked: dict[str, Any]) -> None:
-        """Refuse who may not ask, and everybody when the lease has ended."""
-        self._check_token(asked, self._setup.token)
+    def _read(self, body: Any, command: str) -> tuple[dict[str, Any], str]:
+        """A question of the source and the proof for its answer; none when the lease has ended."""
+        with self._refusing():
+            read = self._verifier.read(body, command)
         if not self.lease.asked():
             raise flight.FlightUnavailableError("The lease of this worker has ended.")
+        return read
 
-    def _check_token(self, asked: dict[str, Any], token: str) -> None:
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Log once that a stranger asks."""
         try:
-            check_token(asked, token)
+            yield
         except flight.FlightUnauthenticatedError:
             if not self._refused:
                 self._refused = True
@@ -210,15 +250,15 @@ class _Told(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.name, record.levelno, self.format(record)))
+        self._lines.append((record.name, record.levelno, redacted(self.format(record))))
 
 
-def begun(version: str, packed: bytes, address: str = LOOPBACK) -> tuple[WorkerServer | None, str]:
+def begun(version: str, packed: str, address: str = LOOPBACK) -> tuple[WorkerServer | None, str]:
     """A host and its server, and what who asked for them has to hear: a line of JSON.
 
     Args:
         version: Of keyshard, where it was packed.
-        packed: A :class:`Setup`.
+        packed: A :class:`Setup`, packed.
         address: Where to listen.
     """
     try:
@@ -228,7 +268,7 @@ def begun(version: str, packed: bytes, address: str = LOOPBACK) -> tuple[WorkerS
                 f"{VERSION} in a worker on {socket.gethostname()} ({sys.executable}). "
                 "Install the same version on every machine, then start the source again."
             )
-        setup: Setup = pickle.loads(packed)
+        setup = Setup.unpacked(packed)
         host = Host(connect(setup.connection), keeps=setup.keeps)
         server = WorkerServer(host, setup, address)
     except KeyShardError as exc:
@@ -249,13 +289,11 @@ def main() -> None:
     """Be a worker until the input or the lease ends."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # The process that asks decides what becomes of it.
-    server, hello = begun(*pickle.load(sys.stdin.buffer))
+    server, hello = begun(*json.loads(sys.stdin.buffer.readline()))
     print(hello, flush=True)
     if server is None:
         return
-    threading.Thread(
-        target=_wait_for_end, args=(server.leaving,), name="keyshard-input", daemon=True
-    ).start()
+    begin("keyshard-input", _wait_for_end, server.leaving)
     collect_rarely()
     server.serve_to_the_end()
     os._exit(0)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import secrets
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
-from pyarrow import flight
 
 from keyshard.arrow.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId
-from keyshard.errors import BY_CODE, BrokerError, CorruptEntryError, KeyShardError
+from keyshard.errors import BY_CODE, BrokerError, KeyShardError, UnreadableEntryError
 
 NOTHING = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in CONTENT], schema=CONTENT)
 """The content of no messages."""
@@ -32,11 +30,29 @@ class Delivery(NamedTuple):
     """
     gave_all: bool = False
     """Nothing came, though it was connected for a while: an entry that it left open may stay so."""
+    trouble: str = ""
+    """With ``connected``: what is wrong with its connection."""
 
     @property
     def goes_on(self) -> bool:
         """Whether the consumer is received from again: behind what cannot be read, it is."""
-        return self.error is None or isinstance(self.error, CorruptEntryError)
+        return self.error is None or isinstance(self.error, UnreadableEntryError)
+
+
+class Taken(NamedTuple):
+    """How much of a consumer's deliveries was given or taken, since its beginning."""
+
+    messages: int = 0
+    size_bytes: int = 0
+    """Their columns, bytes: the same on both sides."""
+
+    def plus(self, delivery: Delivery) -> Taken:
+        """This, and one delivery more."""
+        blocks = delivery.blocks
+        return Taken(
+            self.messages + sum(block.rows for block in blocks),
+            self.size_bytes + sum(block.column_bytes for block in blocks),
+        )
 
 
 class Keeper(Protocol):
@@ -83,27 +99,12 @@ def keys_of(deliveries: Sequence[Delivery], content: pa.RecordBatch) -> pa.Recor
     return keys if needed else keys.slice(0, 0)
 
 
-def question(body: bytes) -> dict[str, Any]:
-    """What is asked, and nothing where it is no question."""
-    try:
-        asked: dict[str, Any] = json.loads(body)
-        return asked | {"token": str(asked["token"])}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {"token": ""}
-
-
-def check_token(asked: dict[str, Any], token: str) -> None:
-    """Refuse who asks with another token."""
-    if not secrets.compare_digest(asked["token"].encode(errors="replace"), token.encode()):
-        raise flight.FlightUnauthenticatedError("The token is of another run.")
-
-
 def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
     """Deliveries as plain JSON values, and the content of all their messages."""
     listed: list[Any] = []
     contents: list[pa.RecordBatch] = []
     rows = 0
-    for consumer, blocks, error, connected, gave_all in deliveries:
+    for consumer, blocks, error, connected, gave_all, trouble in deliveries:
         entries: list[Any] = []
         base: dict[int, int] = {}
         for block in blocks:
@@ -115,13 +116,14 @@ def packed(deliveries: Iterable[Delivery]) -> tuple[list[Any], pa.RecordBatch]:
                 rows += block.content.num_rows
             ledger, entry = block.id
             entries.append((
-                ledger, entry, block.batch_size, block.batched, list(block.indices), block.slot,
-                block.mixed_slots, block.publish_ms, block.payload_bytes, start + block.start,
-                block.redelivered, block.keys_of_bytes, block.unreadable, block.schema_version,
+                ledger, entry, block.batch_size, block.batched,
+                None if block.whole else list(block.indices), block.slot, block.mixed_slots,
+                block.publish_ms, block.payload_bytes, start + block.start, block.redelivered,
+                block.keys_of_bytes, block.unreadable, block.schema_version,
+                block.other_bytes,
             ))  # fmt: skip
-        listed.append(
-            (consumer, entries, None if error is None else told(error), connected, gave_all)
-        )
+        wrong = None if error is None else told(error)
+        listed.append((consumer, entries, wrong, connected, gave_all, trouble))
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
 
 
@@ -142,26 +144,31 @@ def unpacked(
             None if error is None else heard(error),
             connected,
             gave_all,
+            trouble,
         )
-        for consumer, entries, error, connected, gave_all in listed
+        for consumer, entries, error, connected, gave_all, trouble in listed
     ]
 
 
 def _block(entry: Sequence[Any], content: pa.RecordBatch, kept: Kept | None) -> EntryBlock:
     (
         ledger, number, batch_size, batched, indices, slot, mixed_slots, publish_ms, payload, start,
-        redelivered, keys_of_bytes, unreadable, schema_version,
+        redelivered, keys_of_bytes, unreadable, schema_version, other_bytes,
     ) = entry  # fmt: skip
+    if indices is None:
+        # A list of numbers takes as much memory as the columns of a message.
+        indices = range(batch_size)
     return EntryBlock(
         EntryId(ledger, number), batch_size, batched, indices, slot, mixed_slots, publish_ms,
-        payload, content, start, redelivered, keys_of_bytes, unreadable, schema_version, kept,
+        payload, content, start, redelivered, keys_of_bytes, unreadable, schema_version,
+        other_bytes, kept,
     )  # fmt: skip
 
 
 def told(error: KeyShardError) -> list[Any]:
     """An error as plain JSON values; facts that are none are texts."""
     facts = json.loads(json.dumps(error.facts, default=str))
-    stored = error.stored if isinstance(error, CorruptEntryError) else b""
+    stored = error.stored if isinstance(error, UnreadableEntryError) else b""
     return [error.code, error.message, facts, b64encode(stored).decode()]
 
 
@@ -169,6 +176,6 @@ def heard(error: Sequence[Any]) -> KeyShardError:
     """What :func:`told` was given."""
     code, message, facts, stored = error
     result = BY_CODE.get(code, BrokerError)(message, **facts)
-    if isinstance(result, CorruptEntryError):
+    if isinstance(result, UnreadableEntryError):
         result.stored = b64decode(stored)
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import select
 import subprocess
 import sys
@@ -19,9 +18,10 @@ import pyarrow as pa
 from pyarrow import flight
 
 from keyshard.broker.hosted.process import LOOPBACK, Setup
-from keyshard.broker.hosted.wire import Delivery, Kept, heard, unpacked
+from keyshard.broker.hosted.questions import INTRODUCE, Prover
+from keyshard.broker.hosted.wire import Delivery, Kept, Taken, heard, unpacked
 from keyshard.config.connection import Connection
-from keyshard.errors import WorkerUnreachableError
+from keyshard.errors import UnexpectedError, WorkerUnreachableError
 from keyshard.redaction import first_line, shown
 
 LEASE_S = 4.0
@@ -46,17 +46,20 @@ _log = logging.getLogger(__name__)
 
 
 class Asker:
-    """Asks a server for something to be done.
+    """Asks a server for something to be done, once that has shown that it knows the token.
 
     Args:
         endpoint: Where: ``grpc://host:port``.
-        token: Whoever asks without it is refused.
+        token: Both sides show that they know it; it is not sent.
         name: What people know the server by.
     """
 
     def __init__(self, endpoint: str, token: str, name: str) -> None:
         self._client = flight.connect(endpoint)
-        self._token = token
+        self._endpoint = endpoint
+        self._prover = Prover(token, endpoint)
+        self._met = False
+        self._meeting = threading.Lock()
         self.name = name
 
     def close(self) -> None:
@@ -75,7 +78,14 @@ class Asker:
             WorkerUnreachableError: There is no answer: nobody knows whether it was done.
             KeyShardError: What was raised there.
         """
-        body = json.dumps({"token": self._token, "arguments": arguments}).encode()
+        self._meet(timeout_s)
+        number, body = self._prover.question(command, {"arguments": arguments})
+        answer = self._read(self._done(command, body, timeout_s), number)
+        if "error" in answer:
+            raise heard(answer["error"])
+        return answer["result"]
+
+    def _done(self, command: str, body: bytes, timeout_s: float) -> bytes:
         try:
             (result,) = self._client.do_action(
                 flight.Action(command, body), flight.FlightCallOptions(timeout=timeout_s)
@@ -84,10 +94,33 @@ class Asker:
             raise WorkerUnreachableError(
                 f"The {self.name} did not answer: {first_line(exc)}."
             ) from exc
-        answer = json.loads(result.body.to_pybytes())
-        if "error" in answer:
-            raise heard(answer["error"])
-        return answer["result"]
+        answer: bytes = result.body.to_pybytes()
+        return answer
+
+    def _meet(self, timeout_s: float) -> None:
+        """Let the server show that it knows the token, before anything else is said."""
+        with self._meeting:
+            if not self._met:
+                introduction = self._prover.introduction()
+                self._met = self._prover.meet(self._done(INTRODUCE, introduction, timeout_s))
+            if not self._met:
+                raise self._stranger()
+
+    def _read(self, text: bytes, number: int) -> dict[str, Any]:
+        """An answer, if it is from a server that knows the token."""
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or not self._prover.is_answer(number, answer.get("proof")):
+            raise self._stranger()
+        return answer
+
+    def _stranger(self) -> WorkerUnreachableError:
+        return WorkerUnreachableError(
+            f"The program at {self._endpoint} does not know the token of the {self.name}: it is "
+            "another program, or of another run or release of keyshard. It was told nothing."
+        )
 
 
 class Worker(Asker):
@@ -156,31 +189,33 @@ class Worker(Asker):
                 self.ask("given_back", timeout_s)
         self.kill()
 
-    def take(self, taken: Mapping[int, int]) -> list[Delivery]:
+    def take(self, taken: Mapping[int, Taken]) -> list[Delivery]:
         """What its consumers received, and who has lost or regained a connection, in order.
 
         Args:
-            taken: Messages taken of some consumers since their beginning.
+            taken: What was taken of some consumers since their beginning.
 
         Raises:
             WorkerUnreachableError: It does not answer in time.
         """
         released = [self.released.popleft() for _ in range(len(self.released))]
-        question = {
-            "token": self._token, "seq": self._seq + 1, "taken": taken, "wait_s": TAKE_WAIT_S,
-            "released": released,
+        asked = {
+            "seq": self._seq + 1, "taken": taken, "wait_s": TAKE_WAIT_S, "released": released,
         }  # fmt: skip
+        number, question = self._prover.question("take", asked)
         try:
             (chunk,) = self._client.do_get(
-                flight.Ticket(json.dumps(question).encode()),
-                flight.FlightCallOptions(timeout=LEASE_S),
+                flight.Ticket(question), flight.FlightCallOptions(timeout=LEASE_S)
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
+            if f"[{UnexpectedError.code}]" in str(exc):
+                raise UnexpectedError(f"The {self.name} failed: {first_line(exc)}.") from exc
             raise WorkerUnreachableError(
                 f"The {self.name} gives no answer: {first_line(exc)}."
             ) from exc
+        told = chunk.app_metadata
+        header = self._read(b"" if told is None else told.to_pybytes(), number)
         self._seq += 1
-        header = json.loads(chunk.app_metadata.to_pybytes())
         for name, level, line in header["log"]:
             logging.getLogger(name).log(level, "%s (%s)", line, self.name)
         kept = Kept(self, self._seq) if header["kept"] else None
@@ -193,7 +228,7 @@ def setup_of(connection: Connection, *, keeps: bool = False) -> Setup:
 
 
 def started(
-    packed: tuple[str, bytes], stop: threading.Event | None = None, address: str = LOOPBACK
+    packed: tuple[str, str], stop: threading.Event | None = None, address: str = LOOPBACK
 ) -> tuple[subprocess.Popen[bytes], bytes]:
     """Start a worker process.
 
@@ -221,7 +256,7 @@ def started(
     hello = b""
     broken: OSError | None = None
     try:
-        to.write(pickle.dumps((*packed, address)))
+        to.write(json.dumps([*packed, address]).encode() + b"\n")
         to.flush()
         end_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < end_s and not (stop and stop.is_set()):

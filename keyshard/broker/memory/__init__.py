@@ -42,6 +42,7 @@ What a test can make happen:
   parts of a batch, whose rest alone comes at the next delivery.
 - ``cluster.publish_marker(...)``, ``publish_aborted(...)``, ``publish_chunked(...)``.
 - ``cluster.corrupt(...)``: entries cannot be read.
+- ``cluster.publish(..., encrypted=True)``: messages that nobody here has the keys of.
 - ``cluster.roll_ledger(...)``, ``trim(...)``, ``wipe()``: after the last, ledger ids begin again.
 
 What it does not do: negative acknowledgement and delayed messages.

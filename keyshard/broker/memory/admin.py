@@ -122,6 +122,14 @@ class MemoryAdmin:
             except TopicNotFoundError:
                 return None
 
+    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that was written, stored or not; ``None`` for no topic."""
+        with self._cluster.lock:
+            try:
+                return self._cluster.log(topic_partition).last_written
+            except TopicNotFoundError:
+                return None
+
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:  # noqa: ARG002
         """``None``: transactions of this broker have always ended."""
         return None
@@ -156,9 +164,12 @@ class MemoryAdmin:
             }
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
-        """A version of the schema of a topic, by default the newest; ``None`` where none is."""
+        """A version of the schema of a topic, by default the newest; ``None`` where none is.
+
+        A partition has the schema of its topic, as at Pulsar's brokers.
+        """
         with self._cluster.lock:
-            found = self._cluster.schemas.get(topic, [])
+            found = self._cluster.schemas.get(TopicPartition.parse(topic).topic, [])
         if version is None:
             return found[-1] if found else None
         return found[version] if 0 <= version < len(found) else None

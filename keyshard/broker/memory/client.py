@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from keyshard.broker.memory.chunks import ChunkAssembly, refused
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
 from keyshard.broker.memory.log import EntryLog
-from keyshard.broker.refused_entries import corrupt_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import (
@@ -29,8 +28,6 @@ READ_MESSAGES_MAX = 1_000
 """Messages one read returns at most, unless its first entry is larger."""
 GROUP_MAX = 1_000
 """Acknowledgements a client groups at most."""
-CORRUPT = "its checksum is wrong"
-"""What is wrong with an entry that a test made corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +105,13 @@ class MemoryConsumer:
                 if self._queue[0].entry.chunk is not None:
                     chunked = self._queue.popleft().entry
                     raise refused(chunked, self._topic_partition)
-                corrupt = self._queue[0].entry.id
-                if corrupt in self._subscription.log.corrupt:
+                if error := self._subscription.log.refused(
+                    self._queue[0].entry, self._topic_partition
+                ):
                     if blocks:
                         break
-                    delivery = self._queue.popleft()
-                    self._pass(delivery)
-                    stored = b"".join(one.value or b"" for one in delivery.entry.messages)
-                    raise corrupt_entry(self._topic_partition, corrupt, CORRUPT, stored)
+                    self._pass(self._queue.popleft())
+                    raise error
                 blocks.append(self._take(room))
                 room -= blocks[-1].rows
             self._return_permits(self._queue_size - room)
@@ -127,9 +123,6 @@ class MemoryConsumer:
             self._ready_callback = callback
             if self._queue:
                 self._arrived()
-
-    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - as with pulsar-client
-        return False
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         with self._changed:
@@ -158,6 +151,9 @@ class MemoryConsumer:
 
     def has_given_all(self) -> bool:
         return self.is_connected()
+
+    def trouble(self) -> str:
+        return ""
 
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         with self._changed:
@@ -339,11 +335,11 @@ class MemoryReader:
             while self._connected and self._next < len(self._log) and rows < READ_MESSAGES_MAX:
                 entry = self._log.get(self._next)
                 assert entry is not None, "only entries before the first are trimmed"
-                if entry.id in self._log.corrupt:
+                if not entry.hidden and (error := self._log.refused(entry, self._topic_partition)):
                     if blocks:
                         break
                     self._next += 1
-                    raise corrupt_entry(self._topic_partition, entry.id, CORRUPT)
+                    raise error
                 self._next += 1
                 if entry.hidden or self._chunks.is_incomplete(entry):
                     continue

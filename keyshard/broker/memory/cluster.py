@@ -158,6 +158,7 @@ class MemoryCluster:
         batch_messages_max: int = 1_000,
         producer: str = "producer",
         publish_ms: int | None = None,
+        encrypted: bool = False,
     ) -> list[tuple[TopicPartition, EntryId]]:
         """Store messages, as one producer that flushes at the end.
 
@@ -169,6 +170,7 @@ class MemoryCluster:
             batch_messages_max: Messages of one producer batch at most.
             producer: Name of the producer, which routes keyless messages.
             publish_ms: Publish time of all of them; the cluster's ``now_ms`` when not given.
+            encrypted: Whether the producer encrypts them.
 
         Returns:
             Where each entry went, in the order of publishing.
@@ -187,6 +189,7 @@ class MemoryCluster:
                         batched=batching is not Batching.NONE,
                         producer=producer,
                         publish_ms=time_ms,
+                        encrypted=encrypted,
                     )
                     published.append((where, entry.id))
                 self._appended(where)

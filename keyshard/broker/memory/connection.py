@@ -62,6 +62,7 @@ class MemoryBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,  # noqa: ARG002 - as with pulsar-client
         columns: Collection[str] | None = None,
     ) -> MemoryConsumer:
         if receiver_queue_size < 1:

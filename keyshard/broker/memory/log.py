@@ -13,14 +13,18 @@ from enum import Enum
 from typing import Any
 
 from keyshard.arrow.content import entry_block, metadata_in
+from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry
 from keyshard.core.metadata_columns import KEY_BYTES, PRODUCER, SEQUENCE_ID
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot, routing_key
+from keyshard.errors import UnreadableEntryError
 
 MARKER_SLOT = key_slot("pulsar.txn.marker--1")
 """A broker writes every marker under one producer name and with one sequence id."""
+CORRUPT = "its checksum is wrong"
+"""What is wrong with an entry that a test made corrupt."""
 
 
 class Batching(str, Enum):
@@ -102,6 +106,8 @@ class StoredEntry:
     """Whether nobody receives or reads it: a marker, or data of an aborted transaction."""
     chunk: Chunk | None = None
     """What it is a part of; its only message is that part."""
+    encrypted: bool = False
+    """Whether its producer encrypted it, so that only its slot is known."""
 
     def block(
         self,
@@ -188,12 +194,20 @@ class EntryLog:
         return self._first
 
     def append(
-        self, messages: Sequence[Message], *, batched: bool, producer: str, publish_ms: int
+        self,
+        messages: Sequence[Message],
+        *,
+        batched: bool,
+        producer: str,
+        publish_ms: int,
+        encrypted: bool = False,
     ) -> StoredEntry:
         """Store one entry; its first message routes it, a keyless one by producer and sequence."""
         sequence_id = self._sequence_ids.get(producer, 0)
         slot = self._slot(messages[0], producer, len(messages))
-        return self._store(messages, slot, publish_ms, producer, sequence_id, batched=batched)
+        return self._store(
+            messages, slot, publish_ms, producer, sequence_id, batched=batched, encrypted=encrypted
+        )
 
     def append_hidden(
         self, messages: Sequence[Message], *, producer: str, publish_ms: int
@@ -234,6 +248,7 @@ class EntryLog:
         batched: bool = False,
         hidden: bool = False,
         chunk: Chunk | None = None,
+        encrypted: bool = False,
     ) -> StoredEntry:
         self._roll_if_full()
         entry = StoredEntry(
@@ -247,6 +262,7 @@ class EntryLog:
             sequence_id=sequence_id,
             hidden=hidden,
             chunk=chunk,
+            encrypted=encrypted,
         )
         self._ids.append(entry.id)
         self._entries.append(entry)
@@ -265,6 +281,13 @@ class EntryLog:
         """The entry, or ``None`` when it is trimmed."""
         return self._entries[ordinal]
 
+    def refused(self, entry: StoredEntry, where: TopicPartition) -> UnreadableEntryError | None:
+        """Why an entry of this log cannot be read; ``None`` if it can."""
+        stored = b"".join(one.value or b"" for one in entry.messages)
+        if entry.id in self.corrupt:
+            return corrupt_entry(where, entry.id, CORRUPT, stored)
+        return encrypted_entry(where, entry.id, stored) if entry.encrypted else None
+
     @property
     def ledger_sizes(self) -> dict[int, int]:
         """Entries of each ledger that is stored, ascending; the last takes the next entry."""
@@ -272,6 +295,11 @@ class EntryLog:
         for entry_id in self._ids[self._first :]:
             sizes[entry_id.ledger] = entry_id.entry + 1
         return {**sizes, self._next_id.ledger: self._next_id.entry}
+
+    @property
+    def last_written(self) -> EntryId:
+        """The last entry, stored or not; of an empty log the place before its first one."""
+        return self._ids[-1] if self._ids else EntryId(self._next_id.ledger, -1)
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:

@@ -14,8 +14,13 @@ from keyshard.broker.pulsar.admin_http import AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.message import MessageId
-from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.core.position.ledger import Ledger, ledgers_of
+from keyshard.core.position.entry import (
+    EntryId,
+    TopicPartition,
+    full_topic_name,
+    is_system_topic,
+)
+from keyshard.core.position.ledger import Ledger, last_written_of, ledgers_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
 
@@ -29,6 +34,12 @@ _OFF = "transactionCoordinatorEnabled"
 """Setting of a broker that knows no transactions, which it names then."""
 _RECOVERING = ("None", "Initializing", "Close")
 """States in which a broker that loads a topic does not know its transactions: it tells of none."""
+
+_UNACKNOWLEDGED = (
+    ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesPerConsumer", 50_000),
+    ("maxUnackedMessagesOnSubscription", "maxUnackedMessagesPerSubscription", 200_000),
+)
+"""Limits by their names as policies of a topic and of a namespace, and the broker's defaults."""
 
 
 class PulsarAdmin:
@@ -163,12 +174,25 @@ class PulsarAdmin:
         self._checked(path, self._request("PUT", path, json=others))
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
-        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
-        found = [
-            self._get(f"{_path(topic)}/{name}?applied=true")
-            for name in ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesOnSubscription")
-        ]
-        return int(found[0] or 0), int(found[1] or 0)
+        """Messages left unacknowledged per consumer and per subscription; 0 for no limit.
+
+        A cluster without policies of topics answers for the namespace, or has Pulsar's defaults.
+        """
+        per_consumer, per_subscription = (
+            self._limit(topic, of_topic, of_namespace, default)
+            for of_topic, of_namespace, default in _UNACKNOWLEDGED
+        )
+        return per_consumer, per_subscription
+
+    def _limit(self, topic: str, of_topic: str, of_namespace: str, default: int) -> int:
+        path = f"{_path(topic)}/{of_topic}?applied=true"
+        response = self._request("GET", path)
+        if response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
+            return int(self._understood(path, self._checked(path, response), _number) or 0)
+        path = f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/{of_namespace}"
+        response = self._checked(path, self._request("GET", path))
+        limit = self._understood(path, response, _number) if response.content else None
+        return default if limit is None else limit
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
@@ -181,6 +205,10 @@ class PulsarAdmin:
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """Ledgers of a topic partition; ``None`` when there is no such topic."""
         return self._from_internal_stats(topic_partition, ledgers_of)
+
+    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that was written, stored or not; ``None`` for no topic."""
+        return self._from_internal_stats(topic_partition, last_written_of)
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that is shown, where an open transaction holds back what is behind it.
@@ -210,8 +238,8 @@ class PulsarAdmin:
             return None
         if _says_missing(response):
             raise self._recovering(topic_partition, "is not loaded")
-        if name.rpartition("/")[2].startswith("__") and not response.content:
-            return None  # A topic of Pulsar's own, which takes no transactions.
+        if is_system_topic(name) and not response.content:
+            return None  # It takes no transactions.
         state, last = self._understood(path, self._checked(path, response), _held_back)
         if state in _RECOVERING:
             raise self._recovering(topic_partition, "is being loaded")
@@ -252,7 +280,7 @@ class PulsarAdmin:
         try:
             return self._checked(path, response).json()
         except ValueError as exc:
-            raise self._failed(path, exc) from exc
+            raise self._failed(path, exc) from None
 
     def _told(self, path: str, read: Callable[[Any], T]) -> T | None:
         """What is read of an answer; ``None``: what is asked about does not exist."""
@@ -268,7 +296,7 @@ class PulsarAdmin:
             raise AdminError(
                 f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Check "
                 "admin_url, or leave it out to do without the checks it allows."
-            ) from exc
+            ) from None
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
@@ -291,6 +319,10 @@ class PulsarAdmin:
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         return self._http.request(method, f"/admin/v2/{path}", **content)
+
+
+def _number(found: object) -> int | None:
+    return None if found is None else int(str(found))
 
 
 def _schema(found: Mapping[str, Any]) -> TopicSchema:

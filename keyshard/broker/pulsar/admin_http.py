@@ -16,7 +16,7 @@ from keyshard.broker.pulsar.refusals import lacks, not_accepted
 from keyshard.broker.pulsar.tls import shared_tls_context, tls_error
 from keyshard.config.connection import Connection
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError, TlsError
-from keyshard.redaction import shown
+from keyshard.redaction import Secret, shown
 
 TIMEOUT_S = 10.0
 """Longest time in which nothing comes of an answer, seconds."""
@@ -85,11 +85,13 @@ class AdminHttp:
             url = httpx.URL(connection.admin_url)
         except httpx.InvalidURL as exc:
             given = shown(connection.admin_url)
-            raise ConfigError(f"admin_url is {given}, which is no URL: {exc}.") from exc
+            raise ConfigError(f"admin_url is {given}, which is no URL: {exc}.") from None
         self.url = str(url.copy_with(userinfo=b"")).rstrip("/")
         self._connection = connection
         self._credentials = Credentials(connection)
         auth: httpx.Auth = _Authorization(self._credentials)
+        # While they are here, they are left out of what others say.
+        self._own = Secret(url.password, url.username), Secret(url.password or url.username)
         if url.userinfo:
             auth = httpx.BasicAuth(url.username, url.password)
         self._client = httpx.Client(
@@ -121,9 +123,9 @@ class AdminHttp:
                     return answer
                 url = self._sent_on(answer.next_request.url)
         except httpx.TransportError as exc:
-            raise self._unreachable(exc) from exc
+            raise self._unreachable(exc) from None
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise AdminError(f"{method} {path} at {self.url} failed: {exc}.") from exc
+            raise AdminError(f"{method} {path} at {self.url} failed: {exc}.") from None
         raise AdminError(f"{method} {path} at {self.url} is sent from broker to broker.")
 
     def close(self) -> None:

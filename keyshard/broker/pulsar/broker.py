@@ -68,6 +68,7 @@ class PulsarBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,  # noqa: ARG002 - its queue counts messages
         columns: Collection[str] | None = None,
     ) -> PulsarConsumer:
         position = (
@@ -91,6 +92,7 @@ class PulsarBroker:
                 batch_receive_policy=pulsar.ConsumerBatchReceivePolicy(
                     receiver_queue_size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
                 ),
+                crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
             )
         return PulsarConsumer(
             consumer, topic_partition, hash_range, receiver_queue_size, self._calls, columns=columns
@@ -100,14 +102,13 @@ class PulsarBroker:
         self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
     ) -> PulsarReader:
         topic = topic_partition.topic
-        failed = pulsar.ConsumerCryptoFailureAction
         with translated("open a reader on", topic_partition), self._explained("consume", topic):
             reader = self._client.create_reader(
                 topic_partition.name,
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
                 receiver_queue_size=how.receiver_queue_size,
                 start_message_id_inclusive=True,
-                crypto_failure_action=failed.CONSUME if how.encrypted_too else failed.FAIL,
+                crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
             )
         return PulsarReader(reader, topic_partition, self._calls, how)
 

@@ -23,6 +23,7 @@ from typing import Any
 import pulsar
 
 from keyshard.redaction import sentence
+from keyshard.threads import begin
 
 EVERY_S = 60.0
 """Time in which a kind of line is logged once, seconds."""
@@ -98,10 +99,7 @@ class _ClientLog:
             self._clients += 1
             if self._thread is None:
                 self._ending.clear()
-                self._thread = threading.Thread(
-                    target=self._run, name="keyshard-client-log", daemon=True
-                )
-                self._thread.start()
+                self._thread = begin("keyshard-client-log", self._run)
             return pulsar.FileLogger(pulsar.LoggerLevel.Warn, f"/dev/fd/{self._file}")
 
     def leave(self) -> None:

@@ -17,12 +17,12 @@ import pulsar
 
 from keyshard.broker.port import HowToRead
 from keyshard.broker.pulsar.calls import Calls
-from keyshard.broker.pulsar.entries import check_readable, readable_before, to_blocks
+from keyshard.broker.pulsar.entries import Decrypted, readable_before, to_blocks
 from keyshard.broker.pulsar.errors import translated
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.window.client_queue import POLLED_MAX
-from keyshard.errors import ChunkedMessageError, EncryptedMessageError, KeyShardError
+from keyshard.errors import ChunkedMessageError, KeyShardError
 
 RECEIVE_WAIT_MS = 10
 """One round of the client's batch receive when its queue is not full, milliseconds."""
@@ -55,6 +55,7 @@ class PulsarConsumer:
         self._queue = queue
         self._columns = columns
         self._first: deque[Any] = deque()
+        self._decrypted = Decrypted(topic_partition)
         self._closed = False
 
     @property
@@ -66,6 +67,10 @@ class PulsarConsumer:
         return self._hash_range
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
+        messages = self._decrypted.next(lambda: self._take(timeout_ms))
+        return to_blocks(messages, self._topic_partition, self._hash_range, self._columns)
+
+    def _take(self, timeout_ms: int) -> list[Any]:
         deadline = time.monotonic() + timeout_ms / 1000
         with translated("receive from", self._topic_partition):
             # Alone: a reconnect may lie between it and what is in the client's queue now.
@@ -75,7 +80,7 @@ class PulsarConsumer:
                 messages = self._poll() if polled else self._batch()
             while not messages and time.monotonic() + RECEIVE_WAIT_MS / 1000 < deadline:
                 messages = self._batch()
-        return to_blocks(messages, self._topic_partition, self._hash_range, self._columns)
+        return messages
 
     def _batch(self) -> list[Any]:
         """One round of the client's batch receive."""
@@ -99,15 +104,15 @@ class PulsarConsumer:
             if not self._closed:
                 callback()
 
+        if self._decrypted.waits:
+            callback()
+            return
         with translated("receive from", self._topic_partition):
             self._raw.receive_async(self._calls.lent(arrived))
 
     def _take_first(self) -> list[Any]:
         """What :meth:`when_ready` took from the client's queue; it is older than the rest of it."""
         return [self._first.popleft() for _ in range(len(self._first))]
-
-    def ask_ahead(self, messages: int) -> bool:  # noqa: ARG002 - its queue has the size it was made with
-        return False
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         partition = self._topic_partition.partition
@@ -126,6 +131,9 @@ class PulsarConsumer:
 
     def has_given_all(self) -> bool:
         return self.is_connected()
+
+    def trouble(self) -> str:
+        return ""
 
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know
         if self._closed:
@@ -147,12 +155,25 @@ class PulsarReader:
         self._calls = calls
         self._raw = reader._reader
         self._topic_partition = topic_partition
+        self._decrypted = Decrypted(topic_partition)
         self._closed = False
         self._stayed_connected = True
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         if self._refused is not None:
             raise self._refused
+        messages = self._decrypted.next(lambda: self._take(timeout_ms))
+        try:
+            return self._to_blocks(messages)
+        except ChunkedMessageError as exc:
+            # Who wants no more than what lies before it is not told.
+            self._refused = exc
+            before = readable_before(messages, exc)
+            if not before:
+                raise
+            return self._to_blocks(before)
+
+    def _take(self, timeout_ms: int) -> list[Any]:
         messages: list[Any] = []
         wait_ms, size, read_next = timeout_ms, 0, self._raw.read_next
         with translated("read from", self._topic_partition), self._calls.inside():
@@ -164,22 +185,14 @@ class PulsarReader:
                     wait_ms = 1
             except pulsar.Timeout:
                 pass
-        try:
-            return self._to_blocks(messages)
-        except (ChunkedMessageError, EncryptedMessageError) as exc:
-            # Who wants no more than what lies before it is not told.
-            self._refused = exc
-            before = readable_before(messages, exc)
-            if not before:
-                raise
-            return self._to_blocks(before)
+        return messages
 
     def _to_blocks(self, messages: Sequence[Any]) -> list[EntryBlock]:
-        if self._how.encrypted_too:
-            check_readable(messages, self._topic_partition)
         return to_blocks(messages, self._topic_partition, columns=self._how.columns)
 
     def at_end(self) -> bool:
+        if self._decrypted.waits:
+            return False
         with translated("look for the end of", self._topic_partition):
             return not self._calls.answer_of(self._raw.has_message_available_async)
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from keyshard.redaction import Secret
 
 TOKEN_BYTES_MAX = 64 * 1024
 """Longest file that is taken for a token."""
+SHOWN_MAX = 8
+"""Tokens that are remembered as shown."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class Credentials:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._shown: deque[Secret] = deque(maxlen=SHOWN_MAX)
+        """What was shown last: while it is here, it is left out of what others say."""
         own = connection.authentication
         self._access_tokens = (
             access_tokens(own, connection.tls_trust_certs_file_path)
@@ -68,7 +73,10 @@ class Credentials:
         if self._access_tokens is not None:
             return Shown("token", self._access_tokens.current())
         if isinstance(own, Token):
-            return Shown("token", _token(own))
+            token = _token(own)
+            if token not in self._shown:
+                self._shown.append(token)
+            return Shown("token", token.reveal())
         if isinstance(own, Basic):
             assert isinstance(own.password, Secret)
             return Shown("basic", f"{own.user}:{own.password.reveal()}")
@@ -107,9 +115,9 @@ class Credentials:
         return name
 
 
-def _token(token: Token) -> str:
+def _token(token: Token) -> Secret:
     if isinstance(token.value, Secret):
-        return token.value.reveal()
+        return token.value
     if token.environment is not None:
         where, text = f"variable {token.environment}", os.environ.get(token.environment, "")
     else:
@@ -124,7 +132,7 @@ def _token(token: Token) -> str:
                 "there again."
             ) from exc
     try:
-        return check_secret("token", text.strip()).reveal()
+        return check_secret("token", text.strip())
     except ConfigError as exc:
         raise AuthenticationError(f"The {where} holds no token. Write one there.") from exc
 

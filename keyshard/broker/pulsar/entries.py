@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import _pulsar
 
-from keyshard.arrow.content import metadata_in, pack
+from keyshard.arrow.content import metadata_in, other_bytes, pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import encrypted_entry, of_entry
 from keyshard.core.metadata_columns import PRODUCER
@@ -20,7 +20,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.protobuf import read_varint
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import slots_of
-from keyshard.errors import ChunkedMessageError, KeyShardError
+from keyshard.errors import ChunkedMessageError, EncryptedMessageError, KeyShardError
 
 ENTRIES_AT_ONCE = 40
 """Entries after which other threads are let in: who waits for the interpreter, such as a handler
@@ -62,16 +62,49 @@ def _id_facts(data: bytes) -> _IdFacts:
     return _IdFacts(batch_size, chunked=False)
 
 
-def check_readable(messages: Sequence[Any], where: TopicPartition) -> None:
-    """Check what a Reader handed out that leaves nothing out.
+class Decrypted:
+    """Hands out the messages of one handle; an encrypted one is an error in its place.
 
-    Raises:
-        EncryptedMessageError: A message is encrypted.
+    Args:
+        where: Topic partition of the handle.
     """
-    if any(map(_Message.encryption_context, messages)):
-        encrypted = next(one for one in messages if one.encryption_context() is not None)
-        entry_id = EntryId(encrypted.message_id().ledger_id(), encrypted.message_id().entry_id())
-        raise encrypted_entry(where, entry_id)
+
+    def __init__(self, where: TopicPartition) -> None:
+        self._where = where
+        self._refused: EncryptedMessageError | None = None
+        self._behind: Sequence[Any] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`next` has something without the client."""
+        return self._refused is not None or bool(self._behind)
+
+    def next(self, from_client: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """The next messages, up to an encrypted one.
+
+        Args:
+            from_client: Takes messages from the client.
+
+        Raises:
+            EncryptedMessageError: The next message is encrypted; the next call goes on behind it.
+        """
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        messages, self._behind = self._behind or from_client(), ()
+        # The client hands out an encrypted entry as one message, also if it is a batch.
+        if not any(map(_Message.encryption_context, messages)):
+            return messages
+        at, first = next(
+            (i, one) for i, one in enumerate(messages) if one.encryption_context() is not None
+        )
+        entry_id = EntryId(first.message_id().ledger_id(), first.message_id().entry_id())
+        self._behind = messages[at + 1 :]
+        error = encrypted_entry(self._where, entry_id, first.data())
+        if not at:
+            raise error
+        self._refused = error
+        return messages[:at]
 
 
 def readable_before(messages: Sequence[Any], refused: KeyShardError) -> Sequence[Any]:
@@ -119,6 +152,7 @@ def to_blocks(
         },
     )
     sizes = list(map(_Message.length, messages) if values is None else map(_size, values))
+    others = other_bytes(content)
     blocks: list[EntryBlock] = []
     position, end = 0, len(messages)
     while position < end:
@@ -152,6 +186,7 @@ def to_blocks(
                 keys_of_bytes,
                 sum(unreadable[position:stop]) if unreadable else 0,
                 None if (version := first.int_schema_version()) < 0 else version,
+                others(position, stop),
             )
         )
         position = stop

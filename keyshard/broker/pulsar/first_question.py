@@ -13,15 +13,20 @@ import ssl
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.refusals import lacks, not_accepted
+from keyshard.broker.pulsar.refusals import lacks, no_host_answers, not_accepted
 from keyshard.broker.pulsar.tls import tls_context, tls_error
 from keyshard.config.connection import Connection
 from keyshard.core.protobuf import Value, fields_of, message
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import (
+    AuthorizationError,
+    BrokerError,
+    BrokerUnavailableError,
+    KeyShardError,
+)
 
 ANSWER_S = 3.0
 """Longest time to reach a broker, and for each of its answers, seconds."""
@@ -34,6 +39,8 @@ _PROTOCOL_VERSION = 21
 _SUPPORTS_NO_CREATION = 5
 """Number of the broker's feature to answer without creating; older ones would create."""
 _NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
+_PASSING = {0, 1, 2, 6, 14}
+"""Numbers of errors that pass by themselves: a broker that starts is not ready."""
 _TLS_ALERT = b"\x15\x03"
 """How what speaks TLS begins its answer to who does not."""
 _HINT = "Check service_url and that the broker is running"
@@ -56,12 +63,16 @@ def missing_topics(
         AuthorizationError: Who this is may not look a topic up.
         BrokerError: It refuses the connection.
     """
-    *others, last = connection.hosts
-    for host in others:
-        with suppress(BrokerUnavailableError), _connected(host, connection, credentials) as asked:
-            return asked.missing(topics)
-    with _connected(last, connection, credentials) as asked:
-        return asked.missing(topics)
+    failed: list[tuple[str, KeyShardError]] = []
+    for host in connection.hosts:
+        try:
+            with _connected(host, connection, credentials) as asked:
+                return asked.missing(topics)
+        except AuthorizationError:  # noqa: PERF203 - the next host may answer
+            raise
+        except BrokerError as exc:
+            failed.append((host, exc))
+    raise no_host_answers(connection.service_url, failed)
 
 
 class _Asking:
@@ -120,7 +131,8 @@ class _Asking:
         said = text.decode(errors="replace") if isinstance(text, bytes) else text
         if told.get(2) in (_NOT_AUTHENTICATED, _NOT_AUTHORIZED):
             return not_accepted(self._host, self._credentials.who(), str(said))
-        return BrokerError(f"The broker refuses the connection: {said}.")
+        error = BrokerUnavailableError if told.get(2, 0) in _PASSING else BrokerError
+        return error(f"The broker at {self._host} refuses the connection: {said}.")
 
     def _send(self, kind: int, fields: dict[int, Value]) -> None:
         command = message({1: kind, kind: message(fields)})

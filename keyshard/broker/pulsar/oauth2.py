@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ from keyshard.broker.pulsar.http_log import unlogged
 from keyshard.broker.pulsar.tls import client_context
 from keyshard.config.connection import OAuth2
 from keyshard.errors import AuthenticationError, BrokerUnavailableError
-from keyshard.redaction import Secret
+from keyshard.redaction import Secret, scrubbed
 
 ASK_S = 5.0
 """Longest time of one request to the issuer, seconds."""
@@ -23,6 +24,8 @@ EARLY = 0.1
 """Share of a token's life before its end at which another one is asked for."""
 LIFE_S = 300.0
 """Life of a token where the issuer does not say it, seconds."""
+TOKENS_MAX = 4
+"""Tokens that are remembered, the current one among them."""
 _DISCOVERY = "/.well-known/openid-configuration"
 
 _in_use: WeakValueDictionary[tuple[OAuth2, Any], AccessTokens] = WeakValueDictionary()
@@ -53,7 +56,10 @@ class AccessTokens:
         self._own = own
         self._ca = ca
         self._lock = threading.Lock()
-        self._token = ""
+        self._tokens: deque[Secret] = deque(maxlen=TOKENS_MAX)
+        """The last is current; while one is here, it is left out of what others say."""
+        self._secret: Secret | None = None
+        """That of the client, as its file said it last."""
         self._ask_at_s = 0.0
 
     def current(self) -> str:
@@ -68,16 +74,16 @@ class AccessTokens:
                 answer = self._ask()
                 life_s = answer.get("expires_in")
                 life_s = life_s if isinstance(life_s, (int, float)) and life_s > 0 else LIFE_S
-                self._token = str(answer["access_token"])
+                self._tokens.append(Secret(str(answer["access_token"])))
                 self._ask_at_s = time.monotonic() + life_s * (1 - EARLY)
-            return self._token
+            return self._tokens[-1].reveal()
 
     def _ask(self) -> dict[str, Any]:
         own = self._own
         client_id, client_secret = self._client()
         asked = {
             "grant_type": "client_credentials",
-            "client_id": client_id, "client_secret": client_secret,
+            "client_id": client_id, "client_secret": client_secret.reveal(),
             "audience": own.audience, "scope": own.scope,
         }  # fmt: skip
         issuer = own.issuer_url.rstrip("/")
@@ -95,27 +101,28 @@ class AccessTokens:
         except httpx.TransportError as exc:
             raise BrokerUnavailableError(
                 f"The issuer {issuer} does not answer: {exc}. Check issuer_url."
-            ) from exc
+            ) from scrubbed(exc)
         except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise AuthenticationError(
                 f"{issuer} does not answer as an issuer of OAuth 2.0 does: {exc!r}. Check "
                 "issuer_url."
-            ) from exc
+            ) from scrubbed(exc)
         raise AuthenticationError(
             f"The issuer {issuer} gives client {client_id!r} no token: {why}. Check client_id, "
             "client_secret and audience."
         )
 
-    def _client(self) -> tuple[str, str]:
+    def _client(self) -> tuple[str, Secret]:
         """Name and secret of the client."""
         own = self._own
         if own.credentials_file is None:
             assert own.client_id is not None
             assert isinstance(own.client_secret, Secret)
-            return own.client_id, own.client_secret.reveal()
+            return own.client_id, own.client_secret
         try:
             found = json.loads(Path(own.credentials_file).read_bytes())
-            return str(found["client_id"]), str(found["client_secret"])
+            self._secret = Secret(str(found["client_secret"]))
+            return str(found["client_id"]), self._secret
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise AuthenticationError(
                 f"The file {own.credentials_file} does not hold client_id and client_secret as "

@@ -18,8 +18,8 @@ from keyshard.broker.port import ANYHOW, HowToRead, Producer, StartPosition, Wor
 from keyshard.broker.pulsar.at_exit import close_at_exit
 from keyshard.broker.pulsar.credentials import Credentials, warn_of_secrets_in_the_clear
 from keyshard.broker.pulsar.first_question import missing_topics
+from keyshard.broker.retrier import Retrier
 from keyshard.broker.wire.cluster import Cluster
-from keyshard.broker.wire.comebacks import Comebacks
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
     WireConsumer,
@@ -31,6 +31,7 @@ from keyshard.broker.wire.subscribed import RETRY_S, Shared, Subscribed
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.window.client_queue import SentAhead
 from keyshard.errors import BrokerError, BrokerUnavailableError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ CLOSE_S = 3.0
 """Longest wait for the broker's answers to an orderly end; then connections are cut, seconds."""
 NUDGE_LONGEST_WAIT_S = 60.0
 """Longest wait between two words to a broker that sends nothing, seconds."""
+UNLIMITED_BYTES = 1 << 60
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +60,8 @@ class WireBroker:
         self._credentials = Credentials(connection)
         self._shared = Shared(
             Cluster(connection, self._credentials),
-            Comebacks(),
-            Comebacks(threads_max=1, longest_wait_s=NUDGE_LONGEST_WAIT_S),
+            Retrier(),
+            Retrier(longest_wait_s=NUDGE_LONGEST_WAIT_S, lane_threads_max=1),
             self._credentials,
             connection.operation_timeout_ms / 1000,
         )
@@ -103,12 +105,18 @@ class WireBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,
         columns: Collection[str] | None = None,
     ) -> WireConsumer:
+        queue = (
+            SentAhead(receiver_queue_size, UNLIMITED_BYTES, receiver_queue_size)
+            if receiver_queue_bytes is None
+            else SentAhead(receiver_queue_size, receiver_queue_bytes)
+        )
         consumer = WireConsumer(
             self._shared,
             topic_partition,
-            receiver_queue_size,
+            queue,
             hash_range=hash_range,
             subscription=subscription,
             consumer_name=consumer_name,
@@ -145,7 +153,7 @@ class WireBroker:
         left = sum(one.unconfirmed(max(0.0, end_s - time.monotonic())) for one in handles)
         if left:
             warn_of_unconfirmed(left, "this connection")
-        self._shared.comebacks.close()
+        self._shared.reconnects.close()
         self._shared.nudges.close()
         end_s = time.monotonic() + CLOSE_S
         for handle in handles:
@@ -154,7 +162,7 @@ class WireBroker:
             except BrokerError as exc:  # noqa: PERF203 - the others are closed all the same
                 _log.debug("closing what is open on %s: %s", handle.topic_partition, exc)
         self._shared.cluster.close(LEAVE_S)
-        self._shared.comebacks.join(LEAVE_S)
+        self._shared.reconnects.join(LEAVE_S)
         self._shared.nudges.join(LEAVE_S)
         if self._client is not None:
             self._client.close()

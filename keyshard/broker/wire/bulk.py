@@ -17,15 +17,31 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.arrow.content import METADATA, TIME, content_with, properties_of
-from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
+from keyshard.arrow.content import (
+    CONTENT,
+    METADATA,
+    TIME,
+    content_with,
+    other_bytes,
+    properties_of,
+)
+from keyshard.broker.wire.entries import (
+    ENTRY_MEMORY_MAX,
+    ENTRY_MESSAGES_MAX,
+    MESSAGE_BYTES,
+    PAYLOAD_AT_ONCE,
+    PROPERTY_BYTES,
+    Decoded,
+    RawEntry,
+    UnreadableError,
+)
 from keyshard.broker.wire.unpacking import unpacked
 from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """What the install builds."""
-VERSION = 6
+VERSION = 7
 """Of the functions of the library; another one is not called."""
 LET_OTHERS_BYTES = 256 * 1024
 """Size of what is decoded from which on other threads run meanwhile. Below it, getting the
@@ -34,6 +50,7 @@ FRAMES_MIN = 4
 """Frames that are worth a call."""
 _CAME, _OPENED, _DECODED = 5, 7, 5
 """Numbers that the library tells of an entry."""
+_LIMITS = (ENTRY_MESSAGES_MAX, ENTRY_MEMORY_MAX, MESSAGE_BYTES, PROPERTY_BYTES)
 _INDICES = [range(count) for count in range(1_001)]
 """All entries of one size share the indices of their messages."""
 _entry_id = partial(tuple.__new__, EntryId)
@@ -148,10 +165,14 @@ def came(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
 
 
 def decode(
-    entries: Sequence[RawEntry], *, keeps_values: bool, metadata: tuple[str, ...] = ()
+    entries: Sequence[RawEntry],
+    *,
+    keeps_values: bool,
+    metadata: tuple[str, ...] = (),
+    at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded | None:
     """As :func:`keyshard.broker.wire.decoding.decode`, of plain entries; ``None`` for others."""
-    if _library is None or any(entry.ack_set for entry in entries):
+    if _library is None or any(entry.ack_set or type(entry.data) is not bytes for entry in entries):
         return None
     count = len(entries)
     numbers = ctypes.c_uint64 * count
@@ -168,9 +189,14 @@ def decode(
     if not calls.keyshard_open(*where, told):
         return None
     opened = told[:]
-    enough = _enough(sizes, opened)
+    enough = _enough(sizes, opened, at_once_bytes)
     if enough < count:
-        return decode(entries[:enough], keeps_values=keeps_values, metadata=metadata)
+        return decode(
+            entries[:enough],
+            keeps_values=keeps_values,
+            metadata=metadata,
+            at_once_bytes=at_once_bytes,
+        )
     payloads: list[bytes | None] = [None] * count
     if any(opened[3::_OPENED]):
         try:
@@ -186,6 +212,7 @@ def decode(
         pointers(*payloads),
         numbers(*[0 if payload is None else len(payload) for payload in payloads]),
         ctypes.c_uint32(_wanted(metadata, keeps_values=keeps_values)),
+        (ctypes.c_uint64 * len(_LIMITS))(*_LIMITS),
         ctypes.byref(slots),
         ctypes.byref(rows),
     )
@@ -205,11 +232,12 @@ def _wanted(metadata: Sequence[str], *, keeps_values: bool) -> int:
     return keeps_values | sum(1 << i for i, name in enumerate(_METADATA, 1) if name in metadata)
 
 
-def _enough(sizes: Sequence[int], opened: Sequence[int]) -> int:
+def _enough(sizes: Sequence[int], opened: Sequence[int], at_once_bytes: int) -> int:
     """How many entries hold as much as is decoded at once."""
-    payloads = map(max, sizes, opened[4::_OPENED])
+    rows = (MESSAGE_BYTES * messages for messages in opened[2::_OPENED])
+    payloads = map(sum, zip(map(max, sizes, opened[4::_OPENED]), rows, strict=True))
     return next(
-        (i for i, size in enumerate(accumulate(payloads), 1) if size >= PAYLOAD_AT_ONCE), len(sizes)
+        (i for i, size in enumerate(accumulate(payloads), 1) if size >= at_once_bytes), len(sizes)
     )
 
 
@@ -271,9 +299,17 @@ def _blocks(
     blocks: list[EntryBlock] = []
     start = 0
     numbers = (decoded[at::_DECODED] for at in range(_DECODED))
-    said = (opened[at::_OPENED] for at in (1, 5, 6))
+    said = (opened[at::_OPENED] for at in (0, 1, 3, 4, 5, 6))
     told = zip(entries, *said, *numbers, strict=True)
-    for entry, batched, publish_ms, version, rows, size, slot, mixed, of_bytes in told:
+    named = other_bytes(content, METADATA.names) if len(content.schema) > len(CONTENT) else None
+    for (
+        entry, payload, batched, compression, unpacked_size, publish_ms, version,
+        rows, size, slot, mixed, of_bytes,
+    ) in told:  # fmt: skip
+        stored = unpacked_size if compression else len(entry.data) - payload
+        if not batched:
+            # Its keys and properties lie before the payload.
+            stored += payload - entry.position
         blocks.append(
             EntryBlock(
                 entry.id,
@@ -290,7 +326,8 @@ def _blocks(
                 bool(of_bytes),
                 0,
                 version - 1 if version else None,
+                stored - size + (named(start, start + rows) if named else 0),
             )
         )
         start += rows
-    return Decoded(blocks, None, None, start, len(entries))
+    return Decoded(blocks, None, start, len(entries))

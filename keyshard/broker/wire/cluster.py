@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Generator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.pulsar.refusals import no_host_answers
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.dialling import Address
-from keyshard.broker.wire.errors import RefusedError
+from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.threads import begin, owner
 
 REDIRECTS_MAX = 20
 """Brokers that may name another one for a topic before they are taken to go round in a circle."""
+NEXT_HOST_S = 1.0
+"""Time without an answer after which the next host of the service URL is asked, too, seconds."""
+ANSWER_MARGIN_S = 1.0
+"""Time that attempts get beyond their deadline to tell why they failed, seconds."""
+SLOW_S = 1.0
+"""Time after which an attempt to connect counts as slow, seconds."""
+SLOW_AGAIN_S = 2.0
+"""Pause behind a slow attempt that failed, seconds: attempts within it fail at once."""
+RETIRE_AGE_S = 5.0
+"""Age below which a connection has shown credentials that are as new as can be, seconds."""
 PARTITIONS_MAX = 1_000_000
 """Partitions of one topic; more are no answer."""
 _REDIRECT, _CONNECT = 0, 1
@@ -27,6 +40,8 @@ _SCHEMA_TYPES = dict(enumerate((
     "LOCAL_TIME", "LOCAL_DATE_TIME", "PROTOBUF_NATIVE",
 )))  # fmt: skip
 _NOT_READY = 6
+_SERVICE = Address("service_url", 0)
+"""The lane of attempts that have no connection to a host of the service URL yet."""
 
 
 class Cluster:
@@ -44,7 +59,11 @@ class Cluster:
         self._lock = threading.Lock()
         self._open: dict[Address, WireConnection] = {}
         self._opening: dict[Address, threading.Lock] = {}
+        self._slow: dict[Address, tuple[float, BrokerUnavailableError]] = {}
+        """Slow attempts to connect that failed: when, and why."""
+        self._retired: list[WireConnection] = []
         self._closed = False
+        self._owner = owner()
 
     def partitions(self, topic: str, timeout_s: float) -> int:
         """Partitions of a topic; 0 for one that is not partitioned.
@@ -84,22 +103,31 @@ class Cluster:
             {_text(one.key): _text(one.value) for one in told.properties},
         )
 
-    def owner(self, topic: str, timeout_s: float) -> WireConnection:
-        """A connection to the broker that has a topic partition.
+    def path(
+        self, topic: str, timeout_s: float
+    ) -> Generator[Address, None, tuple[WireConnection, float]]:
+        """The way to the broker that has a topic partition, as an attempt of a retrier goes it.
+
+        Yields the address of each broker before it waits for that one. Returns a connection, and
+        the time left, seconds; the time in which the generator rests does not count.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
             RefusedError: The broker refuses.
         """
-        end_s = time.monotonic() + timeout_s
+        end_s = yield from _stop_at(_SERVICE, time.monotonic() + timeout_s)
         asked = self._service(end_s)
         authoritative = False
         for _ in range(REDIRECTS_MAX):
+            end_s = yield from _stop_at(asked.address, end_s)
+            _check_responsive(asked)
             found = self._look_up(asked, topic, authoritative, end_s)
             target = self._target(found, asked)
+            end_s = yield from _stop_at(target, end_s)
+            connected = self._connect(target, end_s)
             if found.response == _CONNECT:
-                return self._connect(target, end_s)
-            asked, authoritative = self._connect(target, end_s), found.authoritative
+                return connected, max(0.001, _left(end_s))
+            asked, authoritative = connected, found.authoritative
         raise BrokerUnavailableError(
             f"The brokers name one another as the owner of {topic}, {REDIRECTS_MAX} times. Check "
             "that the cluster is well."
@@ -112,6 +140,8 @@ class Cluster:
         try:
             found = asked.ask("lookup", question, _left(end_s))
         except RefusedError as exc:
+            if exc.code == NOT_AUTHENTICATED:
+                self.retire(asked)
             if exc.code != _NOT_READY or not question.HasField("listener_name"):
                 raise
             raise BrokerUnavailableError(
@@ -151,23 +181,63 @@ class Cluster:
         return f" Check that listener_name {listener!r} is one of its advertisedListeners."
 
     def _service(self, end_s: float) -> WireConnection:
-        """A connection to a host of the service URL, one that stands before another."""
+        """A connection to a host of the service URL, one that stands and answers before another."""
         with self._lock:
-            standing = next(
-                (one for host in self._hosts if (one := self._open.get(host)) and one.stands), None
-            )
-        if standing is not None:
-            return standing
-        *others, last = self._hosts
-        for host in others:
+            standing = [one for host in self._hosts if (one := self._open.get(host)) and one.stands]
+            others = [one for one in self._open.values() if one.stands]
+        for one in standing:
+            if not one.unresponsive():
+                return one
+        if len(self._hosts) > 1:
+            return self._first_to_answer(end_s)
+        if standing:
+            for one in others:
+                # Every broker answers look-ups, but a proxy only those of its own.
+                if not one.address.behind_proxy and not one.unresponsive():
+                    return one
+        return self._connect(self._hosts[0], end_s)
+
+    def _first_to_answer(self, end_s: float) -> WireConnection:
+        """Ask the hosts side by side, each a while after the one before."""
+        answered = threading.Condition()
+        answers: dict[Address, WireConnection | Exception] = {}
+
+        def ask(host: Address) -> None:
+            answer: WireConnection | Exception
             try:
-                return self._connect(host, end_s)
-            except BrokerUnavailableError:  # noqa: PERF203 - the next one may answer
-                continue
-        return self._connect(last, end_s)
+                answer = self._connect(host, end_s)
+            except Exception as exc:  # noqa: BLE001 - raised by the thread that waits for it
+                answer = exc
+            with answered:
+                answers[host] = answer
+                answered.notify()
+
+        for asked, host in enumerate(self._hosts, 1):
+            begin(f"keyshard-wire-host-{host}", ask, host, fail=self._owner)
+            last = asked == len(self._hosts)
+            wait_s = _left(end_s) + ANSWER_MARGIN_S if last else min(NEXT_HOST_S, _left(end_s))
+            until_s = time.monotonic() + wait_s
+            with answered:
+                while not (found := _any(answers)) and len(answers) < asked:
+                    left_s = _left(until_s)
+                    if not left_s:
+                        break
+                    answered.wait(left_s)
+            if found:
+                return found
+        failed: list[tuple[str, KeyShardError]] = []
+        for host in self._hosts:
+            answer = answers.get(host, BrokerUnavailableError("No answer in time."))
+            if isinstance(answer, WireConnection):
+                return answer
+            if not isinstance(answer, KeyShardError):
+                raise answer
+            failed.append((str(host), answer))
+        raise no_host_answers(self._connection.service_url, failed)
 
     def _connect(self, address: Address, end_s: float) -> WireConnection:
-        """The connection to an address; whoever asks first opens it."""
+        """The connection to an address; the first thread to ask opens it."""
+        asked_s = time.monotonic()
         with self._lock:
             opening = self._opening.setdefault(address, threading.Lock())
         if not opening.acquire(timeout=max(0.001, _left(end_s))):
@@ -179,19 +249,47 @@ class Cluster:
             if closed:
                 raise BrokerError("The connection is closed.")
             if known is not None and known.stands:
+                _check_responsive(known)
                 return known
             if known is not None:
-                # It is telling whoever had it.
+                # It is telling its handles.
                 known.join(_left(end_s))
-            made = WireConnection(address, self._connection, self._credentials, _left(end_s))
-            with self._lock:
-                if not self._closed:
-                    self._open[address] = made
-                    return made
-            made.close()
-            raise BrokerError("The connection is closed.")
+            slow = self._slow.get(address)
+            if slow is not None and slow[0] + SLOW_AGAIN_S > asked_s:
+                raise BrokerUnavailableError(slow[1].message) from slow[1]
+            return self._opened(address, end_s)
         finally:
             opening.release()
+
+    def _opened(self, address: Address, end_s: float) -> WireConnection:
+        began_s = time.monotonic()
+        try:
+            made = WireConnection(
+                address, self._connection, self._credentials, _left(end_s), self._owner
+            )
+        except BrokerUnavailableError as exc:
+            if time.monotonic() - began_s > SLOW_S:
+                self._slow[address] = time.monotonic(), exc
+            raise
+        with self._lock:
+            if not self._closed:
+                self._open[address] = made
+                return made
+        made.close()
+        raise BrokerError("The connection is closed.")
+
+    def retire(self, at: WireConnection) -> None:
+        """Make the next connection anew, with credentials as they are then; this one may stay."""
+        with self._lock:
+            young = time.monotonic() - at.opened_s < RETIRE_AGE_S
+            if young or self._open.get(at.address) is not at:
+                return
+            del self._open[at.address]
+            self._retired = [one for one in self._retired if one.stands]
+            if at.has_handles:
+                self._retired.append(at)
+                return
+        at.close()
 
     def close(self, timeout_s: float) -> None:
         """End all connections, and wait for their threads. Idempotent.
@@ -202,12 +300,30 @@ class Cluster:
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            known = list(self._open.values())
+            known = [*self._open.values(), *self._retired]
             self._open.clear()
+            self._retired.clear()
         for one in known:
             one.close()
         for one in known:
             one.join(_left(end_s))
+
+
+def _stop_at(address: Address, end_s: float) -> Generator[Address, None, float]:
+    """Yield an address; returns the deadline, later by the time that took."""
+    began_s = time.monotonic()
+    yield address
+    return end_s + time.monotonic() - began_s
+
+
+def _any(answers: Mapping[Address, WireConnection | Exception]) -> WireConnection | None:
+    return next((one for one in answers.values() if isinstance(one, WireConnection)), None)
+
+
+def _check_responsive(at: WireConnection) -> None:
+    why = at.unresponsive()
+    if why:
+        raise BrokerUnavailableError(why)
 
 
 def _text(data: bytes) -> str:

@@ -10,9 +10,11 @@ import itertools
 import logging
 import os
 import select
+import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NoAnswerError
@@ -33,11 +35,11 @@ from keyshard.broker.wire.frames import (
     frame_of,
     read_frames,
 )
+from keyshard.broker.wire.keep_alive import Act, KeepAlive
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.threads import Fail, begin
 
-KEEP_ALIVE_S = 30.0
-"""Silence after which the broker is asked whether it is there; after twice as long it is not."""
 READ_BYTES = 256 << 10
 """Bytes that one read takes at most."""
 UNSENT_BYTES_MAX = 16 << 20
@@ -56,12 +58,16 @@ _ANSWER_TO = {
     "get_last_message_id": "get_last_message_id_response", "get_schema": "get_schema_response",
 }  # fmt: skip
 _ANSWERS = set(_ANSWER_TO.values())
+_GIVEN_UP_EARLY = {"lookup_response", "success"}
+"""Answers that nobody waits for once the broker is unresponsive. Other requests keep their
+time-outs."""
 _MAY_FAIL = _ANSWERS - {"success", "get_last_message_id_response"}
 _OF_CONSUMER = 1
 _NO_REQUEST = 2**64 - 1
 """Request id of a broker that refuses no request, but the connection."""
 
 _request_ids = itertools.count(1)
+_connections: weakref.WeakSet[WireConnection] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +92,7 @@ class WireConnection:
         connection: How the cluster is reached.
         credentials: Those of the connection.
         timeout_s: Longest wait until it is open, seconds.
+        fail: Ends the source if its thread fails; default: the owner of the calling thread.
 
     Raises:
         BrokerUnavailableError: Nobody answers there (retriable).
@@ -95,9 +102,12 @@ class WireConnection:
     """
 
     def __init__(
-        self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float
-    ) -> None:
+        self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float,
+        fail: Fail | None = None,
+    ) -> None:  # fmt: skip
         self.address = address
+        self.opened_s = time.monotonic()
+        """When it was begun, on the monotonic clock."""
         self._connection = connection
         self._credentials = credentials
         self._lock = threading.Lock()
@@ -112,7 +122,9 @@ class WireConnection:
         """Whether this side ended it."""
         self._proving = False
         """Whether a thread is about to show who this is."""
+        self._keep_alive = KeepAlive(time.monotonic())
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
+        timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
         self._socket = dialled(address, connection, timeout_s)
@@ -121,10 +133,8 @@ class WireConnection:
         self._woken_end, self._wake_end = os.pipe()
         for end in (self._wake_end, self._woken_end):
             os.set_blocking(end, False)
-        self._thread = threading.Thread(
-            target=self._run, name=f"keyshard-wire-{address.host}:{address.port}", daemon=True
-        )
-        self._thread.start()
+        _connections.add(self)
+        self._thread = begin(f"keyshard-wire-{address.host}:{address.port}", self._run, fail=fail)
         try:
             self._greet(shown.method, shown.data, max(0.0, deadline - time.monotonic()))
         except BaseException:
@@ -165,6 +175,21 @@ class WireConnection:
     def stands(self) -> bool:
         """Whether it is not known to be lost."""
         return not self._why
+
+    @property
+    def has_handles(self) -> bool:
+        """Whether anybody is told of what comes."""
+        return bool(self._handles)
+
+    def unresponsive(self) -> str:
+        """Why the broker counts as unresponsive; empty while it answers."""
+        pinged_s = self._keep_alive.pinged_s
+        if self._keep_alive.responds or pinged_s is None:
+            return ""
+        return (
+            f"The broker at {self.address} has not answered a ping for "
+            f"{time.monotonic() - pinged_s:.0f} s. Check that it is running."
+        )
 
     def send(self, name: str, content: Any) -> None:
         """Send a command; returns at once.
@@ -272,6 +297,20 @@ class WireConnection:
         """Wait for the end of its thread, which :meth:`close` asked for."""
         self._thread.join(timeout_s)
 
+    def forked(self) -> None:
+        """Leave it to the parent process, in a child that has only a copy of it.
+
+        The copy is closed without ``shutdown``, which would end the connection of the parent.
+        Locks are left alone: another thread of the parent may have held them.
+        """
+        self._why, self._ours = "the process was forked", True
+        self._wake_end, *ends = -1, self._wake_end, self._woken_end
+        with suppress(OSError):
+            self._socket.close()
+        for end in ends:
+            with suppress(OSError):
+                os.close(end)
+
     def _lost(self) -> BrokerUnavailableError:
         return BrokerUnavailableError(
             f"The connection to the broker at {self.address} is lost: {self._why}."
@@ -293,20 +332,18 @@ class WireConnection:
             why = exc.strerror or str(exc)
         except BrokerUnavailableError:
             pass  # it was ended while it was to answer
-        except Exception:  # noqa: BLE001 - whoever waits must be told
-            _log.exception("reading the connection to %s ended unexpectedly", self.address)
         finally:
             self._end(why)
 
     def _read_on(self) -> None:
         poll = select.poll()
         poll.register(self._woken_end, select.POLLIN)
-        heard, asked, came = time.monotonic(), False, 0
+        keep_alive, came = self._keep_alive, 0
         while not self._why:
             wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             poll.register(self._socket, wanted)
-            wait_s = KEEP_ALIVE_S * (2 if asked else 1) - (time.monotonic() - heard)
-            ready = dict(poll.poll(0 if self._pending() else max(0.0, wait_s) * 1000 + 1))
+            wait_s = 0.0 if self._pending() else keep_alive.due_s() - time.monotonic()
+            ready = dict(poll.poll(max(0.0, wait_s) * 1000 + 1))
             if self._woken_end in ready:
                 with suppress(BlockingIOError):
                     os.read(self._woken_end, 4096)
@@ -320,14 +357,32 @@ class WireConnection:
                     frames = self._frames.feed(data)
                     came += len(data)
                     if frames or came >= TRICKLE_BYTES:
-                        heard, asked, came = time.monotonic(), False, 0
+                        keep_alive.heard(time.monotonic())
+                        came = 0
                     self._take_all(frames)
-            silent_s = time.monotonic() - heard
-            if silent_s >= 2 * KEEP_ALIVE_S:
+            act = keep_alive.look(time.monotonic())
+            if act is Act.GIVE_UP:
+                silent_s = time.monotonic() - keep_alive.heard_s
                 raise TimeoutError(f"the broker is silent for {silent_s:.0f} s")
-            if silent_s >= KEEP_ALIVE_S and not asked:
-                asked = True
+            if act is Act.PING:
                 self.send("ping", api.Nothing())
+            elif act is Act.UNRESPONSIVE:
+                self._give_up_early()
+
+    def _give_up_early(self) -> None:
+        """Tell those who would only wait: they may find another broker meanwhile."""
+        error = BrokerUnavailableError(self.unresponsive())
+        with self._lock:
+            given_up = {
+                number: answered
+                for number, (wanted, answered) in self._requests.items()
+                if wanted in _GIVEN_UP_EARLY
+            }
+            for number in given_up:
+                del self._requests[number]
+        for answered in given_up.values():
+            with suppress(InvalidStateError):
+                answered.set_exception(error)
 
     def _pending(self) -> bool:
         """Whether bytes came that poll does not tell of."""
@@ -394,7 +449,7 @@ class WireConnection:
                 self._connected.set_result(command)
         elif name == "auth_challenge" and not self._proving:
             self._proving = True
-            threading.Thread(target=self._prove, name="keyshard-wire-auth", daemon=True).start()
+            begin("keyshard-wire-auth", self._prove)
 
     def _migrated(self, command: Any) -> None:
         if command.resource_type != _OF_CONSUMER:
@@ -455,6 +510,9 @@ class WireConnection:
             handles = list(self._handles.items())
             self._handles.clear()
             waiting = [self._connected, *(one for _, one in self._requests.values())]
+            with suppress(OSError):
+                # A forked child may have it open, too: the broker is told all the same.
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             os.close(self._woken_end)
             os.close(self._wake_end)
@@ -469,3 +527,12 @@ class WireConnection:
                 one.set_exception(self._lost())
         for consumer_id, handle in handles:
             handle.lost(consumer_id, ended=False)
+
+
+def _leave_to_parent() -> None:
+    for one in list(_connections):
+        one.forked()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from keyshard.broker.port import HowToRead
@@ -16,6 +17,7 @@ from keyshard.broker.wire.receipts import Receipts
 from keyshard.broker.wire.subscribed import Shared, Subscribed
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.window.client_queue import SentAhead
 
 CONFIRM_S = 2.0
 """Longest wait at the end for the broker to say that it took what was acknowledged, seconds."""
@@ -45,7 +47,7 @@ class WireConsumer(Subscribed):
         self,
         shared: Shared,
         topic_partition: TopicPartition,
-        queue: int,
+        queue: SentAhead,
         *,
         hash_range: HashRange,
         subscription: str,
@@ -61,8 +63,10 @@ class WireConsumer(Subscribed):
         self._consumer_name = consumer_name
         self._latest = latest
         self._columns = columns
-        self._receipts = Receipts(topic_partition, self.standing, shared.comebacks.until_true)
-        self._told = False
+        self._receipts = Receipts(
+            topic_partition, self.standing, shared.reconnects.until_true,
+            partial(self._error, "acknowledge in"), self._end,
+        )  # fmt: skip
         self._watched = False
         """Whether silence of the broker is waited for."""
         self._stirred = False
@@ -73,19 +77,16 @@ class WireConsumer(Subscribed):
         entries = self.take(timeout_ms / 1000)
         if not entries:
             return []
-        decoded = decode(entries, self.topic_partition, self._columns)
-        self.used(decoded.messages)
-        if decoded.left_out is not None and not self._told:
-            self._told = True
-            ledger, entry = decoded.left_out
-            _log.warning(
-                "entry %d:%d of %s is encrypted and left out, as all that are encrypted there",
-                ledger, entry, self.topic_partition,
-            )  # fmt: skip
+        decoded = decode(
+            entries, self.topic_partition, self._columns, at_once_bytes=self.at_once_bytes
+        )
+        self.used(decoded.messages, entries[: decoded.seen])
         return self.handed_out(decoded, entries)
 
-    def used(self, messages: int, ahead: int | None = None) -> None:
-        super().used(messages, ahead)
+    def used(
+        self, messages: int, entries: Sequence[RawEntry], ahead_max: int | None = None
+    ) -> None:
+        super().used(messages, entries, ahead_max)
         self._watch()
 
     def _watch(self) -> None:
@@ -120,6 +121,9 @@ class WireConsumer(Subscribed):
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._check_open()
         self._receipts.add(entries)
+
+    def trouble(self) -> str:
+        return super().trouble() or ("" if self._closed else self._receipts.refused())
 
     def unconfirmed(self, timeout_s: float) -> int:
         return 0 if self._closed else self._receipts.wait(timeout_s)
@@ -194,7 +198,10 @@ class WireReader(Subscribed):
         self._passed: EntryId | None = None
         """The last entry that was handed out, or left out."""
         self._how = how
-        super().__init__(shared, topic_partition, self._ahead(), self._from_here)
+        queue = SentAhead(how.receiver_queue_size, how.receiver_queue_bytes, how.first)
+        super().__init__(
+            shared, topic_partition, queue, self._from_here, ahead_max=self._ahead_max()
+        )
         self._name = f"reader-{uuid.uuid4().hex[:16]}".encode()
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
@@ -203,30 +210,27 @@ class WireReader(Subscribed):
         if not entries:
             return []
         decoded = self._decode(entries)
-        self.used(decoded.messages, self._ahead())
+        self.used(decoded.messages, entries[: decoded.seen], self._ahead_max())
         return self.handed_out(decoded, entries)
 
     def passed(self, entry_id: EntryId) -> None:
         self._passed = entry_id
 
-    def _ahead(self) -> int:
-        """Messages to ask for ahead: an entry has at least one, and none behind the last counts.
+    def _ahead_max(self) -> int:
+        """Most messages to ask for ahead: an entry has at least one, none behind the last counts.
 
         For as many messages the broker reads as many entries, and sends them whole.
         """
-        ahead, last = self._how.receiver_queue_size, self._how.last
+        most, last = self._how.receiver_queue_size, self._how.last
         ledger, entry = self._start if self._passed is None else self._passed
         if last is None or ledger != last.ledger:
-            return ahead
+            return most
         left = last.entry - entry + (self._passed is None)
-        return max(1, min(ahead, left))
+        return max(1, min(most, left))
 
     def _decode(self, entries: Sequence[RawEntry]) -> Decoded:
         decoded = decode(
-            entries,
-            self.topic_partition,
-            self._how.columns,
-            encrypted_too=self._how.encrypted_too,
+            entries, self.topic_partition, self._how.columns, at_once_bytes=self.at_once_bytes
         )
         if decoded.refused is None:
             self._passed = entries[decoded.seen - 1].id

@@ -20,11 +20,22 @@ from typing import Any, NamedTuple
 import google_crc32c
 from google.protobuf.message import DecodeError
 
-from keyshard.arrow.content import metadata_in, pack
+from keyshard.arrow.content import METADATA, metadata_in, other_bytes, pack
 from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
 from keyshard.broker.wire import bulk
-from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry, UnreadableError
+from keyshard.broker.wire.entries import (
+    ENTRY_MEMORY_MAX,
+    ENTRY_MESSAGES_MAX,
+    KEPT_BYTES_MAX,
+    PAYLOAD_AT_ONCE,
+    PROPERTY_BYTES,
+    CutFrame,
+    Decoded,
+    RawEntry,
+    UnreadableError,
+    message_memory,
+)
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.unpacking import unpacked
 from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
@@ -42,6 +53,9 @@ ENTRIES_AT_ONCE = 40
 _BROKER_METADATA, _CHECKED = b"\x0e\x02", b"\x0e\x01"
 _SIZE = struct.Struct(">I")
 _KEY_VALUE = api.KeyValue.FromString
+_PROPERTIES_MAX = ENTRY_MEMORY_MAX // PROPERTY_BYTES
+_NONE: dict[str, str] = {}
+"""Properties of all messages that have none."""
 
 
 @dataclass(slots=True)
@@ -62,6 +76,29 @@ class _Columns:
     properties: list[dict[str, str]] = field(default_factory=list)
     unreadable: dict[int, bool] = field(default_factory=dict)
     """Rows of which something had to be made readable."""
+    producer: int = 0
+    """Bytes of the name of the producer of the newest entry."""
+    memory: int = 0
+    """Memory of the messages of the newest entry, bytes."""
+
+    def count(
+        self, value: int, key: bytes | None, ordering_key: bytes | None, pairs: Sequence[Any]
+    ) -> None:
+        """Count the memory of one more message of the newest entry.
+
+        Raises:
+            UnreadableError: The messages of the entry take too much.
+        """
+        self.memory += message_memory(
+            value,
+            len(key or b""),
+            len(ordering_key or b""),
+            producer=self.producer,
+            properties=len(pairs),
+            property_bytes=sum(len(pair.key) + len(pair.value) for pair in pairs) if pairs else 0,
+        )
+        if self.memory > ENTRY_MEMORY_MAX:
+            raise _too_much_memory()
 
 
 class _Row(NamedTuple):
@@ -73,6 +110,8 @@ class _Row(NamedTuple):
     batched: bool
     indices: Sequence[int]
     schema_version: int | None
+    stored_bytes: int
+    """What its messages take as they are stored, unpacked."""
 
 
 def decode(
@@ -80,7 +119,7 @@ def decode(
     where: TopicPartition,
     columns: Collection[str] | None = None,
     *,
-    encrypted_too: bool = False,
+    at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded:
     """Decode entries, in delivery order; not all of them where they hold much.
 
@@ -89,17 +128,18 @@ def decode(
         where: Their topic partition.
         columns: Columns of the content that are wanted; ``None``: all of
             :data:`~keyshard.arrow.content.CONTENT`.
-        encrypted_too: Whether an encrypted entry is refused; else it is left out.
+        at_once_bytes: Memory of what is decoded after which no more entries are, bytes.
     """
     keeps_values = columns is None or "value" in columns
     metadata = metadata_in(columns)
-    plain = bulk.decode(entries, keeps_values=keeps_values, metadata=metadata)
+    plain = bulk.decode(
+        entries, keeps_values=keeps_values, metadata=metadata, at_once_bytes=at_once_bytes
+    )
     if plain is not None:
         return plain
     into = _Columns(keeps_values, {name: [] for name in metadata})
     rows: list[_Row] = []
     refused: KeyShardError | None = None
-    left_out: EntryId | None = None
     messages = number = size = 0
     for number, raw in enumerate(entries, 1):
         start = len(into.sizes)
@@ -112,12 +152,10 @@ def decode(
             why = f"it ends too early ({exc})"
             refused = corrupt_entry(where, raw.id, why, raw.data[raw.position :])
             messages += messages_in(raw)
-        except ChunkedMessageError as exc:
-            refused = exc
         except EncryptedMessageError as exc:
-            if not encrypted_too:
-                left_out, messages = raw.id, messages + messages_in(raw)
-                continue
+            refused = exc
+            messages += messages_in(raw)
+        except ChunkedMessageError as exc:
             refused = exc
         if refused is not None:
             _cut(into, start)
@@ -125,13 +163,13 @@ def decode(
         if row is not None:
             rows.append(row)
             messages += len(row.indices)
-            size += sum(into.sizes[start:])
-        if size >= PAYLOAD_AT_ONCE:
+            size += into.memory
+        if size >= at_once_bytes:
             break
         if not number % ENTRIES_AT_ONCE:
             time.sleep(0)
     blocks = _blocks(rows, into) if rows else []
-    return Decoded(blocks, refused, left_out, messages, number)
+    return Decoded(blocks, refused, messages, number)
 
 
 def messages_in(raw: RawEntry) -> int:
@@ -143,9 +181,12 @@ def messages_in(raw: RawEntry) -> int:
         metadata, _, _ = _opened(raw, checked=False)
     except (UnreadableError, DecodeError, struct.error, IndexError):
         return 1
-    count = max(1, metadata.num_messages_in_batch)
+    batched = metadata.HasField("num_messages_in_batch")
+    count: int = metadata.num_messages_in_batch if batched else 1
     # What is declared may be any number.
-    return len(_indices(raw, min(count, 64 * len(raw.ack_set)))) if raw.ack_set else count
+    if count < 1 or not raw.ack_set:
+        return count
+    return len(_indices(raw, min(count, 64 * len(raw.ack_set))))
 
 
 def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
@@ -154,13 +195,21 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if metadata.num_chunks_from_msg > 1:
         raise _chunked(where, raw.id)
     if metadata.encryption_keys:
-        raise encrypted_entry(where, raw.id)
+        raise encrypted_entry(where, raw.id, raw.data[raw.position :])
     batched = metadata.HasField("num_messages_in_batch")
+    # The keys and properties of an entry that is no batch lie before its payload.
+    before = 0 if batched else len(raw.data) - raw.position - (len(data) - position)
+    count = metadata.num_messages_in_batch if batched else 1
+    if count > ENTRY_MESSAGES_MAX:
+        raise UnreadableError(
+            f"it cannot hold {count} messages, because an entry has at most {ENTRY_MESSAGES_MAX}"
+        )
     if metadata.compression:
         data = unpacked(metadata.compression, metadata.uncompressed_size, data[position:])
         position = 0
+    stored = before + len(data) - position
     start = len(into.sizes)
-    count = metadata.num_messages_in_batch if batched else 1
+    into.producer, into.memory = len(metadata.producer_name), 0
     if count < 1 or count > (len(data) - position) // 4 + 1:
         raise UnreadableError(f"it cannot hold {count} messages")
     indices = _indices(raw, count) if batched else range(1)
@@ -178,12 +227,14 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if BROKER_PUBLISH_TIME in into.metadata:
         into.metadata[BROKER_PUBLISH_TIME].extend([_broker_ms(raw)] * len(indices))
     version = schema_version_of(metadata.schema_version)
-    return _Row(raw, start, count, batched, indices, version)
+    return _Row(raw, start, count, batched, indices, version, stored * len(indices) // count)
 
 
 def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
     """Metadata of an entry, and where its payload begins in which bytes."""
     data, position = raw.data, raw.position
+    if checked and isinstance(data, CutFrame):
+        raise UnreadableError(f"it has {data.size} bytes, more than {KEPT_BYTES_MAX}")
     if data[position : position + 2] == _BROKER_METADATA:
         position += 6 + _SIZE.unpack_from(data, position + 2)[0]
     if data[position : position + 2] == _CHECKED:
@@ -244,13 +295,15 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         position = start + length
         if position > end:
             raise UnreadableError(f"message {index} ends too early")
+        pairs = list(map(_KEY_VALUE, properties)) if properties else ()
+        into.count(length, key, ordering_key, pairs)
         if index in skipped:
             continue
         if keeps_values:
             into.values.append(None if null else data[start:position])
         into.sizes.append(length)
         into.event_ms.append(event_ms)
-        into.properties.append(_properties(map(_KEY_VALUE, properties), into) if properties else {})
+        into.properties.append(_properties(pairs, into) if pairs else _NONE)
         _append_keys(into, key, ordering_key, bool(of_bytes))
         if into.metadata:
             _append_metadata(into, key, bool(of_bytes), sequence_id)
@@ -264,7 +317,7 @@ def _said(  # noqa: PLR0912 - one loop over the tags
     """What is said of a message of a batch: ``SingleMessageMetadata``, by its tags."""
     key = ordering_key = sequence_id = None
     length = event_ms = of_bytes = null = 0
-    properties: list[bytes] | tuple[()] = ()
+    properties: list[bytes] = []
     while position < stop:
         tag = data[position]
         position += 1
@@ -286,7 +339,9 @@ def _said(  # noqa: PLR0912 - one loop over the tags
             elif tag == 0x3A:
                 ordering_key = found
             elif tag == 0x0A:
-                properties = [*properties, found]
+                properties.append(found)
+                if len(properties) > _PROPERTIES_MAX:
+                    raise _too_much_memory()
         elif kind:
             raise UnreadableError("what is said of a message cannot be read")
         elif tag == 0x18:
@@ -306,11 +361,12 @@ def _said(  # noqa: PLR0912 - one loop over the tags
 
 def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
     """Append the message of an entry that is no batch."""
+    into.count(len(value), metadata.partition_key, metadata.ordering_key, metadata.properties)
     if into.keeps_values:
         into.values.append(None if metadata.null_value else value)
     into.sizes.append(len(value))
     into.event_ms.append(metadata.event_time)
-    into.properties.append(_properties(metadata.properties, into) if metadata.properties else {})
+    into.properties.append(_properties(metadata.properties, into) if metadata.properties else _NONE)
     key = metadata.partition_key if metadata.HasField("partition_key") else None
     ordering_key = metadata.ordering_key if metadata.HasField("ordering_key") else None
     _append_keys(into, key, ordering_key, metadata.partition_key_b64_encoded)
@@ -419,8 +475,10 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
         metadata=into.metadata,
     )
     blocks: list[EntryBlock] = []
-    for raw, start, batch_size, batched, indices, schema_version in rows:
+    named = other_bytes(content, METADATA.names) if into.metadata else None
+    for raw, start, batch_size, batched, indices, schema_version, stored in rows:
         stop = start + len(indices)
+        payload = sum(into.sizes[start:stop])
         slot, mixed_slots, _ = slots_of(into.routing_keys[start:stop])
         blocks.append(
             EntryBlock(
@@ -431,16 +489,23 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
                 slot,
                 mixed_slots,
                 publish_ms[start],
-                sum(into.sizes[start:stop]),
+                payload,
                 content,
                 start,
                 raw.redelivered,
                 into.of_bytes[start],
                 sum(row in unreadable for row in range(start, stop)) if unreadable else 0,
                 schema_version,
+                max(0, stored - payload) + (named(start, stop) if named else 0),
             )
         )
     return blocks
+
+
+def _too_much_memory() -> UnreadableError:
+    return UnreadableError(
+        f"its messages take more than {ENTRY_MEMORY_MAX} bytes of memory, the most of an entry"
+    )
 
 
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:

@@ -35,7 +35,7 @@ def dialled(address: Address, connection: Connection, timeout_s: float) -> socke
     """A socket that is connected, with TLS where the connection says so."""
     context = tls_context(connection) if connection.tls else None
     with _explained(address, connection):
-        timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
+        timeout_s = max(0.001, min(timeout_s, connection.connection_timeout_ms / 1000))
         plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

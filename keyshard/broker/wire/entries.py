@@ -8,9 +8,30 @@ from typing import NamedTuple
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.errors import KeyShardError
 
-PAYLOAD_AT_ONCE = 32 * 1024 * 1024
-"""Payload, unpacked, after which no more entries are decoded at once, bytes: what is compressed may
+PAYLOAD_AT_ONCE = 8 * 1024 * 1024
+"""Memory of messages after which no more entries are decoded at once, bytes: what is compressed may
 be a thousand times as large."""
+ENTRY_MESSAGES_MAX = 1_000_000
+"""Messages of an entry: more than fit uncompressed into 5 MiB, the largest entry by default."""
+ENTRY_MEMORY_MAX = 256 * 1024 * 1024
+"""Memory that the messages of an entry take, bytes, as :func:`message_memory` counts it."""
+MESSAGE_BYTES = 256
+"""Memory of a message beside its content, in either decoder, bytes."""
+PROPERTY_BYTES = 192
+"""Memory of a property beside its name and value, bytes."""
+
+
+KEPT_BYTES_MAX = 128 * 1024 * 1024
+"""Largest frame of which more than its beginning is kept, bytes, whatever the broker allows."""
+HEAD_BYTES = 64 * 1024
+"""What is kept of a larger one."""
+
+
+class CutFrame(bytes):
+    """The beginning of a frame that is larger than :data:`KEPT_BYTES_MAX`."""
+
+    size = 0
+    """Bytes of the whole frame."""
 
 
 class RawEntry(NamedTuple):
@@ -33,11 +54,8 @@ class Decoded(NamedTuple):
     """Of the entries before the first that is refused, in their order."""
     refused: KeyShardError | None
     """Why the next one is."""
-    left_out: EntryId | None
-    """An encrypted entry that was left out, where that is allowed."""
     messages: int
-    """Messages of the blocks, of what was left out and of what cannot be read, as the broker counts
-    them."""
+    """Messages of the blocks and of what cannot be read, as the broker counts them."""
     seen: int
     """Entries that this is about: up to the one that is refused, it included, or to the one with
     which there was enough."""
@@ -45,3 +63,22 @@ class Decoded(NamedTuple):
 
 class UnreadableError(Exception):
     """Why an entry cannot be read."""
+
+
+def message_memory(
+    value: int, key: int, ordering_key: int, *, producer: int, properties: int, property_bytes: int
+) -> int:
+    """Return the memory that a message counts with, bytes; the same as in ``native/decoder.rs``.
+
+    The columns that are wanted do not matter: a consumer and a Reader refuse the same entries.
+
+    Args:
+        value: Bytes of its payload.
+        key: Bytes of its partition key.
+        ordering_key: Bytes of its ordering key.
+        producer: Bytes of the name of its producer, which a column repeats for each message.
+        properties: Number of its properties.
+        property_bytes: Bytes of their names and values.
+    """
+    keys = 2 * (key + ordering_key)
+    return MESSAGE_BYTES + value + keys + producer + properties * PROPERTY_BYTES + property_bytes

@@ -11,8 +11,9 @@ from keyshard.errors import (
     TopicMigratedError,
     TopicNotFoundError,
 )
+from keyshard.redaction import redacted
 
-_NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
+NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
 _CONFLICTS = {5, 19}
 _QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise it"
 _PASSING = {
@@ -57,7 +58,8 @@ class RefusedError(Exception):
 
     def __init__(self, code: int, said: bytes) -> None:
         self.code = code
-        self.said = said.decode(errors="replace").splitlines()[0][:300] if said else ""
+        # Before it is cut: the rest of a secret would not be recognised.
+        self.said = redacted(said.decode(errors="replace")).splitlines()[0][:300] if said else ""
         super().__init__(code, self.said)
 
 
@@ -82,8 +84,8 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
             f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
         )
     if code == _NOT_AUTHORIZED:
-        return lacks(who, "consume", topic)
-    if code == _NOT_AUTHENTICATED:
+        return lacks(who, "consume", topic, said)
+    if code == NOT_AUTHENTICATED:
         return not_accepted("The broker", who, said)
     if code in _PASSING:
         return BrokerUnavailableError(

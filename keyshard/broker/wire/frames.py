@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from keyshard.broker.wire import bulk, pulsar_api_pb2
-from keyshard.broker.wire.entries import RawEntry
+from keyshard.broker.wire.entries import HEAD_BYTES, KEPT_BYTES_MAX, CutFrame, RawEntry
 from keyshard.core.position.entry import EntryId
 
 api: Any = pulsar_api_pb2
@@ -50,6 +50,9 @@ def frame_of(name: str, content: Any) -> bytes:
 class FrameReader:
     """Cuts what comes into frames; holds no more than one frame that is not whole yet.
 
+    Of a frame that is larger than :data:`~keyshard.broker.wire.entries.KEPT_BYTES_MAX` only the
+    beginning is kept.
+
     Args:
         bytes_max: Largest frame that is accepted.
     """
@@ -59,6 +62,8 @@ class FrameReader:
         self._rest = bytearray()
         self._wanted = 4
         """Bytes that the first frame needs."""
+        self._left_out = 0
+        """Bytes still to come of a frame that was cut."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take what came; the frames that are whole now, without their sizes.
@@ -66,6 +71,10 @@ class FrameReader:
         Raises:
             ProtocolError: A size cannot be one.
         """
+        if self._left_out:
+            passed = min(self._left_out, len(data))
+            self._left_out -= passed
+            data = data[passed:]
         source: bytes | bytearray = data
         if self._rest:
             self._rest += data
@@ -79,17 +88,33 @@ class FrameReader:
                 (size,) = _SIZE.unpack_from(view, position)
                 if not 4 <= size <= self.bytes_max:
                     raise ProtocolError(f"a frame of {size} bytes")
-                stop = position + 4 + size
+                kept = _kept(size)
+                stop = position + 4 + kept
                 if stop > end:
                     break
                 frames.append(bytes(view[position + 4 : stop]))
                 position = stop
+                if kept < size:
+                    frames[-1] = _cut(frames[-1], size)
+                    position = min(end, stop + size - kept)
+                    self._left_out = stop + size - kept - position
         if source is data:
             self._rest += data[position:]
         else:
             del self._rest[:position]
-        self._wanted = 4 + _SIZE.unpack_from(self._rest)[0] if len(self._rest) >= 4 else 4
+        self._wanted = 4 + _kept(_SIZE.unpack_from(self._rest)[0]) if len(self._rest) >= 4 else 4
         return frames
+
+
+def _kept(size: int) -> int:
+    """Bytes that are kept of a frame."""
+    return size if size <= KEPT_BYTES_MAX else HEAD_BYTES
+
+
+def _cut(head: bytes, size: int) -> CutFrame:
+    frame = CutFrame(head)
+    frame.size = size
+    return frame
 
 
 def read_frames(frames: Sequence[bytes]) -> Iterator[Came | Frame]:

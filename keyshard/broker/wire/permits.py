@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+GRANT_MAX = 2**31 - 1
+"""Most messages of one grant: a broker refuses more, and ends the connection."""
 LENT_MAX = 8
 """Messages beyond its queue that a silent broker may be given: it may need more than one word."""
 
@@ -17,34 +19,48 @@ class Permits:
         self.ahead = self.ahead_max = ahead
         self._used = 0
         """Messages taken that the broker has not been told of; below 0: what was lent."""
+        self._too_many = 0
+        """Messages that it may still send beyond ``ahead``, which has become smaller since, or
+        because a batch declared fewer than no messages."""
 
     def begin(self) -> int:
         """What a new subscription gets."""
-        self._used = 0
+        self._used = self._too_many = 0
         return self.ahead
 
-    def use(self, messages: int, ahead: int | None = None) -> int:
+    def use(self, messages: int) -> int:
         """What to grant for messages that were taken; 0 until they are half of the queue.
 
         Args:
-            messages: How many.
-            ahead: Messages that may be sent ahead from now on; ``None``: as many as before.
+            messages: How many, as the broker counts them.
         """
-        self._used += messages
-        if ahead is not None:
-            # What was asked for stays asked for: it is used up first.
-            self._used += ahead - self.ahead
-            self._set(ahead)
+        # The broker counts in 32 bits with a sign, also what a batch only declares.
+        held = (self.held - messages + 2**31) % 2**32 - 2**31
+        messages = self.held - held
+        granted_before = min(self._too_many, messages)
+        self._too_many -= granted_before
+        self._used += messages - granted_before
         if 2 * self._used < self.ahead:
             return 0
         granted, self._used = self._used, 0
         return granted
 
-    def grow(self, ahead: int) -> int:
-        """What to grant so that so many more may be sent ahead."""
+    @property
+    def held(self) -> int:
+        """Messages that the broker may still send, as it counts them."""
+        return self.ahead + self._too_many - self._used
+
+    def resize(self, ahead: int) -> None:
+        """Let so many messages be sent ahead from now on; the next use grants what is more.
+
+        What was granted stays granted: it is used up first.
+        """
         more = ahead - self.ahead
-        self._set(ahead)
-        return more
+        self.ahead = ahead
+        self.ahead_max = max(self.ahead_max, ahead)
+        granted_before = min(self._too_many, more) if more > 0 else more
+        self._too_many -= granted_before
+        self._used += more - granted_before
 
     def nudge(self) -> int:
         """What to grant a broker that is silent, which may have forgotten to go on; 0 for nothing.
@@ -57,7 +73,3 @@ class Permits:
         granted = max(1, self._used)
         self._used -= granted
         return granted
-
-    def _set(self, ahead: int) -> None:
-        self.ahead = ahead
-        self.ahead_max = max(self.ahead_max, ahead)

@@ -10,14 +10,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerUnavailableError
+from keyshard.core.refusals import Refusals
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
 ACKNOWLEDGED_AT_ONCE = 10_000
 """Entries that one command acknowledges at most."""
+REFUSED_AT_ONCE = 1_000
+"""The same while the broker refuses acknowledgements, one command at a time."""
 WAITING_MAX = 100_000
 """Acknowledgements that wait for a connection at most, and as many for a receipt."""
+UNCONFIRMED_S = 5.0
+"""Time without an answer to acknowledgements after which that is worth a word, seconds."""
 SEND_AGAIN_S = 0.1
 """Time between two attempts to send what is left at the end, seconds."""
 SENT_AGAIN_WITHIN_S = 2.0
@@ -44,6 +50,8 @@ class Receipts:
         topic_partition: Where it acknowledges.
         standing: Tells the subscription.
         until_true: Calls something again and again.
+        error_of: The error that a refusal is.
+        end: Told a refusal that does not pass; called without locks.
     """
 
     def __init__(
@@ -51,10 +59,17 @@ class Receipts:
         topic_partition: TopicPartition,
         standing: Callable[[], Standing],
         until_true: Callable[[Callable[[], bool]], None],
+        error_of: Callable[[RefusedError], BrokerError],
+        end: Callable[[KeyShardError], None],
     ) -> None:
         self._topic_partition = topic_partition
         self._standing = standing
         self._until_true = until_true
+        self._error_of = error_of
+        self._end = end
+        self._refusals = Refusals()
+        self._heard_s = 0.0
+        """When the broker answered last, or was asked when it owed no answer."""
         self._trying = False
         self._closed = False
         self._changed = threading.Condition()
@@ -85,10 +100,26 @@ class Receipts:
             self._unsent.extend(entries)
             if not self._send(*self._standing()) and len(self._unsent) > WAITING_MAX:
                 del self._unsent[len(self._unsent) - len(entries) :]
+                refused = self.refused()
                 raise BrokerUnavailableError(
-                    f"Could not acknowledge in {self._topic_partition}: there is no connection, "
-                    f"and {WAITING_MAX} acknowledgements wait for one."
+                    f"{refused} {len(self._unsent)} acknowledgements wait."
+                    if refused
+                    else f"Could not acknowledge in {self._topic_partition}: there is no "
+                    f"connection, and {WAITING_MAX} acknowledgements wait for one."
                 )
+
+    def refused(self) -> str:
+        """Why the broker does not take acknowledgements; empty while it does."""
+        error, asked = self._refusals.error, self._asked_entries
+        if error is not None:
+            return error.message
+        silent_s = time.monotonic() - self._heard_s
+        if not asked or silent_s < UNCONFIRMED_S:
+            return ""
+        return (
+            f"The broker has not confirmed {asked} acknowledgements in {self._topic_partition} "
+            f"for {silent_s:.0f} s."
+        )
 
     def subscribed(self, at: WireConnection, consumer_id: int) -> None:
         """Send what waited for a subscription, unless that took long."""
@@ -100,7 +131,9 @@ class Receipts:
                 )  # fmt: skip
                 self._unsent.clear()
                 self._changed.notify_all()
-            self._at, self._lost_s = at, None
+            self._at = at
+            if consumer_id > self._lost_id:
+                self._lost_s = None
             self._send(at, consumer_id)
 
     def may_be_sent(self, at: WireConnection) -> bool:
@@ -122,6 +155,7 @@ class Receipts:
                 self._unsent.extend(entries)
             self._asked.clear()
             self._asked_entries = 0
+            self._refusals.succeeded()  # the next subscription may be taken from
 
     def wait(self, timeout_s: float) -> int:
         """Wait until everything is confirmed; how many entries are not."""
@@ -164,7 +198,10 @@ class Receipts:
         while self._unsent:
             if at is None or consumer_id <= self._lost_id:
                 return False
-            some = self._unsent[:ACKNOWLEDGED_AT_ONCE]
+            refused = self._refusals.error is not None
+            if refused and self._asked:
+                return False
+            some = self._unsent[: REFUSED_AT_ONCE if refused else ACKNOWLEDGED_AT_ONCE]
             content = api.Ack(consumer_id=consumer_id, ack_type=_INDIVIDUAL)
             for ledger, entry in some:
                 # An object for each id, put into a list first, takes eight times as long.
@@ -174,22 +211,34 @@ class Receipts:
             except BrokerUnavailableError:
                 return False
             del self._unsent[: len(some)]
+            if not self._asked:
+                self._heard_s = time.monotonic()
             self._asked[number] = at, some
             self._asked_entries += len(some)
         return True
 
     def _answered(self, number: int, answer: Future[Any]) -> None:
+        ends: KeyShardError | None = None
         with self._changed:
             entries = self._taken_out(number)
+            self._heard_s = time.monotonic()
             error = answer.exception()
-            if error is not None:
+            if error is None:
+                self._refusals.succeeded()
+                self._send(*self._standing())
+            else:
                 _log.debug("acknowledging in %s: %s", self._topic_partition, error)
                 self._unsent.extend(entries)
+            if isinstance(error, RefusedError):
+                refused = self._error_of(error)
+                ends = refused if self._refusals.failed(refused, time.monotonic()) else None
             begins = bool(self._unsent) and not self._trying
             self._trying = self._trying or begins
             self._changed.notify_all()
         if begins:
             self._until_true(self._try_again)
+        if ends is not None:
+            self._end(ends)
 
     def _taken_out(self, number: int) -> Sequence[EntryId]:
         _, entries = self._asked.pop(number, (None, ()))

@@ -199,9 +199,28 @@ def unpacked(letter: Letter, found: Message, packed: bytes) -> Letter:
     """A letter whose parts were read; raises ``ValueError`` when they are not what they were."""
     head = int(found.properties[HEAD])
     properties = json.loads(packed[:head])
+    if not isinstance(properties, dict) or not all(
+        isinstance(one, str) for one in properties.values()
+    ):
+        raise ValueError("its properties are no texts by name")
     return replace(letter, message=letter.message._replace(
         value=None if found.value is None else packed[head:], properties=properties
     ))  # fmt: skip
+
+
+def oldest_of(found: Message) -> EntryId | None:
+    """The letter that a message calls the oldest; raises ``ValueError``."""
+    text = found.properties.get(OLDEST)
+    return None if text is None else position_of_text(text)
+
+
+def is_of(found: Message, subscription: str) -> bool:
+    """Whether a subscription's source wrote a message of a dead-letter topic, or may have.
+
+    It may have if the message has a kind and no subscription.
+    """
+    of = found.properties.get(f"{PREFIX}subscription")
+    return of == subscription or (of is None and f"{PREFIX}kind" in found.properties)
 
 
 def position_text(position: EntryId) -> str:
@@ -231,8 +250,8 @@ def parse(found: Message) -> Letter | Marker | RunsAgain | Sweep | None:
     try:
         if kind in (REPLAYED, RUNS_AGAIN):
             return _marker(found.key, own)
-        if PARTS in found.properties:
-            parts_of(found)
+        if parts_of(found):
+            int(own["head"])
         return Letter(
             _original(found, own),
             own["subscription"],
@@ -242,6 +261,8 @@ def parse(found: Message) -> Letter | Marker | RunsAgain | Sweep | None:
         )
     except KeyError as exc:
         raise ValueError(f"property {PREFIX}{exc.args[0]} is missing") from exc
+    except (OverflowError, OSError) as exc:
+        raise ValueError(f"a number of it is out of range: {exc}") from exc
 
 
 def _about(kind: str, says: Marker | RunsAgain) -> dict[str, str]:

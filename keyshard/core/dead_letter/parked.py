@@ -36,6 +36,8 @@ class Parked:
         """Letters that rest no more, because a handler got them done."""
         self.parts: dict[EntryId, EntrySet] = {}
         """Where the parts of letters lie that have some, by the position of the letter."""
+        self.malformed: dict[EntryId, str] = {}
+        """Messages that should be letters or markers and cannot be read, and why."""
         self.claimed = claimed
         """A letter that rested when the newest checkpoint or message was written."""
         self._next = begin

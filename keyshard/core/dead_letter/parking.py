@@ -16,7 +16,7 @@ From PARKED and DRAINING, too, a key is RELEASED: when its letters were given up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import islice
 
@@ -108,13 +108,13 @@ class Parking:
             for key in islice(self._states, count_max)
         ]  # fmt: skip
 
-    def matching(self, wanted: Callable[[str, ParkedKey], bool]) -> list[str]:
-        """Parked keys whose letters are meant; those on their way out are left to it."""
-        keys = self.parked.keys
+    def matching(self, among: Sequence[str], wanted: Callable[[str, ParkedKey], bool]) -> list[str]:
+        """Those of some keys that are parked and meant; keys on their way out are left to it."""
+        keys, states = self.parked.keys, self._states
         return [
             key
-            for key, state in self._states.items()
-            if state is State.PARKED and key in keys and wanted(key, keys[key])
+            for key in among
+            if states.get(key) is State.PARKED and key in keys and wanted(key, keys[key])
         ]
 
     def course(self, key: str, where: TopicPartition, message_id: MessageId) -> Course:

@@ -47,6 +47,20 @@ class Selection:
         if age is not None and (type(age) not in (int, float) or not 0 <= age < math.inf):
             raise ConfigError(f"older_than_s is {shown(age)}; give seconds, at least 0.")
 
+    @classmethod
+    def for_discard(
+        cls,
+        key: str | None,
+        all: bool,  # noqa: A002 - named as on the command line
+        topic: str | None,
+        older_than_s: float | None,
+        *,
+        rejected: bool,
+    ) -> Selection:
+        """The same, except that ``rejected`` alone selects every rejected letter."""
+        alone = key is None and all is False and topic is None and older_than_s is None
+        return cls(key, True if rejected and alone else all, topic, older_than_s)
+
     def selects(self, key: str | None, topics: Collection[str], age_ms: int) -> bool:
         """Whether letters of a key are meant."""
         if self.key is not None:

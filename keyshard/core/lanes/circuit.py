@@ -1,48 +1,62 @@
-"""Whether failing messages are poison or weather: a circuit over the attempts of all keys.
+"""Circuit breaker: tells an outage from poison keys by the history of the keys.
 
-One key that fails while others succeed is poison: its retries are counted, and it is parked in the
-end. Most keys failing at once is weather, such as a database that is away: then nothing is counted
-or parked, handlers pause, and a few messages are tried from time to time.
+A poison key fails while others succeed. Its attempts count, and it is parked after its retries. In
+an outage, most keys fail that succeeded before, or nothing succeeds at all. Then no attempt counts,
+handlers pause, and a few messages are tried from time to time.
 
-=========  ==============================================  ==========
-state      event                                           next state
-=========  ==============================================  ==========
-closed     an attempt fails, and most keys fail by now     open
-open       the time of the next probe has come             probing
-probing    a probe succeeds                                closed
-probing    the last probe of the round fails               open, for twice as long as before
-=========  ==============================================  ==========
+An attempt that starts after a key failed, and succeeds, shows that the handler works. So it
+*refutes* the failure of that key as evidence of an outage: the key itself is at fault.
+
+=========  ===================================================  ==========
+state      event                                                next state
+=========  ===================================================  ==========
+closed     most keys that succeeded before fail now             open
+closed     failures of several keys stay unrefuted for a time   open
+open       the time of the next probe has come                  probing
+probing    a probe succeeds                                     closed
+probing    the last probe of the round fails, or the round      open, for twice as
+           takes too long                                       long as before
+=========  ===================================================  ==========
+
+While it is not closed, a key that succeeded before and does not fail needs no pause: it is a
+*control*, tried at once, one at a time. Its success closes the circuit, as that of a probe does.
 
 Time comes in as an argument, in seconds of any clock. It is not thread-safe: the owner calls it
-under one lock. What it remembers is bounded.
+under one lock. Its memory is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from enum import Enum
+from itertools import islice
 from typing import TypedDict
 
 KEYS_MIN = 5
-"""Fewest keys that must fail: with fewer, nobody can tell weather from poison."""
+"""Fewest keys that must fail: with fewer, nobody can tell an outage from poison keys."""
 SHARE_MIN = 0.8
-"""Share of the keys that were tried last that must fail."""
+"""Share that must fail of the keys that succeeded before and were tried last."""
 KEYS_MAX = 100
-"""Keys that are remembered, those that were tried last."""
+"""Keys that are compared, those that were tried last; also the most probes of a round."""
+KNOWN_MAX = 1_000
+"""Keys of which a success is remembered, those that succeeded last."""
+QUIET_S = 1.0
+"""Time for which failures of several keys must stay unrefuted, seconds. Meanwhile the failed keys
+wait, and all others are tried."""
 PROBES = 3
 """Keys that are tried in the first round of probes; twice as many in each that follows, so that the
-keys that do succeed are found soon, wherever they wait."""
+keys that do succeed are found soon, wherever they wait. Also the most controls of a round."""
 MEMORY_S = 60.0
-"""Time after which an attempt says nothing any more, seconds."""
+"""Time after which a failure says nothing any more, seconds."""
+RECENT_S = 15.0
+"""Time for which keys that succeeded before are compared, seconds; about what the default retries
+take."""
 PAUSE_S = 0.5
-"""First pause until keys are tried again, seconds."""
+"""First pause until keys are tried again, and the time that a round may take after it, seconds."""
 PAUSE_MAX_S = 10.0
 """Longest pause, seconds."""
 CALM_S = 30.0
-"""Time after a closing in which successes are remembered also while nothing fails: the keys that
-opened it are tried again behind all others, and alone they would look like weather. A new opening
-after it begins with the first pause again, seconds."""
-
+"""Time after a closing in which a new opening goes on with the last pause, seconds."""
 
 _NEVER = (0.0, False)
 
@@ -73,76 +87,140 @@ class Circuit:
     def __init__(self) -> None:
         self.state = CircuitState.CLOSED
         self.openings = 0
-        """How often it opened from closed: attempts that failed before the newest do not count."""
+        """How often it opened from closed."""
         self.since_s = 0.0
         """When it opened, while it is not closed."""
         self.error = ""
         """Why the newest attempt failed."""
+        self._known: dict[Hashable, None] = {}
+        """Keys that succeeded, newest last."""
         self._latest: dict[Hashable, tuple[float, bool]] = {}
-        """Time of the newest attempt of a key, and whether it failed; newest last. What
-        succeeded before the first failure does not count, once it is calm."""
+        """Time of the newest attempt of such keys, and whether it failed; newest last."""
         self._failing = 0
+        """How many of those failed."""
+        self._unrefuted: dict[Hashable, tuple[float, float]] = {}
+        """Keys whose failure nothing refuted, and when they failed first and last; newest last."""
+        self._suspected_s: float | None = None
+        """Since when those are enough for an outage, while it is closed."""
+        self._worked_s = float("-inf")
+        """Latest start of an attempt that succeeded."""
+        self._worked_before_s = float("-inf")
+        """The same when it opened last."""
         self._pause_s = PAUSE_S
         self._probe_at_s = 0.0
         self._closed_at_s = float("-inf")
         self._probes: set[Hashable] = set()
+        """Keys whose running attempt closes it when it succeeds: probes, controls, and what started
+        under suspicion."""
         self._to_start = 0
         self._round = PROBES
+        self._round_ends_s = 0.0
         self._tried: set[Hashable] = set()
         """Keys that the round has tried."""
+        self._in_round: set[Hashable] = set()
+        """Those whose attempt runs."""
+        self._control: Hashable | None = None
+        self._controls_left = 0
 
     # -- events -----------------------------------------------------------------------------------
 
     def may_start(self, now_s: float) -> bool:
-        """Whether a handler may be called now; a probe may when its time has come."""
+        """Whether any handler may be called now; a probe may when its time has come."""
         if self.state is CircuitState.CLOSED:
-            return True
+            if self._suspected_s is None or now_s < self.held_until_s:
+                return True
+            self._open(now_s)
+            return False
+        if self.state is CircuitState.PROBING and now_s >= self._round_ends_s and self._in_round:
+            # A probe hangs; the others do not wait for it.
+            self._end_round(now_s)
         if self.state is CircuitState.OPEN and now_s >= self._probe_at_s:
             self.state = CircuitState.PROBING
-            self._to_start = self._round
+            self._to_start, self._controls_left = self._round, PROBES
+            self._round_ends_s = now_s + self._pause_s
             self._tried.clear()
+            self._in_round.clear()
         return self.state is CircuitState.PROBING and self._to_start > 0
 
-    def started(self, key: Hashable) -> None:
-        """A handler is called, after :meth:`may_start`."""
-        if self.state is CircuitState.PROBING:
-            # Who failed lines up behind all others: one that comes again is the last there is.
+    def controls(self) -> Iterator[Hashable]:
+        """Keys of which one may be called now as a control; those that succeeded last first."""
+        if self.closed or self._control is not None or not self._controls_left:
+            return iter(())
+        latest, newest = self._latest, islice(reversed(self._known), KEYS_MAX)
+        return (key for key in newest if not latest.get(key, _NEVER)[1])
+
+    def started(self, key: Hashable, *, control: bool = False) -> None:
+        """A handler is called, after :meth:`may_start` or as one of :meth:`controls`."""
+        if control:
+            self._control = key
+            self._controls_left -= 1
+            self._probes.add(key)
+        elif self.state is CircuitState.PROBING:
+            # A failed key lines up behind all others: one that comes again is the last there is.
             self._to_start = 0 if key in self._tried else self._to_start - 1
             self._tried.add(key)
+            self._in_round.add(key)
+            self._probes.add(key)
+        elif self._suspected_s is not None:
             self._probes.add(key)
 
-    def succeeded(self, key: Hashable, now_s: float) -> bool:
-        """An attempt succeeded; whether that closes the circuit."""
-        if self.closed and not self._failing and self._is_calm(now_s):
-            return False
+    def succeeded(self, key: Hashable, started_s: float, now_s: float) -> bool:
+        """An attempt succeeded that began at ``started_s``; whether that closes the circuit."""
+        self._known.pop(key, None)
+        self._known[key] = None
+        if len(self._known) > KNOWN_MAX:
+            del self._known[next(iter(self._known))]
         self._note(key, now_s, failed=False)
-        if key not in self._probes:
+        self._worked_s = max(self._worked_s, started_s)
+        if self._unrefuted:
+            self._unrefuted.pop(key, None)
+            for other in [key for key, (at, _) in self._unrefuted.items() if at < started_s]:
+                del self._unrefuted[other]
+            self._suspect(now_s)
+        is_probe = key in self._probes
+        self._forget(key)
+        if self.closed or not is_probe:
             return False
         self.state = CircuitState.CLOSED
         self._closed_at_s = now_s
         self._latest = {key: seen for key, seen in self._latest.items() if not seen[1]}
         self._failing = 0
         self._probes.clear()
-        self._to_start = 0
+        self._in_round.clear()
+        self._control, self._to_start, self._controls_left = None, 0, 0
+        self._suspect(now_s)
         return True
 
-    def failed(self, key: Hashable, now_s: float, error: str) -> bool:
-        """An attempt failed; whether that opens a closed circuit."""
+    def failed(self, key: Hashable, now_s: float, error: str, first_s: float | None = None) -> bool:
+        """An attempt failed; whether it counts against its message.
+
+        Args:
+            key: Its key.
+            now_s: The time.
+            error: Why.
+            first_s: When the message failed first; ``None``: now.
+        """
         self.error = error
-        self._note(key, now_s, failed=True)
-        if self.state is CircuitState.CLOSED:
-            if not self._most_fail:
-                return False
-            self.state = CircuitState.OPEN
-            self.openings += 1
-            self.since_s = now_s
-            if self._is_calm(now_s):
-                self._pause_s = PAUSE_S
-            self._round = PROBES
-            self._probe_at_s = now_s + self._pause_s
-            return True
-        self._ended(key, now_s)
-        return False
+        if key in self._known:
+            self._note(key, now_s, failed=True)
+        refuted = first_s is not None and first_s < self._worked_s
+        if not refuted:
+            unrefuted = self._unrefuted
+            unrefuted[key] = unrefuted.pop(key, (now_s, now_s))[0], now_s
+            while (
+                len(unrefuted) > KEYS_MAX
+                or next(iter(unrefuted.values()))[1] < now_s - MEMORY_S
+            ):  # fmt: skip
+                del unrefuted[next(iter(unrefuted))]
+        if self.state is not CircuitState.CLOSED:
+            self._ended(key, now_s)
+            return False
+        self._probes.discard(key)
+        self._suspect(now_s)
+        if self._failing >= KEYS_MIN and self._failing >= SHARE_MIN * len(self._latest):
+            self._open(now_s)
+            return False
+        return refuted or self._suspected_s is None
 
     def undecided(self, key: Hashable, now_s: float) -> None:
         """An attempt ended with neither: its handler asked for another time."""
@@ -156,9 +234,23 @@ class Circuit:
         return self.state is CircuitState.CLOSED
 
     @property
+    def held_until_s(self) -> float:
+        """Until when keys wait whose failed attempt did not count; 0 for no time of its own."""
+        return 0.0 if self._suspected_s is None else self._suspected_s + QUIET_S
+
+    def counts_on(self, first_s: float | None) -> bool:
+        """Whether a message keeps its failed attempts of before the newest opening.
+
+        Args:
+            first_s: When it failed first.
+        """
+        return first_s is not None and first_s < self._worked_before_s
+
+    @property
     def keys(self) -> tuple[int, int]:
-        """How many of the keys that were tried last fail, and how many those are."""
-        return self._failing, len(self._latest)
+        """How many keys fail of those that are compared, and how many those are."""
+        failing = {key for key, (_, failed) in self._latest.items() if failed}
+        return len(failing | self._unrefuted.keys()), len(self._latest.keys() | self._unrefuted)
 
     def status(self, now_s: float) -> CircuitStatus:
         """As plain JSON values."""
@@ -181,45 +273,72 @@ class Circuit:
     def __str__(self) -> str:
         failing, tried = self.keys
         return (
-            f"{failing} of the {tried} keys tried last fail, so this is no matter of single "
-            f"messages. A few are tried again, every {PAUSE_MAX_S:.0f} s at the latest, until one "
-            f"succeeds; nothing is parked meanwhile. Newest error: {self.error}"
+            f"{failing} of the {tried} keys tried last fail, so the cause is not a single message. "
+            f"A few keys are tried again, every {PAUSE_MAX_S:.0f} s at the latest, until one "
+            f"succeeds; no key is parked meanwhile. Newest error: {self.error}"
         )
 
     def validate(self) -> None:
         """Assert the invariants; tests call it after every step."""
-        assert len(self._latest) <= KEYS_MAX
+        assert max(len(self._latest), len(self._unrefuted)) <= KEYS_MAX
+        assert len(self._known) <= KNOWN_MAX
         assert self._failing == sum(failed for _, failed in self._latest.values())
         assert 0 <= self._to_start <= self._round <= KEYS_MAX
-        assert len(self._probes) <= len(self._tried) <= self._round
-        assert self.state is CircuitState.PROBING or not (self._probes or self._to_start)
+        assert 0 <= self._controls_left <= PROBES
+        assert self._in_round <= self._probes
+        assert len(self._in_round) <= len(self._tried) <= self._round
+        assert self._control is None or self._control in self._probes
+        enough = len(self._unrefuted) >= KEYS_MIN
+        assert (self._suspected_s is not None) == (self.closed and enough)
+        if self.closed:
+            assert (len(self._in_round), self._to_start, self._control) == (0, 0, None)
         assert PAUSE_S <= self._pause_s <= PAUSE_MAX_S
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    @property
-    def _most_fail(self) -> bool:
-        return self._failing >= KEYS_MIN and self._failing >= SHARE_MIN * len(self._latest)
-
     def _note(self, key: Hashable, now_s: float, *, failed: bool) -> None:
         latest = self._latest
-        if not self._failing and self._is_calm(now_s):
-            latest.clear()
         self._failing += failed - latest.pop(key, _NEVER)[1]
         latest[key] = now_s, failed
-        while len(latest) > KEYS_MAX or next(iter(latest.values()))[0] < now_s - MEMORY_S:
+        while len(latest) > KEYS_MAX or next(iter(latest.values()))[0] < now_s - RECENT_S:
             self._failing -= latest.pop(next(iter(latest)))[1]
 
-    def _is_calm(self, now_s: float) -> bool:
-        return now_s - self._closed_at_s >= CALM_S
+    def _suspect(self, now_s: float) -> None:
+        """Whether so many keys fail that it may be an outage."""
+        if not self.closed or len(self._unrefuted) < KEYS_MIN:
+            self._suspected_s = None
+        elif self._suspected_s is None:
+            self._suspected_s = now_s
+
+    def _open(self, now_s: float) -> None:
+        self.state = CircuitState.OPEN
+        self.openings += 1
+        self.since_s = now_s
+        self._worked_before_s = self._worked_s
+        if now_s - self._closed_at_s >= CALM_S:
+            self._pause_s = PAUSE_S
+        self._round, self._controls_left = PROBES, PROBES
+        self._probe_at_s = now_s + self._pause_s
+        self._tried.clear()
+        self._suspect(now_s)
+
+    def _forget(self, key: Hashable) -> None:
+        self._probes.discard(key)
+        self._in_round.discard(key)
+        if self._control == key:
+            self._control = None
 
     def _ended(self, key: Hashable, now_s: float) -> None:
-        """A probe ended without success; the last of its round ends it."""
-        if key not in self._probes:
-            return
-        self._probes.discard(key)
-        if not self._probes and not self._to_start:
-            self.state = CircuitState.OPEN
-            self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
-            self._round = min(KEYS_MAX, 2 * self._round)
-            self._probe_at_s = now_s + self._pause_s
+        """An attempt ended without success; the last of a round ends it."""
+        is_last = key in self._in_round and len(self._in_round) == 1 and not self._to_start
+        self._forget(key)
+        if is_last and self.state is CircuitState.PROBING:
+            self._end_round(now_s)
+
+    def _end_round(self, now_s: float) -> None:
+        self.state = CircuitState.OPEN
+        self._to_start = 0
+        self._in_round.clear()
+        self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
+        self._round = min(KEYS_MAX, 2 * self._round)
+        self._probe_at_s = now_s + self._pause_s

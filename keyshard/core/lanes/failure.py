@@ -112,6 +112,11 @@ def name_of(thing: object) -> str:
         return "a class without a name"
 
 
+def times(count: int) -> str:
+    """How often something failed, for a sentence: ``once``, ``3 times``."""
+    return "once" if count == 1 else f"{count:,} times"
+
+
 def seconds_of(value: object) -> float | None:
     """A time that can be waited, seconds; ``None`` when it is none. Never raises."""
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from keyshard.core.dead_letter.letters import Resting
@@ -114,16 +114,27 @@ class Lanes:
                 self._aside.append(queue)
                 self._list(owner)
                 continue
-            if work.entry is not None:
-                work.entry.begun = True
-            queue.running = True
-            owner.running += 1
-            owner.waiting -= 1
-            self.waiting -= 1
-            work.started_s = now_s
-            self.running[queue] = work
-            self._list(owner)
-            return work
+            return self._start(queue, now_s)
+        return None
+
+    def next_of(self, keys: Iterable[Hashable], now_s: float) -> Work | None:
+        """The message to handle now of the first of some keys that waits for nothing but a lane.
+
+        A key whose head has failed, or that is held, is left out. Linear in the keys of one range.
+        """
+        for key in keys:
+            queue = self._keys.get(key) if isinstance(key, str) else None
+            if queue is None or queue.running or queue.first_failed_s is not None:
+                continue
+            owner, entry = self._ranges[queue.owner], queue.work[0].entry
+            begun = entry is not None and entry.begun
+            if owner.running >= self.lanes or self._is_held(queue) or self._draining > begun:
+                continue
+            others = [one for one in owner.ready if one[2] is not queue]
+            if len(others) < len(owner.ready):
+                heapq.heapify(others)
+                owner.ready = others
+                return self._start(queue, now_s)
         return None
 
     def completed(self, work: Work) -> None:
@@ -132,6 +143,7 @@ class Lanes:
         self._end(queue)
         queue.work.popleft()
         queue.attempts, queue.reason, queue.behind = 0, None, 0
+        queue.first_failed_s = None
         if queue.work:
             self._make_ready(queue)
         elif queue.key is not None:
@@ -151,7 +163,7 @@ class Lanes:
     def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
         """An attempt failed: the message stays the head of its key, which waits until a time.
 
-        One that is not counted lines up behind all keys that wait, so that others are tried next.
+        The key lines up behind all keys that wait, so that retries hold up no other key.
         """
         queue = work.queue
         self._end(queue)
@@ -161,14 +173,16 @@ class Lanes:
             if not queue.attempts:
                 queue.failing_since_s = work.started_s
             queue.attempts += 1
-        else:
-            queue.behind = self._received
+        queue.behind = self._received
         queue.reason = reason
         queue.not_before_s = not_before_s
         self._later.push(queue)
 
     def insert(self, resting: Resting) -> None:
-        """Replay a dead letter before all other messages of its key, which does not run."""
+        """Replay a dead letter before all other messages of its key, which does not run.
+
+        The key lines up behind all keys that wait, so that a replay holds up no other key.
+        """
         queue = self._queue_of(resting.letter.message, 0)
         assert queue.key is not None, "a message without key is never parked"
         assert not queue.running
@@ -176,6 +190,7 @@ class Lanes:
         queue.work.appendleft(Work(resting.letter.message, None, queue, resting=resting))
         self.waiting += 1
         self._ranges[queue.owner].waiting += 1
+        queue.behind = self._received
         if len(queue.work) == 1:
             self._make_ready(queue)
 
@@ -188,7 +203,8 @@ class Lanes:
         self._ranges[queue.owner].waiting += 1
         self.done += 1
         self._ranges[queue.owner].done += 1
-        queue.attempts, queue.reason = 0, None
+        queue.attempts, queue.reason, queue.first_failed_s = 0, None, None
+        queue.behind = self._received
         self._make_ready(queue)
 
     def next_due_s(self) -> float | None:
@@ -278,7 +294,7 @@ class Lanes:
             self._ranges[queue.owner].running += 1
         for queue in ready:
             self._readied += 1
-            item = (queue.work[0].number, self._readied, queue)
+            item = (max(queue.work[0].number, queue.behind), self._readied, queue)
             self._ranges[queue.owner].ready.append(item)
         for owner in self._ranges:
             heapq.heapify(owner.ready)
@@ -378,6 +394,20 @@ class Lanes:
 
     def _is_held(self, queue: KeyQueue) -> bool:
         return queue.slot is not None and bool(self._held[queue.slot])
+
+    def _start(self, queue: KeyQueue, now_s: float) -> Work:
+        """The head of a key runs from now on; the key is not among those that are ready."""
+        owner, work = self._ranges[queue.owner], queue.work[0]
+        if work.entry is not None:
+            work.entry.begun = True
+        queue.running = True
+        owner.running += 1
+        owner.waiting -= 1
+        self.waiting -= 1
+        work.started_s = now_s
+        self.running[queue] = work
+        self._list(owner)
+        return work
 
     def _make_ready(self, queue: KeyQueue) -> None:
         owner = self._ranges[queue.owner]

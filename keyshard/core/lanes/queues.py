@@ -65,6 +65,8 @@ class KeyQueue:
     """Why the newest attempt of the head failed."""
     not_before_s: float = 0.0
     """When the head may be tried again."""
+    first_failed_s: float | None = None
+    """When an attempt of the head failed first; ``None`` while none did."""
     weather: int = 0
     """After which opening of the circuit its failed attempts were counted."""
     behind: int = 0

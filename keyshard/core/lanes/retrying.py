@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import tenacity
@@ -12,10 +13,12 @@ from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
 
+@cache  # so that default policies are equal
 def _wait() -> Any:
     return tenacity.wait_exponential(multiplier=0.1, max=30.0) + tenacity.wait_random(0.0, 0.1)
 
 
+@cache
 def _stop() -> Any:
     return tenacity.stop_after_attempt(8) | tenacity.stop_after_delay(300.0)
 

@@ -11,8 +11,20 @@ from keyshard.core.ring.key_slot import key_slot, possible_slots, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
-_PARTITION_SUFFIX = re.compile(r"^(?P<topic>.+)-partition-(?P<partition>\d+)$")
+_PARTITION_SUFFIX = re.compile(r"(?P<topic>.+)-partition-(?P<partition>0|[1-9][0-9]{0,8})")
+"""As Pulsar reads it: ``-partition-007`` ends the name of a topic."""
 _TOPIC_PART = re.compile(r"^[^/\s]+$")
+
+ROW_BYTES = 32
+"""Memory of a message beside its bytes: offsets, times and validity of its columns."""
+MIXED_SLOT_BYTES = 40
+"""The same of its slot, where the messages of an entry have different ones."""
+ENTRY_BYTES = 500
+"""Memory of an entry beside its messages: its objects here and in the window."""
+DELIVERY_BYTES = 5_000
+"""Memory of one delivery's columns beside their rows: buffers and the objects around them."""
+PART_BYTES = 200
+"""Memory of one more part of an entry."""
 
 
 def full_topic_name(name: str) -> str:
@@ -43,6 +55,11 @@ def full_topic_name(name: str) -> str:
     return f"persistent://{rest}"
 
 
+def is_system_topic(topic: str) -> bool:
+    """Whether a topic is Pulsar's own, such as ``__change_events``: its name says so."""
+    return topic.rpartition("/")[2].startswith("__")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class TopicPartition:
     """One topic partition; ``partition`` is -1 for a topic that is not partitioned."""
@@ -53,7 +70,7 @@ class TopicPartition:
     @classmethod
     def parse(cls, name: str) -> TopicPartition:
         """Read a full name as the broker writes it, with or without ``-partition-N``."""
-        match = _PARTITION_SUFFIX.match(name)
+        match = _PARTITION_SUFFIX.fullmatch(name)
         return cls(match["topic"], int(match["partition"])) if match else cls(name)
 
     @property
@@ -124,6 +141,9 @@ class EntryBlock:
     :mod:`keyshard.arrow.metadata`."""
     schema_version: int | None = None
     """Version of the topic's schema that its messages were written with; ``None``: it says none."""
+    other_bytes: int = 0
+    """Bytes of what its messages have beside their values: keys, properties, metadata. Follows from
+    the entry alone, as ``payload_bytes`` does: over the wire, the bytes that are stored of it."""
     kept: Any = None
     """As in :class:`Part`."""
     later_parts: tuple[Part, ...] = ()
@@ -136,6 +156,26 @@ class EntryBlock:
     def rows(self) -> int:
         """Messages in this block."""
         return len(self.indices)
+
+    @property
+    def column_bytes(self) -> int:
+        """Memory of its messages as columns, bytes; follows from the entry alone."""
+        return self.payload_bytes + self.other_bytes + len(self.indices) * ROW_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that holding it takes, bytes: what every limit in bytes counts.
+
+        The first entry of a delivery counts what the delivery takes however few messages it has.
+        """
+        return (
+            self.payload_bytes
+            + self.other_bytes
+            + len(self.indices) * (ROW_BYTES + (MIXED_SLOT_BYTES if self.mixed_slots else 0))
+            + ENTRY_BYTES
+            + (0 if self.start else DELIVERY_BYTES)
+            + len(self.later_parts) * PART_BYTES
+        )
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -189,6 +229,7 @@ class EntryBlock:
             indices=[*self.indices, *later.indices],
             mixed_slots=[*self.slots, *later.slots] if mixed else None,
             payload_bytes=self.payload_bytes + later.payload_bytes,
+            other_bytes=self.other_bytes + later.other_bytes,
             later_parts=(*self.later_parts, *later.parts),
             keys_of_bytes=self.keys_of_bytes or later.keys_of_bytes,
             unreadable=self.unreadable + later.unreadable,

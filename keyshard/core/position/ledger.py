@@ -30,7 +30,7 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
     # Of the ledger that is written to, the list does not tell the size. "currentLedgerEntries"
     # counts entries that are on their way to the disk, which nobody is shown and which may never
     # get there; and that of the ledger before, where one was closed while the broker answered.
-    written, confirmed = map(int, str(stats["lastConfirmedEntry"]).split(":"))
+    written, confirmed = last_written_of(stats)
     ledgers = []
     for ledger, each in sorted(found.items()):
         entries, size = int(each["entries"]), int(each.get("size", 0))
@@ -39,6 +39,16 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
             size = max(size, int(stats.get("currentLedgerSize", 0)))
         ledgers.append(Ledger(ledger, entries, size))
     return tuple(ledgers)
+
+
+def last_written_of(stats: Mapping[str, Any]) -> EntryId:
+    """The last entry that was written, by the admin interface's ``internalStats``.
+
+    Raises:
+        KeyError, TypeError, ValueError: The broker names or writes things otherwise.
+    """
+    ledger, entry = map(int, str(stats["lastConfirmedEntry"]).split(":"))
+    return EntryId(ledger, entry)
 
 
 def shown(ledgers: Sequence[Ledger], last: EntryId | None) -> tuple[Ledger, ...]:

@@ -23,9 +23,31 @@ def key_slot(key: str | bytes) -> int:
     """Slot of a routing key, 1 to 65,535; the broker maps slot 0 to 1.
 
     Args:
-        key: Ordering key, else partition key; a string is hashed as UTF-8.
+        key: Ordering key, else partition key. A string is hashed as the UTF-8 of
+            :func:`broker_text`.
     """
-    return (mmh3.hash(key, 0, signed=False) & 0x7FFFFFFF) % RING_SIZE or 1
+    if isinstance(key, str):
+        # mmh3 crashes on a string that has no UTF-8, so it gets bytes only.
+        try:
+            data = key.encode()
+        except UnicodeEncodeError:
+            data = broker_text(key).encode()
+    else:
+        data = key
+    return (mmh3.hash(data, 0, signed=False) & 0x7FFFFFFF) % RING_SIZE or 1
+
+
+def broker_text(key: str) -> str:
+    """A key as the broker reads it; it differs from ``key`` only where that has lone surrogates.
+
+    Python holds a byte of a command line that is not UTF-8 as a lone surrogate from U+DC80 to
+    U+DCFF. The broker replaces such bytes by U+FFFD before it hashes a key. Java's client sends any
+    other lone surrogate as a question mark.
+    """
+    try:
+        return key.encode(errors="surrogateescape").decode(errors="replace")
+    except UnicodeEncodeError:
+        return key.encode(errors="replace").decode()
 
 
 def routing_key(partition_key: str | None, ordering_key: str | None) -> str | None:

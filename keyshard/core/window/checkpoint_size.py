@@ -97,7 +97,7 @@ def paused_ranges(
     size: Counter[int] = Counter()
     for block in waiting:
         rows[block.received_by] += block.rows
-        size[block.received_by] += block.payload_bytes
+        size[block.received_by] += block.memory_bytes
     return frozenset(
         index
         for index in rows

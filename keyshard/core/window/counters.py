@@ -19,6 +19,8 @@ class Counters:
     """Messages with a time, key or property that cannot be what it should."""
     corrupt_skipped: int = 0
     """Entries that could not be read, and were acknowledged because ``on_corrupt`` is ``skip``."""
+    encrypted_skipped: int = 0
+    """Encrypted entries that were acknowledged because ``on_encrypted`` is ``skip``."""
     holes_settled: int = 0
     """Entries of holes that a checkpoint calls settled."""
     entries_lost: int = 0

@@ -20,9 +20,6 @@ from keyshard.core.position.fingerprint import (
 from keyshard.core.window.admission import Sizes, take_aligned
 from keyshard.core.window.checkpoint_size import fitting
 
-ROW_OVERHEAD_BYTES = 512
-"""Memory that a row takes beside its payload, as counted against the budget."""
-
 
 class Receipt(Enum):
     """What became of a delivered entry."""
@@ -140,7 +137,7 @@ class PartitionWindow:
                 count += 1
         taken, self.received = self.received[:count], self.received[count:]
         self.received_rows -= rows
-        self.received_bytes -= sum(map(_size, taken))
+        self.received_bytes -= sum(map(_memory, taken))
         self.received_payload -= sum(block.payload_bytes for block in taken)
         self.waiting_rows = 0
         self.taken.update((block.id, block) for block in taken)
@@ -229,7 +226,7 @@ class PartitionWindow:
         """Count an entry as held; its rows and memory."""
         self.held[block.id] = block.publish_ms
         rows = block.rows
-        memory = block.payload_bytes + rows * ROW_OVERHEAD_BYTES
+        memory = block.memory_bytes
         self.rows += rows
         self.bytes += memory
         return rows, memory
@@ -245,7 +242,7 @@ class PartitionWindow:
             held.pop(block.id, None)
             rows += len(block.indices)
         self.rows -= rows
-        self.bytes -= rows * ROW_OVERHEAD_BYTES + sum(block.payload_bytes for block in blocks)
+        self.bytes -= sum(map(_memory, blocks))
 
     def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
         """Take the entries of the next batch out of what is received; they stay held.
@@ -266,7 +263,7 @@ class PartitionWindow:
         self.left_out = {block.received_by for block in self.received}
         self.left_out -= {block.received_by for block in taken}
         self.received_rows -= sum(block.rows for block in taken)
-        self.received_bytes -= sum(map(_size, taken))
+        self.received_bytes -= sum(map(_memory, taken))
         self.received_payload -= sum(block.payload_bytes for block in taken)
         return taken
 
@@ -348,11 +345,8 @@ class PartitionWindow:
 
 
 _id = attrgetter("id")
-
-
-def _size(block: EntryBlock) -> int:
-    return block.payload_bytes + block.rows * ROW_OVERHEAD_BYTES
+_memory = attrgetter("memory_bytes")
 
 
 def _sizes(block: EntryBlock) -> Sizes:
-    return block.rows, _size(block), block.payload_bytes
+    return block.rows, block.memory_bytes, block.payload_bytes

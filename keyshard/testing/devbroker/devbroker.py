@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -13,10 +12,11 @@ from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker.classes import class_archive, log_configuration
+from keyshard.testing.devbroker.classes import class_archive
 from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
 from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
 from keyshard.testing.devbroker.java import java_home
+from keyshard.testing.devbroker.jvm import jvm_environment
 from keyshard.testing.devbroker.ports import (
     LOOPBACK,
     free_port,
@@ -24,7 +24,7 @@ from keyshard.testing.devbroker.ports import (
     loopback_interface,
     port_is_free,
 )
-from keyshard.testing.devbroker.process import BrokerProcess
+from keyshard.testing.devbroker.process import BrokerProcess, log_tail
 from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 from keyshard.testing.devbroker.security import (
     ADMIN,
@@ -37,12 +37,7 @@ from keyshard.testing.devbroker.security import (
 _STOP_TIMEOUT_S = 20.0
 _ARCHIVE_TIMEOUT_S = 120.0
 """Longest time in which a JVM that ends writes the archive of its classes, seconds."""
-_LOG_LINES = 15
 _MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
-# The first compiler only: a start takes half the processor time (6.7 s against 14.4 s). What a
-# message costs afterwards is twice as much.
-_SPEED = "-XX:+UseParallelGC -XX:+PerfDisableSharedMem"
-_QUICK = "-XX:TieredStopAtLevel=1"
 _STATE = "devbroker.json"
 
 
@@ -214,8 +209,7 @@ class DevBroker:
         home = install(self.version)
         java = java_home()
         if self._classes_option is None:
-            archive = class_archive(home, java, self._record_classes)
-            self._classes_option = f"-XX:SharedArchiveFile={archive}" if archive else ""
+            self._classes_option = class_option(self.version, home, java)
         self._prepare(home)
         self._check_ports()
         deadline = time.monotonic() + timeout_s
@@ -226,16 +220,9 @@ class DevBroker:
         if outcome is not Outcome.READY:
             raise DevBrokerError(
                 f"The broker did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
-                f"{self.log_path} and ends:\n{self._log_tail(log_from)}",
+                f"{self.log_path} and ends:\n{log_tail(self.log_path, log_from)}",
                 log_path=str(self.log_path),
             )
-
-    def _record_classes(self, archive: Path) -> None:
-        """Run another broker, whose JVM writes down at its end which classes it had."""
-        broker = DevBroker(self.version)
-        broker._classes_option = f"-XX:ArchiveClassesAtExit={archive}"
-        with broker:
-            broker.stop(_ARCHIVE_TIMEOUT_S)
 
     def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> Outcome:
         """Start the process and wait; it is killed again unless it became ready."""
@@ -305,18 +292,17 @@ class DevBroker:
 
         Its ports are free for others then.
         """
+        for port in (self._port, self._admin_port, self._bookie_port):
+            if port is not None:
+                give_back(port)
         if self._temporary:
             self.kill()
             if self._data_dir is not None:
                 shutil.rmtree(self._data_dir, ignore_errors=True)
                 self._data_dir = None
+                self._bookie_port = None
         else:
             self.stop()
-        for port in (self._port, self._admin_port, self._bookie_port):
-            if port is not None:
-                give_back(port)
-        if self._temporary:
-            self._bookie_port = None
 
     def _prepare(self, home: Path) -> None:
         """Write the configuration; the bookie's port is part of its data's identity and stays."""
@@ -376,25 +362,32 @@ class DevBroker:
         ]
 
     def _environment(self, home: Path, java: Path) -> dict[str, str]:
-        own = ("PULSAR_", "BOOKIE_", "BK_", "OPTS", "CLASSPATH", "JAVA_HOME")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        return {
-            **kept,
-            **log_configuration(home),
-            "JAVA_HOME": str(java),
-            "PULSAR_STANDALONE_CONF": str(self._config_path),
-            "PULSAR_LOG_DIR": str(self.data_dir / "logs"),
-            "PULSAR_LOG_APPENDER": "Console",
-            "PULSAR_MEM": _MEMORY,
-            "PULSAR_GC": f"{_SPEED} {'' if self._optimised else _QUICK} {self._classes_option}",
-            "PULSAR_GC_LOG": " ",
-        }
+        environment = jvm_environment(
+            home,
+            java,
+            self.data_dir / "logs",
+            memory=_MEMORY,
+            options=self._classes_option or "",
+            optimised=self._optimised,
+        )
+        return {**environment, "PULSAR_STANDALONE_CONF": str(self._config_path)}
 
-    def _log_tail(self, start: int) -> str:
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(start)
-                lines = log.read().decode(errors="replace").splitlines()
-        except OSError:
-            return "(no log)"
-        return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:])
+
+def class_option(version: str, home: Path, java: Path) -> str:
+    """Option with which a JVM maps the classes of its broker; empty where it cannot.
+
+    Args:
+        version: Pulsar version.
+        home: Folder of its distribution.
+        java: Folder of the Java.
+    """
+
+    def record(archive: Path) -> None:
+        """Run a broker, whose JVM writes down at its end which classes it had."""
+        broker = DevBroker(version)
+        broker._classes_option = f"-XX:ArchiveClassesAtExit={archive}"
+        with broker:
+            broker.stop(_ARCHIVE_TIMEOUT_S)
+
+    archive = class_archive(home, java, record)
+    return f"-XX:SharedArchiveFile={archive}" if archive else ""

@@ -51,7 +51,7 @@ def free_port(taken: Collection[int] = ()) -> int:
     chooser = random.SystemRandom()
     for _ in range(_TRIES_MAX):
         port = chooser.randint(first, last)
-        if port not in taken and port_is_free(port) and _hold(port):
+        if port not in taken and _hold(port):
             return port
     raise DevBrokerError(f"No free port was found between {first} and {last}. Name one.")
 
@@ -63,14 +63,14 @@ def give_back(port: int) -> None:
 
 
 def _hold(port: int) -> bool:
-    """Bind a port without listening; whether nobody else has.
+    """Keep a port that is free, bound without listening; whether it was free.
 
     Linux lets a server listen beside a socket that only is bound, where both may share the address
     (``SO_REUSEADDR``, as servers usually do). Whoever binds without sharing is refused: so holders
     see one another.
     """
     if sys.platform != "linux":
-        return True
+        return port_is_free(port)
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         holder.bind((LOOPBACK, port))

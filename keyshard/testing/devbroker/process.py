@@ -14,6 +14,7 @@ from keyshard.errors import DevBrokerError
 
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 10.0
+_LOG_LINES = 15
 
 # A pipe tells the death of the parent, whatever killed it. (PR_SET_PDEATHSIG would also fire when
 # only the *thread* that started the broker ends, and needs code between fork and exec.) A line says
@@ -136,6 +137,22 @@ def start_ticks(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def log_tail(path: Path, start: int = 0) -> str:
+    """The last lines of a log, indented, for an error.
+
+    Args:
+        path: The log.
+        start: Bytes of it that belong to an earlier process.
+    """
+    try:
+        with path.open("rb") as log:
+            log.seek(start)
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return "(no log)"
+    return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:])
 
 
 def _start_by_ps(pid: int) -> str | None:

@@ -252,7 +252,8 @@ def _check_parts(found: Findings, batch: str, whole: _Parts) -> None:
 
 def _compare(found: Findings, batch: str, run: BatchRun, whole: _Parts) -> None:
     parts = _parts(run)
-    for part in sorted(parts.keys() | whole.keys(), key=str):
+    # A run that was broken off may lack whole parts.
+    for part in sorted(parts.keys() | whole.keys() if run.complete else parts, key=str):
         left, right = parts.get(part, []), whole.get(part, [])
         for a, b in zip(left, right, strict=False):
             if (a.stored, a.message) != (b.stored, b.message):

@@ -15,41 +15,98 @@ _OF_HANDLERS = frozenset({"started", "completed", "failed"})
 
 
 def mutual_exclusion(events: Sequence[Event]) -> Verdict:
-    """At any time one handler works on a key of a topic partition.
+    """At any time one handler works on a key of a topic partition, and on each message of it.
 
     A handler runs from ``started`` to ``completed``, ``failed`` or the ``crashed`` of its worker.
-    A worker may work on several rows of one batch at once.
+    A worker may work on several rows of one batch at once. Of messages without a key, a worker
+    works on each once at a time.
     """
-    found = Findings("one handler per key", "handlers of messages with a key", "no handler started")
-    running: defaultdict[Name, dict[tuple[str | None, Name], Event]] = defaultdict(dict)
+    found = Findings("one handler per key", "handlers that started", "no handler started")
+    running = _Running()
     for event in HistoryView.of(events):
         if event.kind == "crashed":
-            _end_handlers(running, event)
-        elif event.kind in _OF_HANDLERS and event.key is not None and event.has_message:
-            of_key = running[event.routing_name]
-            mine = (event.worker, event.stored)
-            if event.kind == "started":
-                found.checked += 1
-                for name, other in of_key.items():
-                    together = event.batch is not None and event.batch == other.batch
-                    if name != mine and not (together and event.worker == other.worker):
-                        found.violation(
-                            f"key {event.key!r} was started by {event.worker} while "
-                            f"{other.worker} worked on it",
-                            *(other, event),
-                        )
-                of_key[mine] = event
-            else:
-                of_key.pop(mine, None)
-                if not of_key:
-                    del running[event.routing_name]
+            running.crash(event)
+        elif event.kind in _OF_HANDLERS and event.has_message:
+            if event.kind != "started":
+                running.end(event)
+                continue
+            found.checked += 1
+            same, other = running.start(event)
+            if same is not None:
+                of = "without a key" if event.key is None else f"of key {event.key!r}"
+                found.violation(
+                    f"{event.worker} started a message {of} while it worked on that message",
+                    *(same, event),
+                )
+            elif other is not None:
+                found.violation(
+                    f"key {event.key!r} was started by {event.worker} while {other.worker} worked "
+                    "on it",
+                    *(other, event),
+                )
     return found.verdict()
 
 
-def _end_handlers(running: dict[Name, dict[tuple[str | None, Name], Event]], crash: Event) -> None:
-    for of_key in running.values():
-        for name in [name for name in of_key if crash.worker in {None, name[0]}]:
-            del of_key[name]
+class _Running:
+    """Handlers that run; an event costs the same however many there are."""
+
+    def __init__(self) -> None:
+        self._of_key: defaultdict[Name, dict[Name, dict[Name, Event]]] = defaultdict(dict)
+        """By key, and by what may run together: rows of one batch with one worker."""
+        self._of_worker: defaultdict[str | None, dict[tuple[Name, Name, Name], None]] = defaultdict(
+            dict
+        )
+        self._places: dict[Name, tuple[Name, Name, Name]] = {}
+
+    def start(self, event: Event) -> tuple[Event | None, Event | None]:
+        """A handler starts; which runs for the same message with the same worker, and which other
+        one may not run beside it."""
+        mine: Name = (event.worker, *event.stored)
+        together: Name = mine if event.batch is None else (event.worker, event.batch)
+        of_key = self._of_key[event.routing_name if event.key is not None else mine]
+        before = self._places.get(mine)
+        same = None
+        if before is not None:
+            same = self._of_key[before[0]][before[1]][mine]
+            # A batch that runs again may begin before the end of its last run is noticed.
+            same = None if event.batch is not None and same.batch == event.batch else same
+        other_name = next((name for name in of_key if name != together), None)
+        other = None if other_name is None else next(iter(of_key[other_name].values()))
+        self.end(event)
+        key = event.routing_name if event.key is not None else mine
+        self._of_key[key].setdefault(together, {})[mine] = event
+        self._places[mine] = place = key, together, mine
+        self._of_worker[event.worker][place] = None
+        return same, other
+
+    def end(self, event: Event) -> None:
+        """A handler ended."""
+        place = self._places.get((event.worker, *event.stored))
+        if place is not None:
+            self._end(event.worker, place)
+
+    def crash(self, event: Event) -> None:
+        """A worker is gone, or all are."""
+        if event.worker is None:
+            self._of_key.clear()
+            self._of_worker.clear()
+            self._places.clear()
+            return
+        for place in list(self._of_worker.get(event.worker, ())):
+            self._end(event.worker, place)
+
+    def _end(self, worker: str | None, place: tuple[Name, Name, Name]) -> None:
+        key, together, mine = place
+        del self._places[mine]
+        del self._of_worker[worker][place]
+        if not self._of_worker[worker]:
+            del self._of_worker[worker]
+        of_key = self._of_key[key]
+        del of_key[together][mine]
+        if not of_key[together]:
+            del of_key[together]
+        if not of_key:
+            del self._of_key[key]
 
 
 def ack_after_checkpoint(events: Sequence[Event]) -> Verdict:
@@ -66,27 +123,38 @@ def ack_after_checkpoint(events: Sequence[Event]) -> Verdict:
     )
     if view.host is Host.DELIVERIES:
         return found.verdict()
-    messages: defaultdict[Name | None, list[Event]] = defaultdict(list)
+    came: defaultdict[Name | None, set[int | None]] = defaultdict(set)
+    """Indices of the messages of an entry that came."""
+    undone: defaultdict[Name | None, dict[Name, Event]] = defaultdict(dict)
+    """Messages of an entry that came and are not done."""
     done: set[Name] = set()
     commits = {id(commit.event): commit for commit in view.commits}
     for event in view:
+        entry = event.entry_name
         if event.kind in {"delivered", "started", "completed"} and event.ledger is not None:
-            messages[event.entry_name].append(event)
+            came[entry].add(event.index)
+            if event.stored not in done:
+                undone[entry].setdefault(event.stored, event)
         if event.kind == "completed" and view.host is Host.HANDLERS:
             done.add(event.stored)
+            undone[entry].pop(event.stored, None)
         elif id(event) in commits:
-            done.update(row.stored for row in commits[id(event)].rows)
+            for row in commits[id(event)].rows:
+                done.add(row.stored)
+                undone[row.entry_name].pop(row.stored, None)
         elif event.kind == "acked":
             found.checked += 1
-            of_entry = messages.get(event.entry_name, [])
-            if event.index is not None:
-                of_entry = [one for one in of_entry if one.index == event.index]
             name = f"{event.topic} {event.partition}/{event.ledger}:{event.entry}"
-            early = [one for one in of_entry if one.stored not in done]
-            if not of_entry:
+            if event.index is None:
+                is_known = bool(came.get(entry))
+                early = next(iter(undone[entry].values()), None)
+            else:
+                is_known = event.index in came[entry]
+                early = undone[entry].get(event.stored)
+            if not is_known:
                 found.violation(f"{name} was acknowledged and never delivered", event)
-            elif early:
-                found.violation(f"{name} was acknowledged before it was done", early[0], event)
+            elif early is not None:
+                found.violation(f"{name} was acknowledged before it was done", early, event)
     return found.verdict()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import ConfigError, HistoryError
+from keyshard.redaction import shown
 
 KINDS: dict[str, str] = {
     "sent": "the broker confirmed a message to its producer",
@@ -100,7 +101,7 @@ class Event:
         elif kind in KINDS:
             missing = None
         else:
-            raise HistoryError(f"{kind!r} is no kind of event. Known: {', '.join(KINDS)}.")
+            raise HistoryError(f"{shown(kind)} is no kind of event. Known: {', '.join(KINDS)}.")
         if missing:
             raise HistoryError(f"An event of kind {kind!r} needs {missing}.")
         if self.range is not None:
@@ -162,7 +163,7 @@ class Event:
         """
         try:
             data = _DECODER.decode(line if isinstance(line, str) else line.decode())
-        except ValueError as exc:  # Also a broken encoding.
+        except (ValueError, RecursionError) as exc:  # Also a broken encoding.
             raise HistoryError(f"It is no JSON: {exc}.") from exc
         if type(data) is not dict:
             raise HistoryError("It is no JSON object.")
@@ -173,6 +174,9 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
+_TIME_MAX = 1e15
+"""All times are less, seconds: a float holds them to a tenth."""
+_INTEGER_MAX = 2**63 - 1
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _NAMES = tuple(field.name for field in fields(Event))
@@ -188,17 +192,21 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     for name, value in data.items():
         kind = _TYPES.get(name)
         if kind is None:
-            raise HistoryError(f"{name!r} is no field. Known: {', '.join(_NAMES)}.")
+            raise HistoryError(f"{shown(name)} is no field. Known: {', '.join(_NAMES)}.")
         given = type(value)
         if given is str and kind is str:
             data[name] = sys.intern(value)
-        elif given is int and kind is float:
+        elif given is int and kind is float and abs(value) < _TIME_MAX:
             data[name] = float(value)
         elif given is not kind and value is not None:
-            raise HistoryError(f"{name} is {value!r}; it must be of type {kind.__name__}.")
+            raise HistoryError(f"{name} is {shown(value)}; it must be of type {kind.__name__}.")
+        elif given is int and abs(value) > _INTEGER_MAX:
+            raise HistoryError(f"{name} is {shown(value)}; it must fit into 64 bits.")
     for name in ("t", "kind"):
         if data.get(name) is None:
             raise HistoryError(f"{name} is missing.")
+    if not abs(data["t"]) < _TIME_MAX:
+        raise HistoryError(f"t is {shown(data['t'])}; it must be less than {_TIME_MAX:g} seconds.")
     return data
 
 
@@ -214,7 +222,7 @@ def parse_range(text: str) -> HashRange:
         return HashRange(int(start), int(end))
     except (ValueError, ConfigError) as exc:
         raise HistoryError(
-            f"{text!r} is no hash range; write start-end, 0 to 65535, both inclusive."
+            f"{shown(text)} is no hash range; write start-end, 0 to 65535, both inclusive."
         ) from exc
 
 

@@ -239,6 +239,8 @@ class _Resting:
         self._resting: set[Name] = set()
         self._running: dict[Name, str | None] = {}
         """By which worker."""
+        self._of_worker: dict[str | None, set[Name]] = {}
+        """The same, by worker."""
 
     def has(self, name: Name) -> bool:
         """Whether a message rests."""
@@ -247,19 +249,31 @@ class _Resting:
     def pass_by(self, event: Event) -> None:
         """The next event."""
         if event.kind == "crashed":
-            ended = event.worker
-            running = self._running.items()
-            self._running = {} if ended is None else {a: by for a, by in running if by != ended}
+            if event.worker is None:
+                self._running.clear()
+                self._of_worker.clear()
+            for name in self._of_worker.pop(event.worker, ()):
+                del self._running[name]
         elif not event.has_message:
             return
         elif event.kind == "started":
+            self._ends(event.stored)
             self._running[event.stored] = event.worker
+            self._of_worker.setdefault(event.worker, set()).add(event.stored)
         elif event.kind == "failed":
-            self._running.pop(event.stored, None)
+            self._ends(event.stored)
         elif event.kind == "completed":
             name = event.stored
-            is_run = name in self._running and self._running.pop(name) == event.worker
+            is_run = name in self._running and self._ends(name) == event.worker
             (self._resting.discard if is_run else self._resting.add)(name)
+
+    def _ends(self, name: Name) -> str | None:
+        """No handler has a message any more; which worker's had it."""
+        if name not in self._running:
+            return None
+        worker = self._running.pop(name)
+        self._of_worker[worker].discard(name)
+        return worker
 
 
 def is_row(event: Event) -> bool:

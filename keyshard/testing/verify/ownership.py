@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.testing.verify.history import Event, parse_range
@@ -20,6 +22,10 @@ class Owners:
 
     def __init__(self) -> None:
         self._scopes: defaultdict[tuple[str | None, int | None], _Scope] = defaultdict(_Scope)
+        self._of_worker: defaultdict[str | None, dict[tuple[str | None, int | None], _Scope]] = (
+            defaultdict(dict)
+        )
+        """Where a worker gained something since its last crash."""
 
     @property
     def known(self) -> bool:
@@ -28,13 +34,19 @@ class Owners:
 
     def follow(self, event: Event) -> list[Problem]:
         """Take the next event; says what is wrong with a gain. Others than of ranges pass by."""
+        where = event.topic, event.partition
         if event.kind == "range_gained":
-            return list(self._scopes[event.topic, event.partition].gain(event))
+            scope = self._of_worker[event.worker][where] = self._scopes[where]
+            return list(scope.gain(event))
         if event.kind == "range_lost":
-            self._scopes[event.topic, event.partition].lose(event)
-        elif event.kind == "crashed":
+            self._scopes[where].lose(event)
+        elif event.kind == "crashed" and event.worker is None:
             for scope in self._scopes.values():
-                scope.crash(event)
+                scope.crash(list(scope.held))
+            self._of_worker.clear()
+        elif event.kind == "crashed":
+            for scope in self._of_worker.pop(event.worker, {}).values():
+                scope.crash(list(scope.of_worker.get(event.worker, ())))
         return []
 
     def gaps(self) -> list[Problem]:
@@ -48,13 +60,28 @@ class Owners:
         return not scopes or any(scope.owns(event, slot) for scope in scopes)
 
 
+_Holder = tuple[str | None, str | None]
+"""Worker and range."""
+
+
 @dataclass(slots=True)
 class _Scope:
-    held: dict[tuple[str | None, str | None], Event] = field(default_factory=dict)
+    """Owners of one topic partition. A change costs the logarithm of what is held, while no two
+    hold the same slot."""
+
+    held: dict[_Holder, Event] = field(default_factory=dict)
     """The gain of each (worker, range) that is held now."""
+    of_worker: dict[str | None, dict[_Holder, None]] = field(default_factory=dict)
+    """The same by worker."""
+    spans: list[tuple[int, int, str]] = field(default_factory=list)
+    """First slot, last slot and worker of what is held, ascending."""
+    holders: dict[tuple[int, int, str], _Holder] = field(default_factory=dict)
+    """Who holds a span."""
+    disjoint: bool = True
+    """Whether no two of them had a slot in common since the last time that nothing was held."""
     gains: list[Event] = field(default_factory=list)
     epochs: list[tuple[int, int, Event]] = field(default_factory=list)
-    """First slot, last slot and their last gain; disjoint."""
+    """First slot, last slot and their last gain; disjoint and ascending."""
     crashed: list[tuple[Event, int]] = field(default_factory=list)
     """Gains that a crash ended, with the number of gains until then."""
     settled: bool = False
@@ -63,24 +90,44 @@ class _Scope:
     """What had no owner after the last gain before something was lost."""
 
     def gain(self, event: Event) -> Iterator[Problem]:
-        gained = _range(event)
-        for name, other in self.held.items():
-            if name != (event.worker, event.range) and _overlap(gained, _range(other)):
-                yield (
-                    f"{event.worker} gained {gained} while {other.worker} held {other.range}",
-                    (other, event),
-                )
+        gained, holder = _range(event), (event.worker, event.range)
+        self._let_go(holder)
+        other = next(self._overlapping(gained), None)
+        if other is not None:
+            self.disjoint = False
+            yield (
+                f"{event.worker} gained {gained} while {other.worker} held {other.range}",
+                (other, event),
+            )
         yield from self._fence(event, gained)
-        self.held[event.worker, event.range] = event
+        self.held[holder] = event
+        self.of_worker.setdefault(event.worker, {})[holder] = None
+        span = gained.start, gained.end, _name(event.worker)
+        insort(self.spans, span)
+        self.holders[span] = holder
         self.gains.append(event)
         self.settled = False
 
+    def _overlapping(self, gained: HashRange) -> Iterator[Event]:
+        """Gains of what is held and has a slot in common with a range."""
+        if not self.disjoint:
+            yield from (one for one in self.held.values() if _overlap(gained, _range(one)))
+            return
+        at = max(0, bisect_left(self.spans, gained.start, key=_first) - 1)
+        for start, end, worker in islice(self.spans, at, None):
+            if start > gained.end:
+                return
+            if end >= gained.start:
+                yield self.held[self.holders[start, end, worker]]
+
     def _fence(self, event: Event, gained: HashRange) -> Iterator[Problem]:
-        rest: list[tuple[int, int, Event]] = []
-        for first, last, before in self.epochs:
-            if last < gained.start or first > gained.end:
-                rest.append((first, last, before))
-                continue
+        epochs = self.epochs
+        begin = bisect_left(epochs, gained.start, key=_first)
+        if begin and epochs[begin - 1][1] >= gained.start:
+            begin -= 1
+        end = bisect_right(epochs, gained.end, key=_first)
+        pieces: list[tuple[int, int, Event]] = []
+        for first, last, before in epochs[begin:end]:
             if _stale(event, before):
                 then = f"{before.worker} gained {before.range} in epoch {before.epoch}"
                 yield (
@@ -88,23 +135,40 @@ class _Scope:
                     (before, event),
                 )
             if first < gained.start:
-                rest.append((first, gained.start - 1, before))
+                pieces.append((first, gained.start - 1, before))
             if last > gained.end:
-                rest.append((gained.end + 1, last, before))
-        self.epochs = [*rest, (gained.start, gained.end, event)]
+                pieces.append((gained.end + 1, last, before))
+        pieces.append((gained.start, gained.end, event))
+        epochs[begin:end] = sorted(pieces, key=_first)
 
     def lose(self, event: Event) -> None:
         self._settle()
-        self.held.pop((event.worker, event.range), None)
+        self._let_go((event.worker, event.range))
 
-    def crash(self, event: Event) -> None:
-        self._settle()
-        for name in [name for name in self.held if event.worker in {None, name[0]}]:
-            self.crashed.append((self.held.pop(name), len(self.gains)))
+    def crash(self, holders: Iterable[_Holder]) -> None:
+        """A worker that held this is gone."""
+        for holder in holders:
+            self._settle()
+            self.crashed.append((self.held[holder], len(self.gains)))
+            self._let_go(holder)
+
+    def _let_go(self, holder: _Holder) -> None:
+        event = self.held.pop(holder, None)
+        if event is None:
+            return
+        worker = event.worker
+        del self.of_worker[worker][holder]
+        if not self.of_worker[worker]:
+            del self.of_worker[worker]
+        lost = _range(event)
+        span = lost.start, lost.end, _name(worker)
+        self.holders.pop(span, None)
+        del self.spans[bisect_left(self.spans, span)]
+        self.disjoint = self.disjoint or not self.held
 
     def _settle(self) -> None:
         if not self.settled:
-            self.gap = _gap(self.held.values(), _RING)
+            self.gap = _gap(self.spans, _RING)
             self.settled = True
 
     def gaps(self) -> Iterator[Problem]:
@@ -113,17 +177,60 @@ class _Scope:
             last = self.gains[-1]
             change = f"{last.worker} gained {last.range}"
             yield f"{self.gap} had no owner after the last change, when {change}", (last,)
-        for lost, gains in self.crashed:
-            gap = _gap(self.gains[gains:], _range(lost))
+        gained_later, at = _Union(), len(self.gains)
+        missing: list[tuple[Event, HashRange]] = []
+        for lost, gains in reversed(self.crashed):
+            while at > gains:
+                at -= 1
+                gained_later.add(_range(self.gains[at]))
+            gap = _gap(gained_later.spans_in(_range(lost)), _range(lost))
             if gap is not None:
-                yield f"{gap} had no owner after {lost.worker} crashed", (lost,)
+                missing.append((lost, gap))
+        for lost, gap in reversed(missing):
+            yield f"{gap} had no owner after {lost.worker} crashed", (lost,)
 
     def owns(self, event: Event, slot: int) -> bool:
         if (event.worker, event.range) in self.held:
             return True
-        return any(
-            name[0] == event.worker and slot in _range(gain) for name, gain in self.held.items()
-        )
+        if not self.disjoint:
+            mine = self.of_worker.get(event.worker, ())
+            return any(slot in _range(self.held[holder]) for holder in mine)
+        at = bisect_right(self.spans, slot, key=_first) - 1
+        return at >= 0 and self.spans[at][1] >= slot and self.spans[at][2] == _name(event.worker)
+
+
+class _Union:
+    """Slots that lie in any of some ranges."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, str]] = []
+        """Disjoint and ascending."""
+
+    def add(self, hash_range: HashRange) -> None:
+        begin, end = self._at(hash_range)
+        touched = self._spans[begin:end]
+        starts = [hash_range.start, *(one[0] for one in touched)]
+        ends = [hash_range.end, *(one[1] for one in touched)]
+        self._spans[begin:end] = [(min(starts), max(ends), "")]
+
+    def spans_in(self, hash_range: HashRange) -> list[tuple[int, int, str]]:
+        """Those that have a slot in common with a range."""
+        begin, end = self._at(hash_range)
+        return self._spans[begin:end]
+
+    def _at(self, hash_range: HashRange) -> tuple[int, int]:
+        begin = bisect_left(self._spans, hash_range.start, key=_first)
+        if begin and self._spans[begin - 1][1] >= hash_range.start:
+            begin -= 1
+        return begin, bisect_right(self._spans, hash_range.end, key=_first)
+
+
+def _first(span: tuple[int, int, object]) -> int:
+    return span[0]
+
+
+def _name(worker: str | None) -> str:
+    return "" if worker is None else worker
 
 
 def _range(event: Event) -> HashRange:
@@ -142,14 +249,11 @@ def _stale(event: Event, before: Event) -> bool:
     return event.epoch < before.epoch or (other and event.epoch == before.epoch)
 
 
-def _gap(gains: Iterable[Event], whole: HashRange) -> HashRange | None:
-    """The first part of a range that lies in no gained range."""
+def _gap(spans: Iterable[tuple[int, int, str]], whole: HashRange) -> HashRange | None:
+    """The first part of a range that lies in no span; they ascend by their first slot."""
     at = whole.start
-    for one in sorted(_range(event) for event in gains):
-        if one.start > at:
-            break
-        at = max(at, one.end + 1)
-    if at > whole.end:
-        return None
-    starts = [one.start - 1 for one in map(_range, gains) if one.start > at]
-    return HashRange(at, min([whole.end, *starts]))
+    for start, end, _ in spans:
+        if start > at:
+            return HashRange(at, min(whole.end, start - 1))
+        at = max(at, end + 1)
+    return None if at > whole.end else HashRange(at, whole.end)

@@ -96,6 +96,7 @@ class RecordingBroker:
         start: StartPosition,
         consumer_name: str,
         receiver_queue_size: int,
+        receiver_queue_bytes: int | None = None,
         columns: Collection[str] | None = None,
     ) -> Consumer:
         consumer = self._broker.subscribe(
@@ -105,6 +106,7 @@ class RecordingBroker:
             start=start,
             consumer_name=consumer_name,
             receiver_queue_size=receiver_queue_size,
+            receiver_queue_bytes=receiver_queue_bytes,
             columns=columns,
         )
         if self._subscription not in {None, subscription}:
@@ -230,9 +232,6 @@ class _RecordingConsumer:
     def when_ready(self, callback: Callable[[], None]) -> None:
         self.consumer.when_ready(callback)
 
-    def ask_ahead(self, messages: int) -> bool:
-        return self.consumer.ask_ahead(messages)
-
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         self._broker.acknowledged(self.consumer, entries)
         self.consumer.acknowledge(entries)
@@ -245,6 +244,9 @@ class _RecordingConsumer:
 
     def has_given_all(self) -> bool:
         return self.consumer.has_given_all()
+
+    def trouble(self) -> str:
+        return self.consumer.trouble()
 
     def close(self, *, for_another: bool = False) -> None:
         self._broker.give_up(self, for_another=for_another)

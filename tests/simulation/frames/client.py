@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+from keyshard.broker import retrier
 from keyshard.broker.port import Reader
-from keyshard.broker.wire import broker, comebacks, connection, receipts, subscribed
+from keyshard.broker.wire import broker, connection, receipts, subscribed
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import WireConsumer, WireReader
 from keyshard.broker.wire.dialling import Address
@@ -69,7 +70,7 @@ class Frames:
             (subscribed, "_ids", itertools.count(1)),
             (broker, "close_at_exit", lambda _: None),
             (broker, "weakref", _Ordered),
-            (comebacks, "_random", Random(f"{self._seed}:comebacks")),
+            (retrier, "_random", Random(f"{self._seed}:retrier")),
             *((module, "Future", answer) for module in (connection, subscribed, receipts)),
         ]
         before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
@@ -160,9 +161,6 @@ class FramedConsumer(Consumer):
     @property
     def is_live(self) -> bool:
         return not self.closed and self.key in self._client.cluster.standing
-
-    def ask_ahead(self, messages: int) -> bool:
-        return self._inner.ask_ahead(messages)
 
     def when_ready(self, callback: Any) -> None:
         self._inner.when_ready(callback)

@@ -22,6 +22,8 @@ from keyshard.broker.port import StartPosition
 from keyshard.broker.pulsar.credentials import Credentials, Shown
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import connection as connecting
+from keyshard.broker.wire import decoding, keep_alive
+from keyshard.broker.wire import frames as framing
 from keyshard.broker.wire import schema as asking
 from keyshard.broker.wire.broker import CLOSE_S, LEAVE_S, WireBroker
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer, WireReader
@@ -36,7 +38,7 @@ from tests.simulation.frames.client import Frames
 from tests.simulation.frames.sockets import Socket, Way
 from tests.simulation.install import installed
 from tests.simulation.scheduler import Scheduler, StuckError
-from tests.stored_entries import batch, damaged, plain, single
+from tests.stored_entries import batch, damaged, extreme, plain, single
 
 TIMEOUT_S = 5.0
 """Of a request, seconds."""
@@ -44,7 +46,7 @@ SLACK_S = 1.0
 """What a call may take longer, seconds: the simulated network is never this slow."""
 TASKS_MAX = 40
 """Threads that a client may have at once."""
-GIVEN_UP_S = 2 * connecting.KEEP_ALIVE_S + TIMEOUT_S
+GIVEN_UP_S = 2 * keep_alive.KEEP_ALIVE_S + TIMEOUT_S
 """Time after which a connection that brings nothing whole has been given up, seconds."""
 RUN_S = 2 * GIVEN_UP_S
 """How long a client tries, seconds."""
@@ -55,6 +57,9 @@ URLS = (
     b"pulsar://broker:-1", b"pulsar://broker:x", b"pulsar://" + b"a" * 300 + b":6650",
     b"pulsar://a..b:6650", b"pulsar://a\0b:6650", b"\xff\xfe", b"http://broker/", b"pulsar://else:1",
 )  # fmt: skip
+KEPT_BYTES = 300_000
+"""Largest frame that is kept whole in a run, bytes: as many of them as a real limit has would take
+long to send."""
 COUNTS = (0, 1, 3, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -139,7 +144,7 @@ class Session:
         return None if made is None else made(asked, strange)
 
     def _connect(self, _: Any, strange: bool) -> tuple[str, Any]:
-        most = self._random.choice((-1, 0, 2**31 - 1)) if strange else 5 << 20
+        most = self._random.choice((-1, 0, 600 << 20, 2**31 - 1)) if strange else 5 << 20
         return "connected", api.Connected(server_version=b"h", max_message_size=most)
 
     def _lookup(self, asked: Any, strange: bool) -> tuple[str, Any]:
@@ -181,6 +186,8 @@ class Session:
 
     def _flow(self, asked: Any, _: bool) -> None:
         run = self._run
+        if not 0 < asked.permits < 2**31:
+            raise HarmError(f"{asked.permits} messages are asked for, which no broker takes")
         run.scheduler.spawn(
             run.process, "deliver", lambda: self.deliver(asked.consumer_id, asked.permits)
         )
@@ -236,7 +243,7 @@ class Session:
         where = api.MessageId(ledger=1, entry=run.numbers)
         content = api.Message(consumer_id=consumer_id, message_id=where)
         if harmful:
-            how = draw.randrange(4)
+            how = draw.randrange(6)
             if how == 0:
                 where.ledger = draw.choice((2**63 - 1, 2**63, 2**64 - 1))
                 where.entry = draw.choice((2**63 - 1, 2**63, 2**64 - 1, run.numbers))
@@ -249,6 +256,12 @@ class Session:
                 damage = [(draw.choice(kinds), draw.randrange(400), draw.randrange(1, 256))]
                 stored = damaged(stored, damage)
                 # What is read of it may be anything, as long as it is of this entry.
+            elif how == 3:
+                stored = extreme(draw, 3_000)
+                if draw.randrange(2):
+                    content.ack_set.extend(draw.choices((-1, 0, 1, 2**63 - 1, -(2**63)), k=3))
+            elif how == 4:
+                stored = single(plain(bytes(draw.choice((KEPT_BYTES, 2 * KEPT_BYTES)))))
             else:
                 content.consumer_id = draw.choice((0, 2**64 - 1, consumer_id + 1_000))
             run.harmed.add(run.numbers)
@@ -265,6 +278,7 @@ class Session:
         self.put(draw.choice((
             body,
             struct.pack(">I", absurd),
+            struct.pack(">I", 600 << 20) + bytes(2 * KEPT_BYTES),
             struct.pack(">II", 8, absurd) + bytes(4),
             struct.pack(">II", 4 + len(body), len(body)) + body,
             frame_of("ping", api.Nothing())[:-1],  # what follows belongs to it
@@ -368,7 +382,8 @@ class Run:
         with installed(self.scheduler, Random(f"{self.seed}:waits")), self._frames.installed():
             # Put back by who put the simulated ones there.
             connecting.dialled = self.dial
-            credentials = brokering.Credentials
+            credentials, kept = brokering.Credentials, framing.KEPT_BYTES_MAX
+            framing.KEPT_BYTES_MAX = decoding.KEPT_BYTES_MAX = KEPT_BYTES
             brokering.Credentials = asking.Credentials = self._credentials
             try:
                 self.scheduler.run(self.client, self._main)
@@ -378,6 +393,7 @@ class Run:
                 return f"{exc!r} in {self.scheduler.failed_in}"
             finally:
                 brokering.Credentials = asking.Credentials = credentials
+                framing.KEPT_BYTES_MAX = decoding.KEPT_BYTES_MAX = kept
         return ""
 
     def _main(self) -> None:
@@ -478,6 +494,10 @@ class Run:
                 most = 2 * handle._permits.ahead + 200
                 if len(handle._entries) > most:
                     raise HarmError(f"{len(handle._entries)} entries wait, where {most} may")
+                at, _ = handle.standing()
+                held = 0 if at is None else len(at._frames._rest)
+                if held > KEPT_BYTES + connecting.READ_BYTES:
+                    raise HarmError(f"{held} bytes of a frame are held")
 
 
 def main() -> int:

@@ -377,6 +377,8 @@ def bytes_of(entry: StoredEntry) -> bytes:
     """What is stored of an entry."""
     told = [_told(one, entry.sequence_id + at) for at, one in enumerate(entry.messages)]
     fields = BASE | {1: entry.producer.encode(), 2: entry.sequence_id, 3: entry.publish_ms}
+    if entry.encrypted:
+        fields[13] = protobuf({1: b"key", 2: b"its bytes"})
     if entry.batched:
         payload = batch_payload(told)
         return stored(protobuf(fields | {9: len(payload), 11: len(told)}), payload)

@@ -179,6 +179,9 @@ class Socket(Source):
         self._full = False
         self.changed()
 
+    def shutdown(self, how: int) -> None:
+        """What :meth:`close` does, for this end."""
+
     def close(self) -> None:
         self.closed()
 

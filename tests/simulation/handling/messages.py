@@ -72,6 +72,8 @@ class Fate:
     """Attempts that will fail yet."""
     error: Callable[[], BaseException] = ValueError
     rejected: bool = False
+    returns: bool = False
+    """Whether the handler returns the error instead of raising it."""
 
 
 class Fates:
@@ -118,4 +120,5 @@ class Fates:
             fate.error = random.choice(errors)
             # Fewer than the attempts: it is tried again. More: its key parks, perhaps twice.
             fate.fails = random.randint(1, 2 * shape.attempts + 1)
+        fate.returns = random.random() < 0.2
         return fate

@@ -34,15 +34,34 @@ def is_dead_letters(where: TopicPartition) -> bool:
 
 
 class HandlerRecord(Record):
-    """The history of a program: what passes at its dead-letter topic is none of it."""
+    """The history of a program: what passes at its dead-letter topic is none of it, nor what
+    becomes of encrypted entries.
+
+    Args:
+        scheduler: Tells the time.
+        trace_max: Lines of the trace that are kept.
+        is_encrypted: Told what is acknowledged; whether that is an encrypted entry.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        trace_max: int | None,
+        is_encrypted: Callable[[TopicPartition, EntryId], bool],
+    ) -> None:
+        super().__init__(scheduler, trace_max)
+        self._is_encrypted = is_encrypted
 
     def delivered(self, owned_range: OwnedRange, blocks: Iterable[EntryBlock]) -> None:
         if not is_dead_letters(owned_range.topic_partition):
             super().delivered(owned_range, blocks)
 
     def acked(self, owned_range: OwnedRange, entries: Iterable[EntryId]) -> None:
-        if not is_dead_letters(owned_range.topic_partition):
-            super().acked(owned_range, entries)
+        where = owned_range.topic_partition
+        if not is_dead_letters(where):
+            super().acked(
+                owned_range, [one for one in entries if not self._is_encrypted(where, one)]
+            )
 
     def gained(self, owned_range: OwnedRange) -> None:
         if not is_dead_letters(owned_range.topic_partition):
@@ -208,9 +227,17 @@ class LetterWriter:
         found = parse(message)
         assert found is not None, "what is sent there is a letter or a marker"
         host = self._client.host
-        seq = parse_value(message.value)[1] if message.value else -1
+        seq = _seq(message.value)
         host.promises.stored(position, found, seq)
         host.stored(found, seq)
+
+
+def _seq(value: bytes | None) -> int:
+    """Sequence number of a payload; -1 for one that is no payload of the world."""
+    try:
+        return -1 if value is None else parse_value(value)[1]
+    except ValueError:
+        return -1
 
 
 class LetterReader:

@@ -55,7 +55,10 @@ class Program:
     def __init__(self, world: HandlerWorld, name: str, trace_max: int | None) -> None:
         self.world = world
         self.name = name
-        self.record = HandlerRecord(world.scheduler, trace_max)
+        self.record = HandlerRecord(
+            world.scheduler, trace_max,
+            lambda where, entry_id: world.oddities.acked(self, Name.of(where, entry_id)),
+        )  # fmt: skip
         self.promises = Promises()
         self.fates = Fates(f"{world.seed}:{name}", world.shape)
         self.files: dict[str, bytes] = {}
@@ -64,6 +67,8 @@ class Program:
         self.forgets = False
         """Whether the broker is killed before the next start."""
         self.lives = 0
+        self.malformed = 0
+        """Messages in its dead-letter topic that should be letters of it, and are none."""
         self.is_new = True
         """Whether nothing was handled or stored yet, in any of its lives."""
         self.process: Process | None = None
@@ -110,6 +115,7 @@ class Program:
                 self.forgets = False
                 self.world.forget()
             self.world.starts.between_lives(self)
+            self.world.oddities.between_lives(self)
             self.lives += 1
             self.promises.life_begins()
             process = self.process = scheduler.process(f"{self.name}-{self.lives}")
@@ -118,6 +124,10 @@ class Program:
             if not process.dead:
                 if self._in_hand:
                     self.record.add("disconnected", worker=process.name)
+                if self.world.trial.hangs(self):
+                    # Its handler is left behind, and the message comes again.
+                    self.record.add("crashed", worker=process.name)
+                    self.disturbed()
                 self.end(process, killed=False)
             self._leave_batches()
             self.process = self._source = None
@@ -152,7 +162,9 @@ class Program:
                 self._run(source)
         except KeyShardError as exc:
             self.record.note(f"the run ends: {exc!r}")
-            if not isinstance(exc, (CheckpointError, HandlerFailedError)):
+            if self.world.oddities.ends(self, exc):
+                pass
+            elif not isinstance(exc, (CheckpointError, HandlerFailedError)):
                 if excuses == self._excuses:
                     raise
             elif isinstance(exc, CheckpointError) and "[Errno 28]" not in str(exc):
@@ -195,21 +207,27 @@ class Program:
         return Source(
             subscription=self.name, service_url=url, parallelism=world.shape.ranges,
             **({"starting_position": "earliest"} | what | world.shape.options
-               | world.starts.options()),
+               | world.starts.options() | world.oddities.options(self)),
         )  # fmt: skip
 
     # -- user code -------------------------------------------------------------------------------
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message) -> BaseException | None:
         key, seq = parse_value(message.value)
         fate = self.fates.of(message.topic, message.partition, key, seq)
         self.at(Step.REPLAYING if self.promises.rests(_name(message), key) else Step.HANDLING)
+        if self.world.trial.attempt(self, key):
+            raise ValueError("poison")
         if fate.seconds:
             self.world.scheduler.sleep(fate.seconds)
         if fate.rejected or fate.fails:
             self.at(Step.FAILING)
             fate.fails = max(0, fate.fails - 1)
-            raise fate.error()
+            error = fate.error()
+            if not fate.returns:
+                raise error
+            return error
+        return None
 
     def _consume_batches(self, source: KeyShardSource) -> None:
         scheduler, random = self.world.scheduler, self._random
@@ -299,7 +317,9 @@ class Program:
             self.record.note(f"marker of {found.key}: {found}")
             return
         self.record.note(f"letter, {found.kind.value}")
-        self._write("completed", _name(found.message), found.key, seq)
+        name = _name(found.message)
+        if not self.world.oddities.is_encrypted(name):
+            self._write("completed", name, found.key, seq)
 
     def save(self, path: str, data: bytes) -> None:
         """Store a checkpoint."""
@@ -381,6 +401,18 @@ class Program:
                 self.unpark(*random.sample(keys, 1) if (keys := self.parked()) else ["k0"])
             elif roll < 0.4:
                 self.rescale(random.choice((None, 1, 2, 3, 6)))
+
+    @property
+    def has_started(self) -> bool:
+        """Whether handlers run; batches have none."""
+        run = self._running()
+        return self.world.shape.batches or (run is not None and run._parked is not None)
+
+    @property
+    def openings(self) -> int:
+        """How often the circuit breaker opened in this life."""
+        run = self._running()
+        return 0 if run is None else int(run._desk.circuit.openings)
 
     def _running(self) -> Any:
         return None if self._source is None else self._source.__dict__.get("_running")

@@ -21,6 +21,11 @@ class Name(NamedTuple):
     partition: int
     id: MessageId
 
+    @classmethod
+    def of(cls, where: TopicPartition, entry_id: EntryId) -> Name:
+        """The first message of an entry."""
+        return cls(where.topic, where.partition, MessageId(*entry_id, 0))
+
 
 class Place(NamedTuple):
     """Where order is promised."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.config.connection import Connection
@@ -17,11 +17,13 @@ from keyshard.observe import monitor
 from keyshard.testing.verify.checkers import check
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
+from tests.simulation.handling.oddities import Oddities
 from tests.simulation.handling.program import Program
 from tests.simulation.handling.promises import Name
 from tests.simulation.handling.shape import Shape
 from tests.simulation.handling.starts import Starts
 from tests.simulation.handling.storage import simulated_files
+from tests.simulation.handling.trials import Trial
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
@@ -68,6 +70,8 @@ class HandlerWorld:
         names = ("billing", "audit") if self.shape.neighbour else ("billing",)
         self.programs = [Program(self, name, trace_max) for name in names]
         self.starts = Starts(self)
+        self.trial = Trial(self)
+        self.oddities = Oddities(self)
         self.done = False
         """Whether no life begins any more."""
         self._started_again = False
@@ -158,14 +162,18 @@ class HandlerWorld:
         for program in self.programs:
             scheduler.spawn(self.process, "supervisor", program.supervise)
         while scheduler.now_s < FAULTS_S and not self._all_happened():
-            self._look()
+            self.look()
         self.injector.enabled = False
         end = scheduler.now_s + HEALING_S
         while scheduler.now_s < end or not self.programs[0].network.up:
-            self._look()
+            self.look()
         for program in self.programs:
             program.fates.heal()
             program.record.add("faults_stopped")
+        self._settle()
+        if self.trial.drawn:
+            self.trial.run()
+        self.oddities.publish()
         self._settle()
         self._start_again()
         self._settle()
@@ -173,15 +181,25 @@ class HandlerWorld:
         for program in self.programs:
             program.stop()
         while any(program.process is not None for program in self.programs):
-            self._look()
+            self.look()
         self.cluster.validate()
         self._judge()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Wait a little; a promise that is broken meanwhile ends the run."""
         self.scheduler.sleep(0.1)
         for program in self.programs:
             if program.promises.broken:
                 raise BrokenPromiseError(f"{program.name}: {program.promises.broken}")
+
+    def breaks(self, text: str) -> NoReturn:
+        """End the run: a promise does not hold."""
+        raise BrokenPromiseError(text)
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        for program in self.programs:
+            program.record.note(text)
 
     def _all_happened(self) -> bool:
         return len(self._sent) >= self.shape.messages_min and self.injector.all_begun
@@ -195,19 +213,21 @@ class HandlerWorld:
             for program in self.programs:
                 if keys := program.parked():
                     program.unpark(*keys)
-            self._look()
+            self.look()
 
     def _start_again(self) -> None:
         """Every program has another life, which lets go what a broker forgot of letters."""
         for program in self.programs:
             lives, program.forgets = program.lives, self._random.random() < FORGETS
             while not program.stop():
-                self._look()
+                self.look()
             while program.lives == lives:
-                self._look()
+                self.look()
         self._started_again = True
 
     def _unsettled(self, program: Program) -> str:
+        if self._started_again and not program.has_started:
+            return f"{program.name} is starting"
         left = self._sent - program.promises.finished
         left = {name for name in left if not self.starts.lies_before(name)}
         if left:
@@ -221,7 +241,7 @@ class HandlerWorld:
         )
         if backlog:
             return f"{program.name}: the backlog is {backlog}"
-        resting, kept = self._resting_letters(program), len(program.promises.kept)
+        resting, kept = self._resting_letters(program), self._kept(program)
         # From its limit on a broker sends a consumer nothing more until half of that is left.
         all_come = kept < self.shape.unacked_limits.per_consumer // 2
         if self._started_again and all_come and resting > kept:
@@ -241,9 +261,15 @@ class HandlerWorld:
 
     def _judge_letters(self, program: Program) -> None:
         """Letters that nobody replays rest until somebody else acknowledges them."""
-        resting, kept = self._resting_letters(program), len(program.promises.kept)
+        resting, kept = self._resting_letters(program), self._kept(program)
         if resting < kept:
             raise BrokenPromiseError(f"{program.name}: {resting} letters rest of {kept}")
+        if self._started_again and (broken := self.oddities.broken(program)):
+            raise BrokenPromiseError(broken)
+
+    def _kept(self, program: Program) -> int:
+        """Messages of its dead-letter topic that nobody but an operator acknowledges."""
+        return len(program.promises.kept) + program.malformed
 
     def _resting_letters(self, program: Program) -> int:
         """What its subscription of the dead-letter topic keeps."""
@@ -271,8 +297,11 @@ class HandlerWorld:
                     )
             self.scheduler.sleep(random.expovariate(5))
 
-    def publish(self, topic: str, keys: list[str], batching: Batching | None = None) -> None:
-        """Publish a message of each key."""
+    def publish(
+        self, topic: str, keys: list[str], batching: Batching | None = None
+    ) -> list[tuple[Name, str]]:
+        """Publish a message of each key; where they lie, with their keys."""
+        names: list[tuple[Name, str]] = []
         messages = []
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
@@ -288,11 +317,14 @@ class HandlerWorld:
             assert ordinal is not None
             entry = log.get(ordinal)
             assert entry is not None
-            for index in range(len(entry.messages)):
+            for index, message in enumerate(entry.messages):
                 position = MessageId(entry_id.ledger, entry_id.entry, index)
-                self._sent.add(Name(where.topic, where.partition, position))
+                name = Name(where.topic, where.partition, position)
+                names.append((name, message.key or ""))
+            self._sent.update(name for name, _ in names)
             for program in self.programs:
                 program.record.sent(where, entry_id, entry.messages)
+        return names
 
     def _trace(self) -> list[str]:
         lines = [line for program in self.programs for line in program.record.trace]

@@ -21,6 +21,8 @@ const MESSAGE: u64 = 9;
 /// Times from here on are none; `TIME_MS_MAX` in `arrow/metadata.py`.
 const TIME_MS_MAX: u64 = 253_370_764_800_000;
 const BYTES_MAX: usize = i32::MAX as usize;
+/// Properties of a message from which on it is left to the reference before its memory is counted.
+const PROPERTIES_MAX: usize = 1 << 21;
 
 /// Why an entry is left to the reference.
 struct Odd;
@@ -126,6 +128,16 @@ struct Said<'a> {
     length: Option<usize>,
 }
 
+impl<'a> Said<'a> {
+    fn add_property(&mut self, data: &'a [u8]) -> Plain<()> {
+        if self.properties.len() == PROPERTIES_MAX {
+            return Err(Odd);
+        }
+        self.properties.push(property(data)?);
+        Ok(())
+    }
+}
+
 fn property(data: &[u8]) -> Plain<(&str, &str)> {
     let (mut key, mut value) = (None, None);
     let mut fields = Fields::of(data);
@@ -205,7 +217,7 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
             1 => producer = Some(value.bytes()?),
             2 => sequence_id = Some(value.number()?),
             3 => publish_ms = Some(value.number()?),
-            4 => said.properties.push(property(value.bytes()?)?),
+            4 => said.add_property(value.bytes()?)?,
             6 => said.key = Some(value.bytes()?),
             8 => compression = value.number()?,
             9 => uncompressed = value.number()?,
@@ -341,9 +353,24 @@ impl Validity {
     }
 }
 
+/// Most that an entry may hold; `wire/entries.py`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Limits {
+    messages: u64,
+    memory: u64,
+    row: u64,
+    property: u64,
+}
+
 struct Columns {
     /// Bits of what is wanted.
     wanted: u32,
+    limits: Limits,
+    /// Bytes of the name of the producer of the newest entry.
+    producer: usize,
+    /// Memory of the messages of the newest entry.
+    memory: u64,
     values: Bytes,
     has_value: Validity,
     keys: Bytes,
@@ -367,9 +394,12 @@ struct Columns {
 }
 
 impl Columns {
-    fn new(wanted: u32) -> Self {
+    fn new(wanted: u32, limits: Limits) -> Self {
         Columns {
             wanted,
+            limits,
+            producer: 0,
+            memory: 0,
             values: Bytes::new(),
             has_value: Validity::default(),
             keys: Bytes::new(),
@@ -393,8 +423,18 @@ impl Columns {
         }
     }
 
+    /// Counts the memory of one more message; `message_memory` in `wire/entries.py`.
+    fn count(&mut self, said: &Said, value: &[u8]) -> Plain<()> {
+        let keys = said.key.unwrap_or_default().len() + said.ordering_key.unwrap_or_default().len();
+        let pairs: usize = said.properties.iter().map(|(key, value)| key.len() + value.len()).sum();
+        let bytes = value.len() + 2 * keys + self.producer + pairs;
+        self.memory += self.limits.row + self.limits.property * said.properties.len() as u64 + bytes as u64;
+        if self.memory > self.limits.memory { Err(Odd) } else { Ok(()) }
+    }
+
     /// One more message; whether its key was set as bytes and routes it.
     fn push<const METADATA: bool>(&mut self, said: &Said, sequence_id: Option<u64>, value: &[u8]) -> Plain<bool> {
+        self.count(said, value)?;
         let text = |bytes| std::str::from_utf8(bytes).map(|_| ()).map_err(|_| Odd);
         let (key, ordering_key) = (said.key.unwrap_or_default(), said.ordering_key.unwrap_or_default());
         text(key)?;
@@ -477,6 +517,10 @@ impl Columns {
             None if opened.compression == 0 => frame.get(opened.payload..).ok_or(Odd)?,
             None => return Err(Odd),
         };
+        if opened.count > self.limits.messages {
+            return Err(Odd);
+        }
+        (self.producer, self.memory) = (opened.producer.len(), 0);
         let first = self.slots.len();
         let (of_bytes, size) = if opened.batched {
             self.batch::<METADATA>(payload, opened.count as usize)?
@@ -521,7 +565,7 @@ fn said_in_batch<const METADATA: bool>(data: &[u8]) -> Plain<(Said<'_>, Option<u
     let mut fields = Fields::of(data);
     while let Some((field, value)) = fields.next()? {
         match field {
-            1 => said.properties.push(property(value.bytes()?)?),
+            1 => said.add_property(value.bytes()?)?,
             2 => said.key = Some(value.bytes()?),
             3 => said.length = Some(usize::try_from(value.number()?).map_err(|_| Odd)?),
             5 => said.event_ms = value.number()?,
@@ -679,8 +723,20 @@ fn found(columns: Columns) -> Box<Found> {
         (values.as_ptr().cast(), size_of_val(values) as u64)
     }
     let mut c = Box::new(columns);
-    c.values.data.shrink_to_fit();
-    c.keys.data.shrink_to_fit();
+    // They are held for as long as their rows: what growing left over would be as well.
+    if c.has_event.valid == 0 {
+        c.event_us = Vec::new();
+    }
+    for column in [
+        &mut c.values, &mut c.keys, &mut c.ordering_keys, &mut c.property_keys,
+        &mut c.property_values, &mut c.key_bytes, &mut c.producers,
+    ] {
+        column.offsets.shrink_to_fit();
+        column.data.shrink_to_fit();
+    }
+    c.event_us.shrink_to_fit();
+    c.property_offsets.shrink_to_fit();
+    c.slots.shrink_to_fit();
     let buffers = [
         bytes(&c.has_value.bits), bytes(&c.values.offsets), bytes(&c.values.data),
         bytes(&c.has_key.bits), bytes(&c.keys.offsets), bytes(&c.keys.data),
@@ -713,7 +769,7 @@ fn found(columns: Columns) -> Box<Found> {
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    6
+    7
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
@@ -781,13 +837,13 @@ pub unsafe extern "C" fn keyshard_open(
 /// Decodes entries; null where one is not plain. What is found belongs to the caller.
 ///
 /// # Safety
-/// As for `keyshard_open`; `wanted` has the bits of what is wanted; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
+/// As for `keyshard_open`; `wanted` has the bits of what is wanted, `limits` is one; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
 /// entry, or null for what lies in the frame.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_decode(
     count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64,
-    unpacked: *const *const u8, unpacked_sizes: *const u64, wanted: u32, slots: *mut *const i32,
-    entries: *mut *const i64,
+    unpacked: *const *const u8, unpacked_sizes: *const u64, wanted: u32, limits: *const Limits,
+    slots: *mut *const i32, entries: *mut *const i64,
 ) -> *mut Found {
     let made = catch_unwind(|| {
         // SAFETY: the caller's.
@@ -800,7 +856,8 @@ pub unsafe extern "C" fn keyshard_decode(
                 slice::from_raw_parts(unpacked_sizes, count),
             )
         };
-        let mut columns = Columns::new(wanted);
+        // SAFETY: the caller's.
+        let mut columns = Columns::new(wanted, unsafe { *limits });
         if wanted & VALUES != 0 {
             // Never more than there is: the payloads are in memory already.
             let size = (0..count).map(|one| if unpacked[one].is_null() { sizes[one] } else { unpacked_sizes[one] });

@@ -1,0 +1,369 @@
+"""A real Pulsar cluster on this machine: ZooKeeper, bookies and brokers, each a process."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.config.connection import Connection
+from keyshard.errors import BrokerError, ConfigError, DevBrokerError
+from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
+from keyshard.testing.devbroker.devbroker import class_option
+from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
+from keyshard.testing.devbroker.java import java_home
+from keyshard.testing.devbroker.jvm import jvm_environment
+from keyshard.testing.devbroker.members import START_S, Bookie, ClusterBroker, ClusterMember
+from keyshard.testing.devbroker.ports import LOOPBACK, free_port, give_back, loopback_interface
+from keyshard.testing.devbroker.process import BrokerProcess, log_tail
+
+_POLL_S = 0.1
+_CLUSTER = "dev"
+_MEMORY = "-Xms64m -Xmx512m -XX:MaxDirectMemorySize=512m"
+_SESSION_MS = 6_000
+"""A broker that is gone this long loses its topics to the others, milliseconds."""
+_MEMBERS_MAX = 5
+
+
+class DevCluster:
+    """ZooKeeper, bookies and brokers on loopback, for tests of what several brokers do.
+
+    Topics are spread over the brokers by bundles. The load balancer moves none by itself, so that
+    only :meth:`move`, :meth:`split` and faults of members do. Everything ends with the process that
+    started it.
+
+    ::
+
+        with DevCluster(brokers=2, bookies=2) as cluster:
+            source = KeyShardSource("orders", service_url=cluster.service_url, ...)
+            cluster.brokers[0].kill()
+    """
+
+    def __init__(
+        self,
+        brokers: int = 2,
+        bookies: int = 2,
+        version: str = DEFAULT_VERSION,
+        *,
+        data_dir: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe a cluster; nothing is started yet.
+
+        Args:
+            brokers: Number of brokers.
+            bookies: Number of bookies. Each entry is stored on two of them, where there are two.
+            version: Pulsar version; fetched on the first start ever.
+            data_dir: Where data and logs go; by default a temporary directory that
+                :meth:`close` removes.
+            settings: Lines for the configuration of every broker.
+
+        Raises:
+            ConfigError: A number or a setting is not possible.
+        """
+        for name, count in (("brokers", brokers), ("bookies", bookies)):
+            if not 1 <= count <= _MEMBERS_MAX:
+                raise ConfigError(f"{name} is {count}; a cluster has 1 to {_MEMBERS_MAX}.")
+        render_config("", settings or {})
+        self._version = version
+        self._temporary = data_dir is None
+        self._folder = data_dir or Path(tempfile.mkdtemp(prefix="keyshard-cluster-"))
+        self._home: Path | None = None
+        self._ports: list[int] = []
+        self._options = ""
+        self.zookeeper = self._member(ClusterMember, "zookeeper", {})
+        self.bookies: Sequence[Bookie] = [
+            self._member(Bookie, f"bookie-{number}", {}) for number in range(bookies)
+        ]
+        self.brokers: Sequence[ClusterBroker] = [
+            self._member(ClusterBroker, f"broker-{number}", dict(settings or {}))
+            for number in range(brokers)
+        ]
+        for broker in self.brokers:
+            broker.admin_port = self._port()
+
+    def __enter__(self) -> DevCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def members(self) -> Sequence[ClusterMember]:
+        """All processes, in the order of their start."""
+        return [self.zookeeper, *self.bookies, *self.brokers]
+
+    @property
+    def service_url(self) -> str:
+        """URL for Pulsar clients, with every broker."""
+        return f"pulsar://{','.join(f'{LOOPBACK}:{broker.port}' for broker in self.brokers)}"
+
+    @property
+    def admin_url(self) -> str:
+        """URL of the admin REST interface of the first broker, which sends on what others own."""
+        return self.brokers[0].admin_url
+
+    @property
+    def connection(self) -> Connection:
+        """How the cluster is reached."""
+        return Connection(self.service_url, self.admin_url)
+
+    def start(self, timeout_s: float = START_S) -> None:
+        """Start what does not run, and return when every process serves.
+
+        Args:
+            timeout_s: Seconds for each of ZooKeeper, the bookies and the brokers.
+
+        Raises:
+            DevBrokerError: A process died or did not serve in time.
+        """
+        self._home = install(self._version)
+        self._options = class_option(self._version, self._home, java_home())
+        first = not (self._folder / "zookeeper").exists()
+        self.zookeeper.start(timeout_s)
+        if first:
+            self._initialize(timeout_s)
+        for group in (self.bookies, self.brokers):
+            for member in group:
+                member.launch()
+            for member in group:
+                member.wait(timeout_s)
+
+    def close(self) -> None:
+        """Kill every process, and remove a temporary directory."""
+        for member in reversed(self.members):
+            member.kill()
+        for port in self._ports:
+            give_back(port)
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def owner(self, topic: str) -> ClusterBroker:
+        """The broker that serves a topic, or a topic partition.
+
+        Raises:
+            DevBrokerError: No broker says so.
+        """
+        url = self.ask("GET", _lookup(topic)).json()["brokerUrl"]
+        return next(broker for broker in self.brokers if url.endswith(f":{broker.port}"))
+
+    def bundle(self, topic: str) -> str:
+        """The bundle of a topic, such as ``0x00000000_0x40000000``."""
+        return str(self.ask("GET", f"{_lookup(topic)}/bundle").text).strip('"')
+
+    def move(self, topic: str, broker: ClusterBroker, timeout_s: float = 30.0) -> None:
+        """Have a broker serve a topic, and all others of its bundle.
+
+        A look-up of a bundle that has no owner makes the broker its owner that is told to decide
+        (``authoritative``). The admin interface's own ``destinationBroker`` sends requests round in
+        a circle where the bundle's owner is not the leader (Pulsar 4.0.8).
+
+        Args:
+            topic: The topic.
+            broker: Its next owner.
+            timeout_s: Clients look it up as well; seconds for all tries.
+
+        Raises:
+            DevBrokerError: The brokers refuse it, or clients were faster each time.
+        """
+        deadline = time.monotonic() + timeout_s
+        bundle = f"/admin/v2/namespaces/{_namespace(topic)}/{self.bundle(topic)}"
+        while self.owner(topic) is not broker:
+            if time.monotonic() >= deadline:
+                raise DevBrokerError(f"{topic} did not move to {broker.name} in {timeout_s:g} s.")
+            self.ask("PUT", f"{bundle}/unload")
+            with closing(AdminHttp(broker.connection)) as admin:
+                admin.request("GET", _lookup(topic), params={"authoritative": "true"})
+
+    def split(self, topic: str) -> None:
+        """Split the bundle of a topic in two, and unload both.
+
+        Raises:
+            DevBrokerError: The brokers refuse it.
+        """
+        path = f"/admin/v2/namespaces/{_namespace(topic)}/{self.bundle(topic)}/split"
+        self.ask("PUT", path, params={"unload": "true"})
+
+    def ask(self, method: str, path: str, timeout_s: float = 30.0, **content: Any) -> Any:
+        """One admin request to a broker that answers it; repeated until one does.
+
+        Args:
+            method: Such as ``GET``.
+            path: Behind the URL of the admin interface.
+            timeout_s: Seconds for all tries.
+            **content: Parameters or JSON, as httpx has them.
+
+        Raises:
+            DevBrokerError: None answered with success in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        said: object = "no broker runs"
+        while time.monotonic() < deadline:
+            for broker in self.brokers:
+                if not broker.is_running():
+                    continue
+                try:
+                    with closing(AdminHttp(broker.connection)) as admin:
+                        response = admin.request(method, path, **content)
+                except BrokerError as exc:
+                    said = exc
+                    continue
+                if response.status_code < 300:
+                    return response
+                said = f"{response.status_code} {response.text[:200]}"
+            time.sleep(_POLL_S)
+        raise DevBrokerError(f"{method} {path} was refused for {timeout_s:g} s: {said}")
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _port(self) -> int:
+        self._ports.append(free_port(self._ports))
+        return self._ports[-1]
+
+    def _member(
+        self,
+        kind: type[Any],
+        name: str,
+        settings: dict[str, str],
+    ) -> Any:
+        return kind(name, self._port(), self._folder / name, settings, self._launch)
+
+    def _launch(self, member: ClusterMember) -> BrokerProcess:
+        assert self._home is not None
+        role = member.name.partition("-")[0]
+        template, variable, settings = {
+            "zookeeper": ("zookeeper.conf", "PULSAR_ZK_CONF", self._of_zookeeper),
+            "bookie": ("bookkeeper.conf", "PULSAR_BOOKKEEPER_CONF", self._of_bookie),
+            "broker": ("broker.conf", "PULSAR_BROKER_CONF", self._of_broker),
+        }[role]
+        config = member.folder / template
+        text = (self._home / "conf" / template).read_text()
+        config.write_text(render_config(text, {**settings(member), **member.settings}))
+        return self._process([role], member, {variable: str(config)})
+
+    def _process(
+        self, arguments: Sequence[str], member: ClusterMember, variables: Mapping[str, str]
+    ) -> BrokerProcess:
+        assert self._home is not None
+        environment = jvm_environment(
+            self._home, java_home(), member.folder / "logs", memory=_MEMORY, options=self._options
+        )
+        return BrokerProcess(
+            [str(self._home / "bin" / "pulsar"), *arguments],
+            {**environment, **variables},
+            member.log_path,
+            remove_if_orphaned=self._folder if self._temporary else None,
+        )
+
+    def _initialize(self, timeout_s: float) -> None:
+        """Write the metadata of a new cluster."""
+        store, (broker, *_) = self._store, self.brokers
+        arguments = [
+            "initialize-cluster-metadata",
+            *("--cluster", _CLUSTER),
+            *("--metadata-store", store),
+            *("--configuration-metadata-store", store),
+            *("--web-service-url", broker.admin_url),
+            *("--broker-service-url", broker.service_url),
+        ]
+        process = self._process(arguments, self.zookeeper, {})
+        deadline = time.monotonic() + timeout_s
+        while process.returncode() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        status = process.returncode()
+        process.kill()
+        if status != 0:
+            raise DevBrokerError(
+                f"The metadata of the cluster was not written (exit status {status}, limit "
+                f"{timeout_s:g} s). The log ends:\n{log_tail(self.zookeeper.log_path)}"
+            )
+
+    @property
+    def _store(self) -> str:
+        return f"zk:{LOOPBACK}:{self.zookeeper.port}"
+
+    def _of_zookeeper(self, member: ClusterMember) -> dict[str, str]:
+        return {
+            "dataDir": str(member.folder / "data"),
+            "clientPort": str(member.port),
+            "clientPortAddress": LOOPBACK,
+            "admin.enableServer": "false",
+            "metricsProvider.className": "org.apache.zookeeper.metrics.impl.NullMetricsProvider",
+            "forceSync": "no",
+        }
+
+    def _of_bookie(self, member: ClusterMember) -> dict[str, str]:
+        data = member.folder / "data"
+        return {
+            "bookiePort": str(member.port),
+            "listeningInterface": loopback_interface(),
+            "advertisedAddress": LOOPBACK,
+            "allowLoopback": "true",
+            "metadataServiceUri": f"metadata-store:{self._store}",
+            "journalDirectory": str(data / "journal"),
+            "ledgerDirectories": str(data / "ledgers"),
+            # Without it every bookie shares one folder of the distribution.
+            "indexDirectories": str(data / "ledgers"),
+            "journalSyncData": "false",
+            "diskUsageThreshold": "0.99",
+            "diskUsageWarnThreshold": "0.98",
+            "minUsableSizeForIndexFileCreation": "1",
+            "dbStorage_writeCacheMaxSizeMb": "32",
+            "dbStorage_readAheadCacheMaxSizeMb": "16",
+            "dbStorage_rocksDB_blockCacheSize": "16777216",
+            # The provider by default serves statistics on port 8000 of every address.
+            "statsProviderClass": "org.apache.bookkeeper.stats.NullStatsProvider",
+            "autoRecoveryDaemonEnabled": "false",
+            "zkTimeout": str(_SESSION_MS),
+        }
+
+    def _of_broker(self, member: ClusterMember) -> dict[str, str]:
+        assert isinstance(member, ClusterBroker)
+        copies = str(min(2, len(self.bookies)))
+        return {
+            **DEFAULT_SETTINGS,
+            "clusterName": _CLUSTER,
+            "metadataStoreUrl": self._store,
+            "configurationMetadataStoreUrl": self._store,
+            "metadataStoreSessionTimeoutMillis": str(_SESSION_MS),
+            "bindAddress": LOOPBACK,
+            "advertisedAddress": LOOPBACK,
+            "brokerServicePort": str(member.port),
+            "webServicePort": str(member.admin_port),
+            "narExtractionDirectory": str(member.folder / "nar"),
+            "managedLedgerDefaultEnsembleSize": copies,
+            "managedLedgerDefaultWriteQuorum": copies,
+            # One bookie may be away: an entry that the other one has is stored.
+            "managedLedgerDefaultAckQuorum": "1",
+            "bookkeeper_delayEnsembleChange": "true",
+            "managedLedgerCacheSizeMB": "32",
+            "numHttpServerThreads": "16",
+            "loadBalancerSheddingEnabled": "false",
+            "loadBalancerAutoBundleSplitEnabled": "false",
+            "topicLevelPoliciesEnabled": "false",
+            "functionsWorkerEnabled": "false",
+        }
+
+
+def _lookup(topic: str) -> str:
+    return f"/lookup/v2/topic/{topic.replace('://', '/')}"
+
+
+def _namespace(topic: str) -> str:
+    return "/".join(topic.partition("://")[2].split("/")[:2])

@@ -1,0 +1,174 @@
+"""The processes of a development cluster, each with ports and data of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keyshard.config.connection import Connection
+from keyshard.errors import DevBrokerError
+from keyshard.testing.devbroker.ports import LOOPBACK
+from keyshard.testing.devbroker.process import BrokerProcess, log_tail
+from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
+
+START_S = 180.0
+"""Longest time until a process serves, seconds; a whole cluster takes 10 to 45 on two cores."""
+_STOP_S = 20.0
+_POLL_S = 0.1
+_BOOKIE_STARTED = b"Started component bookie-server"
+
+
+@dataclass(eq=False)
+class ClusterMember:
+    """One process of a cluster. Its ports and its data stay the same over restarts."""
+
+    name: str
+    """What it is, such as ``broker-0``."""
+    port: int
+    """Port of its own protocol, on loopback."""
+    folder: Path
+    """Folder of its data, its configuration and its log."""
+    settings: dict[str, str]
+    """Lines of its configuration; a change counts from its next start."""
+    run: Callable[[ClusterMember], BrokerProcess]
+    """Starts its process."""
+    _process: BrokerProcess | None = field(default=None, init=False)
+    _log_from: int = field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        state = f"running, pid {self.pid}" if self.is_running() else "not running"
+        return f"<{self.name} on {self.port}: {state}>"
+
+    @property
+    def log_path(self) -> Path:
+        """File with its output."""
+        return self.folder / "process.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs, else ``None``."""
+        return self._process.pid if self._process is not None and self.is_running() else None
+
+    def is_running(self) -> bool:
+        """Whether its process is alive; a frozen one is."""
+        return self._process is not None and self._process.returncode() is None
+
+    def launch(self) -> None:
+        """Start the process without waiting for it; does nothing when it runs."""
+        if not self.is_running():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
+            self._process = self.run(self)
+
+    def wait(self, timeout_s: float = START_S) -> None:
+        """Wait until it serves.
+
+        Raises:
+            DevBrokerError: It died or did not serve in time; the message ends with its log.
+        """
+        outcome = self._serves(time.monotonic() + timeout_s)
+        if outcome is not Outcome.READY:
+            raise DevBrokerError(
+                f"{self.name} did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
+                f"{self.log_path} and ends:\n{log_tail(self.log_path, self._log_from)}",
+                log_path=str(self.log_path),
+            )
+
+    def start(self, timeout_s: float = START_S) -> None:
+        """Start the process and wait until it serves.
+
+        Raises:
+            DevBrokerError: As for :meth:`wait`.
+        """
+        self.launch()
+        self.wait(timeout_s)
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """End it in order (SIGTERM): a broker hands its topics over. Kills it after the time-out.
+
+        Args:
+            timeout_s: Seconds before it is killed.
+        """
+        if self._process is not None:
+            self._process.stop(timeout_s)
+            self._process = None
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL)."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def freeze(self) -> None:
+        """Stop it without closing anything (SIGSTOP): its connections stay open and silent."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a frozen one go on (SIGCONT)."""
+        self._signal(signal.SIGCONT)
+
+    def _serves(self, deadline: float) -> Outcome:
+        """Wait until it takes connections."""
+        while self.is_running():
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex((LOOPBACK, self.port)) == 0:
+                    return Outcome.READY
+            if time.monotonic() >= deadline:
+                return Outcome.LATE
+            time.sleep(_POLL_S)
+        return Outcome.DIED
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is None:
+            raise DevBrokerError(f"{self.name} does not run.")
+        os.killpg(self._process.pid, number)
+
+
+class Bookie(ClusterMember):
+    """A bookie of a cluster, which serves once it is registered."""
+
+    def _serves(self, deadline: float) -> Outcome:
+        log = LogWatch(self.log_path, self._log_from)
+        while self.is_running():
+            if log.has(_BOOKIE_STARTED):
+                return Outcome.READY
+            if time.monotonic() >= deadline:
+                return Outcome.LATE
+            time.sleep(_POLL_S)
+        return Outcome.DIED
+
+
+class ClusterBroker(ClusterMember):
+    """A broker of a cluster."""
+
+    admin_port: int = 0
+
+    @property
+    def service_url(self) -> str:
+        """URL of this broker alone, for Pulsar clients."""
+        return f"pulsar://{LOOPBACK}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """URL of its admin REST interface."""
+        return f"http://{LOOPBACK}:{self.admin_port}"
+
+    @property
+    def connection(self) -> Connection:
+        """How this broker alone is reached."""
+        return Connection(self.service_url, self.admin_url)
+
+    def _serves(self, deadline: float) -> Outcome:
+        """Wait until it finds topics and takes connections."""
+        return wait_until_ready(
+            self.connection,
+            returncode=lambda: None if self.is_running() else 1,
+            log=LogWatch(self.log_path, self._log_from),
+            deadline=deadline,
+        )

@@ -1,0 +1,139 @@
+"""A cluster of several brokers and two bookies, with a proxy before each broker."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+
+from keyshard.testing.devbroker import DevCluster
+from keyshard.testing.devbroker.members import ClusterBroker
+from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.verify.workloads import create_partitioned_topic
+from tests.chaos.cluster import FORGETFUL, TOPIC, Cluster
+from tests.chaos.plan import PARTITIONS
+from tests.chaos.proxy import Proxies, TcpProxy
+from tests.tested_pulsar import PULSAR
+
+_REQUEST_S = 20.0
+_START_S = 150.0
+_BOOKIES = 2
+
+
+class SeveralBrokers(Cluster):
+    """As :class:`Cluster`; a fault befalls one broker, which serves a partition of the topic.
+
+    Args:
+        directory: Where data and logs go.
+        brokers: Number of brokers.
+        seed: Chooses partitions, and with them the brokers that faults befall.
+    """
+
+    def __init__(self, directory: Path, brokers: int, seed: int) -> None:
+        self._chooser = random.Random(f"{seed}: which broker?")
+        self._dev = DevCluster(brokers, _BOOKIES, PULSAR, data_dir=directory)
+        self._frozen: ClusterBroker | None = None
+        self._partitions = PARTITIONS
+        self._stack = ExitStack()
+        proxies = []
+        taken: set[int] = set()
+        self._proxied = 0
+        self._urls = []
+        for broker in self._dev.brokers:
+            behind = free_port(taken)
+            before = free_port(taken | {behind})
+            taken |= {behind, before}
+            direct, proxied = f"pulsar://{LOOPBACK}:{broker.port}", f"pulsar://{LOOPBACK}:{before}"
+            broker.settings.update(
+                {
+                    **FORGETFUL,
+                    "advertisedAddress": "",
+                    "advertisedListeners": f"direct:{direct},proxied:{proxied}",
+                    "internalListenerName": "direct",
+                    "bindAddresses": f"proxied:pulsar://{LOOPBACK}:{behind}",
+                }
+            )
+            proxies.append(TcpProxy(before, behind))
+            self._urls.append(f"{LOOPBACK}:{before}")
+        self.proxy = Proxies(proxies)
+        self._admin_port = free_port(taken)
+        self._balancer = TcpProxy(self._admin_port, self._answering)
+        self._admin = httpx.Client(
+            base_url=self.admin_url, timeout=_REQUEST_S, trust_env=False, follow_redirects=True
+        )
+
+    def __enter__(self) -> SeveralBrokers:
+        with ExitStack() as on_failure:
+            on_failure.enter_context(self._dev)
+            on_failure.enter_context(self.proxy)
+            on_failure.enter_context(self._balancer)
+            on_failure.enter_context(self._admin)
+            create_partitioned_topic(self.admin_url, TOPIC, PARTITIONS)
+            self._stack = on_failure.pop_all()
+        return self
+
+    @property
+    def direct_url(self) -> str:
+        return self._dev.service_url
+
+    @property
+    def proxied_url(self) -> str:
+        return f"pulsar://{','.join(self._urls)}"
+
+    @property
+    def admin_url(self) -> str:
+        """URL of a balancer that sends each connection to a broker that answers."""
+        return f"http://{LOOPBACK}:{self._admin_port}"
+
+    def kill(self) -> None:
+        """End a broker (SIGKILL)."""
+        self._one().kill()
+
+    def shut_down(self) -> None:
+        """End a broker in order (SIGTERM)."""
+        self._one().stop()
+
+    def kill_bookie(self) -> None:
+        """End a bookie (SIGKILL)."""
+        self._chooser.choice(self._dev.bookies).kill()
+
+    def start(self) -> None:
+        """Start what does not run.
+
+        Raises:
+            DevBrokerError: It did not serve in time.
+        """
+        self._dev.start(_START_S)
+
+    def freeze(self) -> None:
+        """Stop a broker (SIGSTOP)."""
+        self._frozen = self._one()
+        self._frozen.freeze()
+
+    def thaw(self) -> None:
+        """Let it go on (SIGCONT)."""
+        if self._frozen is not None:
+            self._frozen.resume()
+            self._frozen = None
+
+    def move(self) -> None:
+        """Have another broker serve the bundle of a partition."""
+        partition = self._partition()
+        others = [one for one in self._dev.brokers if one is not self._dev.owner(partition)]
+        self._dev.move(partition, self._chooser.choice(others))
+
+    def split(self) -> None:
+        """Split the bundle of a partition."""
+        self._dev.split(self._partition())
+
+    def _partition(self) -> str:
+        return f"{TOPIC}-partition-{self._chooser.randrange(self._partitions)}"
+
+    def _one(self) -> ClusterBroker:
+        return self._dev.owner(self._partition())
+
+    def _answering(self) -> int:
+        running = [one for one in self._dev.brokers if one.is_running() and one is not self._frozen]
+        return (running or self._dev.brokers)[0].admin_port

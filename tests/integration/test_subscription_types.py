@@ -1,0 +1,65 @@
+"""A subscription of another type on a real broker is named at once, not after the deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pulsar
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.errors import SubscriptionInUseError
+from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.verify.workloads import create_partitioned_topic
+
+pytestmark = pytest.mark.broker
+
+AT_ONCE_S = 8.0
+"""Well below ``subscribe_timeout_ms``, also on a machine that does other things."""
+
+
+@pytest.fixture
+def client(dev_broker: DevBroker) -> Iterator[pulsar.Client]:
+    made = pulsar.Client(dev_broker.service_url)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "with_admin"), [("wire", True), ("wire", False), ("client", True)]
+)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (pulsar.ConsumerType.Shared, "is of type Shared on"),
+        (pulsar.ConsumerType.Failover, "is of type Failover on"),
+        (pulsar.ConsumerType.KeyShared, "splitting the ring automatically (AUTO_SPLIT)"),
+    ],
+)
+def test_the_type_is_named_at_once(  # noqa: PLR0917 - parameters
+    dev_broker: DevBroker,
+    client: pulsar.Client,
+    topic_name: str,
+    transport: str,
+    with_admin: bool,
+    kind: pulsar.ConsumerType,
+    says: str,
+) -> None:
+    """The start tried for 20 s, and then said to stop the other query."""
+    create_partitioned_topic(dev_broker.admin_url, topic_name, 2)
+    other = client.subscribe(topic_name, "s", consumer_type=kind)
+    source = KeyShardSource(
+        topic_name, subscription="s", service_url=dev_broker.service_url, transport=transport,
+        admin_url=dev_broker.admin_url if with_admin else None, parallelism=8,
+    )  # fmt: skip
+    began_s = time.monotonic()
+    with pytest.raises(SubscriptionInUseError) as caught:
+        source.open()
+    assert time.monotonic() - began_s < AT_ONCE_S
+    assert says in caught.value.message
+    assert "Stop those consumers, or give keyshard a subscription of its own." in str(caught.value)
+    if with_admin:
+        assert f"in use by {caught.value.facts['holders'][0]}" in caught.value.message
+    other.close()
+    source.open().close()

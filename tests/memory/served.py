@@ -1,0 +1,234 @@
+"""A broker of a few lines with a backlog that has no end; it minds permits as Pulsar's does.
+
+It sends in rounds of at most 100 entries and 5 MiB to each consumer that has permits, which count
+messages and may go below zero. What a subscription left unacknowledged comes again to the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyshard.broker.wire.frames import NAMES, api, frame_of
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.key_slot import key_slot
+from tests.memory.shape import Shape
+
+LEDGER = 7
+ROUND_ENTRIES, ROUND_BYTES = 100, 5 << 20
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Entries of one range of a topic partition, in their order."""
+
+    small: tuple[bytes, int]
+    large: tuple[bytes, int]
+    small_first: int
+    sent: int = 0
+    unacknowledged: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A consumer, or a Reader."""
+
+    number: int
+    topic: str
+    backlog: Backlog
+    again: deque[int]
+    reads: bool
+    next_entry: int
+    permits: int = 0
+
+
+class Session:
+    """A connection: a thread that reads, and one that sends."""
+
+    def __init__(self, broker: Served, stream: socket.socket) -> None:
+        self._broker, self._stream = broker, stream
+        self._changed = threading.Condition()
+        self._answers: deque[bytes] = deque()
+        self._members: dict[int, Member] = {}
+        self._ended = False
+        for work in (self._serve, self._write):
+            threading.Thread(target=work, name="served", daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError, ConnectionError), self._stream.makefile("rb") as stream:
+            while head := stream.read(4):
+                frame = stream.read(*struct.unpack(">I", head))
+                (length,) = struct.unpack_from(">I", frame)
+                command = api.BaseCommand.FromString(frame[4 : 4 + length])
+                name = NAMES[command.type]
+                answer = getattr(self, f"_{name}", None)
+                if answer is not None:
+                    with self._changed:
+                        answer(getattr(command, name))
+                        self._changed.notify()
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ended or self._answers or self._due())
+                    if self._ended:
+                        break
+                    sending = list(self._answers)
+                    self._answers.clear()
+                    for member in self._due():
+                        sending += self._round(member)
+                for data in sending:
+                    self._stream.sendall(data)
+        self._stream.close()
+
+    def _due(self) -> list[Member]:
+        return [one for one in self._members.values() if one.permits > 0]
+
+    def _round(self, member: Member) -> list[bytes]:
+        backlog, frames, size = member.backlog, [], 0
+        for _ in range(min(ROUND_ENTRIES, member.permits)):
+            if member.again:
+                number = member.again.popleft()
+                stored = backlog.unacknowledged[number]
+            else:
+                small = (member.next_entry if member.reads else backlog.sent) < backlog.small_first
+                stored = backlog.small if small else backlog.large
+                if member.reads:
+                    number, member.next_entry = member.next_entry, member.next_entry + 1
+                else:
+                    number, backlog.sent = self._broker.next_entry(member.topic), backlog.sent + 1
+                    backlog.unacknowledged[number] = stored
+            data, messages = stored
+            member.permits -= messages
+            where = api.MessageId(ledger=LEDGER, entry=number)
+            frame = frame_of("message", api.Message(consumer_id=member.number, message_id=where))
+            frames += [struct.pack(">I", len(frame) - 4 + len(data)) + frame[4:], data]
+            size += len(data)
+            if size >= ROUND_BYTES:
+                break
+        return frames
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def _tell(self, name: str, content: Any) -> None:
+        self._answers.append(frame_of(name, content))
+
+    def _connect(self, _: Any) -> None:
+        self._tell("connected", api.Connected(server_version=b"served", max_message_size=5 << 20))
+
+    def _ping(self, _: Any) -> None:
+        self._tell("pong", api.Nothing())
+
+    def _partitioned_metadata(self, asked: Any) -> None:
+        self._tell("partitioned_metadata_response", api.PartitionedMetadataResponse(
+            request_id=asked.request_id, partitions=self._broker.shape.partitions, response=0,
+        ))  # fmt: skip
+
+    def _lookup(self, asked: Any) -> None:
+        self._tell("lookup_response", api.LookupResponse(
+            request_id=asked.request_id, response=1, authoritative=True,
+            broker_url=self._broker.url.encode(),
+        ))  # fmt: skip
+
+    def _subscribe(self, asked: Any) -> None:
+        reads = asked.HasField("start_message_id")
+        ring = HashRange(0, 65_535)
+        if not reads:
+            where = asked.key_shared.hash_ranges[0]
+            ring = HashRange(where.start, where.end)
+        topic = asked.topic.decode()
+        backlog = self._broker.backlog(topic, ring)
+        again = deque() if reads else deque(sorted(backlog.unacknowledged))
+        start = asked.start_message_id.entry if reads else 0
+        self._members[asked.consumer_id] = Member(
+            asked.consumer_id, topic, backlog, again, reads, start
+        )
+        self._tell("success", api.Success(request_id=asked.request_id))
+
+    def _flow(self, given: Any) -> None:
+        member = self._members.get(given.consumer_id)
+        if member is not None:
+            member.permits += given.permits
+
+    def _ack(self, given: Any) -> None:
+        member = self._members.get(given.consumer_id)
+        if member is None:
+            return
+        for one in given.message_id:
+            self._broker.acknowledge(member.topic, one.entry)
+        self._tell("ack_response", api.AckResponse(
+            consumer_id=given.consumer_id, request_id=given.request_id
+        ))  # fmt: skip
+
+    def _get_last_message_id(self, asked: Any) -> None:
+        self._tell("get_last_message_id_response", api.GetLastMessageIdResponse(
+            last_message_id=api.MessageId(ledger=LEDGER, entry=1 << 40),
+            request_id=asked.request_id,
+        ))  # fmt: skip
+
+    def _close_consumer(self, asked: Any) -> None:
+        self._members.pop(asked.consumer_id, None)
+        if asked.request_id:
+            self._tell("success", api.Success(request_id=asked.request_id))
+
+
+class Served:
+    """The broker; listens until it is closed."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._lock = threading.Lock()
+        self._numbers: dict[str, itertools.count[int]] = {}
+        self._backlogs: dict[tuple[str, HashRange], Backlog] = {}
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"pulsar://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._listen, name="served", daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                stream, _ = self._listening.accept()
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                Session(self, stream)
+
+    def close(self) -> None:
+        """Take no more connections; those that are open end with their clients."""
+        self._listening.close()
+
+    def next_entry(self, topic: str) -> int:
+        """The number of an entry that is sent for the first time."""
+        with self._lock:
+            return next(self._numbers.setdefault(topic, itertools.count()))
+
+    def backlog(self, topic: str, ring: HashRange) -> Backlog:
+        """What a range of a topic partition has."""
+        shape = self.shape
+        with self._lock:
+            found = self._backlogs.get((topic, ring))
+            if found is None:
+                key = next(
+                    key
+                    for i in itertools.count()
+                    if key_slot(key := f"k{i}".ljust(shape.key_bytes, "-")) in ring
+                )
+                found = self._backlogs[topic, ring] = Backlog(
+                    shape.entry(key, small=True), shape.entry(key, small=False), shape.small_first
+                )
+            return found
+
+    def acknowledge(self, topic: str, number: int) -> None:
+        """An entry of a topic partition comes no more."""
+        with self._lock:
+            for (where, _), backlog in self._backlogs.items():
+                if where == topic:
+                    backlog.unacknowledged.pop(number, None)

@@ -1,0 +1,31 @@
+"""A few cells of the matrix; all of them by ``python -m tests.refusals``."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.refusals.matrix import CELLS, Cell, run_cells
+
+DRAWN = 24
+"""Cells beside those that are always run."""
+ALWAYS = (
+    Cell("return", "subscribe", 4),
+    Cell("return", "connect", 3),
+    Cell("return", "subscribe", 6),
+    Cell("reopen", "subscribe", 6),
+    Cell("running", "ack", 2),
+    Cell("running", "ping", "half a frame"),
+    Cell("return", "connect", "listens"),
+    Cell("return", "lookup", "astray"),
+)
+
+
+def test_every_refusal_is_survived_or_ends_by_name_or_is_in_the_status() -> None:
+    cells = (*ALWAYS, *Random(9).sample([one for one in CELLS if one not in ALWAYS], DRAWN))
+    wrong = {str(cell): error for cell, _, error in run_cells(cells) if error}
+    assert not wrong
+
+
+def test_the_matrix_has_every_refusal() -> None:
+    assert set(ALWAYS) <= set(CELLS)
+    assert len({one for one in CELLS if isinstance(one.answer, int)}) == 26 * 16

@@ -1,0 +1,182 @@
+"""After the faults: poison keys, hung handlers and outages, while all else is calm.
+
+Nothing else goes wrong meanwhile, so the keys that never fail have a deadline of their own. Drawn
+from a random stream of its own: what else a seed decides stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from keyshard.core.lanes.circuit import KEYS_MIN
+from tests.simulation.handling.promises import Name
+
+if TYPE_CHECKING:
+    from tests.simulation.handling.program import Program
+    from tests.simulation.handling.world import HandlerWorld
+
+SHARE = 0.2
+"""Share of the runs that have a trial."""
+HEALTHY_S = 5.0
+"""Longest time from the publishing of a message of a key that never fails until it is handled,
+seconds."""
+PARK_S = 30.0
+"""Longest time until all poison keys are parked, seconds; about twice what all retries of the
+default policy take."""
+RECOVERY_S = 15.0
+"""Longest time from the end of an outage until its messages are handled, seconds: the longest pause
+of the circuit breaker, and a half."""
+LOOK_S = 0.2
+"""Time between two messages of keys that never fail, seconds."""
+
+
+@dataclass(slots=True)
+class _Hung:
+    """Attempts of one program that hang."""
+
+    left: int = 0
+    """How many may still begin."""
+    keys: set[str] = field(default_factory=set)
+    """Keys whose attempt hung."""
+    running: int = 0
+    """Attempts that hang now."""
+
+
+class Trial:
+    """The trial of one run, if it has one.
+
+    Args:
+        world: Where it happens.
+    """
+
+    def __init__(self, world: HandlerWorld) -> None:
+        self._world = world
+        random = self._random = Random(f"{world.seed}:trial")
+        shape = world.shape
+        drawn = random.random() < SHARE
+        self.drawn = drawn and not shape.batches and shape.on_failure != "stop"
+        """Whether there is one."""
+        self._outage = random.random() < 0.3
+        self._healthy = [f"g{at}" for at in range(random.choice((1, 3, 8)))]
+        # If poison keys fill the window or the broker's limit, no other key is received.
+        room = shape.options["window_rows_max"] // sum(shape.topics)
+        room = min(room, shape.unacked_limits.per_consumer) // 2
+        self._repeats = 1 if room < KEYS_MIN * 3 else random.choice((1, 3))
+        keys = random.choice((1, KEYS_MIN - 1, KEYS_MIN, 12, 40))
+        self._poison = [f"p{at}" for at in range(max(1, min(keys, room // self._repeats)))]
+        self._hang_s = random.choice((0.0, 5.0, 30.0))
+        # A lane and a worker are left for the other keys.
+        places = min(shape.lanes, shape.workers or shape.lanes, max(1, room)) - 1
+        self._hangs = random.randint(0, places) if self._hang_s else 0
+        self._stops = random.random() < 0.2
+        self._failing: set[str] = set()
+        self._hung: dict[Program, _Hung] = {one: _Hung() for one in world.programs}
+        self._published: dict[Name, tuple[str, float]] = {}
+
+    def attempt(self, program: Program, key: str | None) -> bool:
+        """A handler begins with a message; whether it is to fail."""
+        if key not in self._failing:
+            return False
+        hung = self._hung[program]
+        if hung.left and key not in hung.keys:
+            hung.left -= 1
+            hung.keys.add(key)
+            program.record.note(f"the handler hangs for {self._hang_s} s")
+            hung.running += 1
+            try:
+                self._world.scheduler.sleep(self._hang_s)
+            finally:
+                hung.running -= 1
+        return key in self._failing
+
+    def hangs(self, program: Program) -> bool:
+        """Whether a handler of a program hangs now."""
+        return self._hung[program].running > 0
+
+    def run(self) -> None:
+        """Publish to poison keys and to healthy ones, or let all fail for a while."""
+        world = self._world
+        world.note(f"TRIAL {'outage' if self._outage else 'poison'}, {len(self._poison)} keys")
+        for hung in self._hung.values():
+            hung.left = self._hangs
+        self._failing = {*self._poison, *(self._healthy if self._outage else ())}
+        self._publish(self._poison * self._repeats)
+        if self._outage:
+            self._run_outage()
+        else:
+            self._go_on(self._poison_rests, PARK_S, "until all poison keys are parked")
+        if self._hangs and self._stops:
+            for program in world.programs:
+                program.stop()
+        self._failing = set()
+        if self._outage or self._stops:
+            return
+        for program in world.programs:
+            program.unpark(*program.parked())
+        self._go_on(self._nothing_rests, PARK_S, "until all parked keys are let out")
+
+    def _run_outage(self) -> None:
+        world = self._world
+        self._publish(self._healthy)
+        end_s = world.scheduler.now_s + self._random.uniform(1.0, 8.0)
+        while world.scheduler.now_s < end_s:
+            world.look()
+        self._failing = set()
+        end_s = world.scheduler.now_s + RECOVERY_S
+        while late := [one for program in world.programs for one in self._late(program, 0.0)]:
+            if world.scheduler.now_s > end_s:
+                world.breaks(f"{late[0]} is not handled {RECOVERY_S:.0f} s after an outage")
+            world.look()
+
+    def _poison_rests(self, program: Program) -> bool:
+        """Whether no poison key waits for a retry."""
+        return not [
+            name
+            for name, (key, _) in self._published.items()
+            if key in self._failing
+            and key not in self._hung[program].keys
+            and name not in program.promises.finished
+            and not program.promises.rests(name, key)
+        ]
+
+    def _nothing_rests(self, program: Program) -> bool:
+        return not program.promises.unfinished()
+
+    def _go_on(self, is_done: Callable[[Program], bool], within_s: float, what: str) -> None:
+        """Publish messages of keys that never fail, and judge how long they take."""
+        world = self._world
+        end_s = world.scheduler.now_s + within_s
+        openings = {program: program.openings for program in world.programs}
+        while not all(map(is_done, world.programs)):
+            if world.scheduler.now_s > end_s:
+                world.breaks(f"more than {within_s:.0f} s {what}")
+            self._publish([self._random.choice(self._healthy)])
+            until_s = world.scheduler.now_s + LOOK_S
+            while world.scheduler.now_s < until_s:
+                world.look()
+            for program in world.programs:
+                if program.openings != openings[program]:
+                    world.breaks(f"{program.name}: poison keys opened the circuit breaker")
+                if late := self._late(program, HEALTHY_S):
+                    world.breaks(f"{late[0]} never fails, and waits for {HEALTHY_S:.0f} s")
+
+    def _late(self, program: Program, seconds: float) -> list[str]:
+        """Messages of keys that do not fail that were published so long ago and are not done."""
+        before_s = self._world.scheduler.now_s - seconds
+        return [
+            f"{program.name}: {key} at {name.partition}/{name.id}"
+            for name, (key, at_s) in self._published.items()
+            if at_s < before_s
+            and key not in self._failing
+            and key not in self._hung[program].keys
+            and name not in program.promises.finished
+            and not program.promises.rests(name, key)
+        ]
+
+    def _publish(self, keys: list[str]) -> None:
+        world = self._world
+        for name, key in world.publish(self._random.choice(world.topics), keys):
+            self._published[name] = key, world.scheduler.now_s

@@ -1,0 +1,203 @@
+"""Who asks a worker or a door, who answers, and what may be asked: proofs, limits, setups."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pyarrow import flight
+
+import keyshard
+from keyshard.broker.hosted import questions
+from keyshard.broker.hosted.host import Host
+from keyshard.broker.hosted.process import LOOPBACK, Setup, WorkerServer, at, begun
+from keyshard.broker.hosted.worker import Asker, Worker
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.config.connection import Basic, Connection, OAuth2, Token
+from keyshard.errors import ConfigError, WorkerUnreachableError
+
+
+@contextmanager
+def served() -> Iterator[tuple[WorkerServer, Setup, flight.FlightClient]]:
+    setup = Setup(Connection("pulsar://nobody"), 60.0, level=30)
+    host = Host(MemoryBroker(MemoryCluster()))
+    server = WorkerServer(host, setup)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    client = flight.connect(f"grpc://{LOOPBACK}:{server.port}")
+    try:
+        yield server, setup, client
+    finally:
+        client.close()
+        server.shutdown()
+        thread.join(10)
+        host.close()
+
+
+def test_a_question_has_a_longest_size_also_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "QUESTION_BYTES_MAX", 1_000)
+    with served() as (server, setup, client):
+        worker = Worker(hello_of(server), setup.token, "worker")
+        with pytest.raises(WorkerUnreachableError, match="longer than 1000 bytes"):
+            worker.ask("acknowledge", 10.0, number=1, entries=[[1, 2]] * 1_000)
+        body = questions.with_token(server.reading_token, {"runs": [[1, 2, 3]] * 1_000})
+        with pytest.raises(flight.FlightUnauthenticatedError, match="longer than"):
+            list(client.do_get(flight.Ticket(body)))
+        worker.kill()
+
+
+def hello_of(server: WorkerServer) -> str:
+    return json.dumps({"endpoint": at(LOOPBACK, server.port), "pid": 7, "host": "there"})
+
+
+class Stranger(flight.FlightServerBase):  # type: ignore[misc]
+    """Listens where a worker was, and answers what it likes."""
+
+    def __init__(self, answer: Callable[[flight.Action], bytes]) -> None:
+        super().__init__(at(LOOPBACK, 0))
+        self.heard: list[bytes] = []
+        self._answer = answer
+
+    def do_action(self, _context: object, action: flight.Action) -> list[bytes]:
+        self.heard.append(action.body.to_pybytes())
+        return [self._answer(action)]
+
+
+@contextmanager
+def answered_by(answer: Callable[[flight.Action], bytes]) -> Iterator[Stranger]:
+    stranger = Stranger(answer)
+    thread = threading.Thread(target=stranger.serve)
+    thread.start()
+    try:
+        yield stranger
+    finally:
+        stranger.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"", b"nonce proof", b"\xff" * 300, b"a " + b"0" * 64, b'{"result": null}', b"[" * 100_000,
+    ],
+    ids=lambda said: repr(said[:12]),
+)  # fmt: skip
+def test_a_program_without_the_token_is_told_nothing(said: bytes) -> None:
+    """The token and the secrets of the broker went to any program that listened there."""
+    with answered_by(lambda _: said) as stranger:
+        asker = Asker(at(LOOPBACK, stranger.port), "s3cret", "door")
+        for _ in range(2):
+            with pytest.raises(WorkerUnreachableError, match=r"does not know the token.*nothing"):
+                asker.ask("start", 10.0, packed="the password")
+        asker.close()
+    heard = b"".join(stranger.heard)
+    assert b"s3cret" not in heard
+    assert b"password" not in heard
+
+
+def test_the_proof_of_another_server_is_worth_nothing() -> None:
+    """A program that asks the right server in between cannot pass its proof on."""
+    with served() as (_, setup, client):
+
+        def relayed(action: flight.Action) -> bytes:
+            (result,) = client.do_action(action)  # type: ignore[attr-defined]
+            return bytes(result.body)
+
+        with answered_by(relayed) as stranger:
+            asker = Asker(at(LOOPBACK, stranger.port), setup.token, "worker")
+            with pytest.raises(WorkerUnreachableError, match="does not know the token"):
+                asker.ask("leave", 10.0)
+            asker.close()
+
+
+def test_a_server_shows_the_token_with_every_answer() -> None:
+    """Another program may take the port of a worker that died between two questions."""
+    servers: list[questions.Verifier] = []
+    known = [True]
+
+    def answer(action: flight.Action) -> bytes:
+        if action.type == questions.INTRODUCE:
+            return servers[0].introduce(action.body)
+        _, proof = servers[0].read(action.body, action.type)
+        return json.dumps({"result": 7, "proof": proof if known[0] else "0" * 64}).encode()
+
+    with answered_by(answer) as stranger:
+        servers.append(questions.Verifier("token", at(LOOPBACK, stranger.port)))
+        asker = Asker(at(LOOPBACK, stranger.port), "token", "worker")
+        assert asker.ask("last_entry", 10.0) == 7
+        known[0] = False
+        with pytest.raises(WorkerUnreachableError, match="does not know the token"):
+            asker.ask("last_entry", 10.0)
+        asker.close()
+
+
+def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
+    def met() -> tuple[questions.Prover, questions.Verifier]:
+        prover = questions.Prover("token", "grpc://h:1")
+        verifier = questions.Verifier("token", "grpc://h:1")
+        assert prover.meet(verifier.introduce(prover.introduction()))
+        return prover, verifier
+
+    prover, verifier = met()
+    number, body = prover.question("acknowledge", {"x": 1})
+    asked, proof = verifier.read(body, "acknowledge")
+    assert asked == {"x": 1}
+    assert prover.is_answer(number, proof)
+    assert not prover.is_answer(number + 1, proof)
+    for wrong in (None, 7, "", "\ud800", proof[:-1], proof.upper()):
+        assert not prover.is_answer(number, wrong)
+    for refused in (
+        lambda: verifier.read(body, "leave"),
+        lambda: verifier.read(body.replace(b" 1 ", b" 2 ", 1), "acknowledge"),
+        lambda: met()[1].read(body, "acknowledge"),
+        lambda: questions.Verifier("token", "grpc://h:2").read(body, "acknowledge"),
+        lambda: questions.Verifier("other", "grpc://h:1").read(body, "acknowledge"),
+        lambda: verifier.introduce(b"short"),
+        lambda: verifier.introduce(b"x" * 10_000),
+    ):
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            refused()
+    assert b"token" not in body + prover.introduction()
+
+
+AUTHENTICATIONS = [
+    None, Token("t0ken"), Token("file:x"), Basic("ann", "pä".encode().hex()),
+    OAuth2(issuer_url="https://i/x", client_id="a", client_secret="s", audience="urn:p", scope="z"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("authentication", AUTHENTICATIONS)
+def test_a_setup_is_data_and_comes_as_it_was(authentication: Any) -> None:
+    """What a door took from the network was unpickled, which runs whatever the sender likes."""
+    connection = Connection(
+        "pulsar+ssl://h:1", "https://h:2", authentication=authentication, listener_name="out",
+        operation_timeout_ms=7_000, connection_timeout_ms=5_000, tls_hostname_verification=False,
+        transport="wire",
+    )  # fmt: skip
+    setup = Setup(connection, 4.0, 30, keeps=True)
+    version, text = setup.packed()
+    assert version == keyshard.__version__
+    assert Setup.unpacked(text) == setup
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "null", "[]", "{}", "[" * 100_000, "9" * 5_000,
+        '{"connection": {}, "lease_s": 1, "level": 1, "keeps": true, "token": ""}',
+        '{"connection": {}, "lease_s": "1", "level": 1, "keeps": true, "token": "t"}',
+        '{"connection": {"serviceUrl": 7}, "lease_s": 1, "level": 1, "keeps": true, "token": "t"}',
+        '{"connection": {"x": "7"}, "lease_s": 1, "level": 1, "keeps": true, "token": "t"}',
+        '{"connection": {}, "lease_s": 1, "level": 1, "keeps": true, "token": "t", "more": 1}',
+    ],
+    ids=lambda text: text[:60],
+)  # fmt: skip
+def test_a_setup_of_something_else_is_refused(text: str) -> None:
+    server, hello = begun(keyshard.__version__, text)
+    assert server is None
+    with pytest.raises(ConfigError):
+        Worker(hello, "token", "worker")

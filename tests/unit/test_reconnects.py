@@ -1,0 +1,463 @@
+"""Consumers that lost their broker: what is refused, who answers, and who is held up by whom."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from helpers import wait_until
+from keyshard.broker import retrier as retrying
+from keyshard.broker.port import StartPosition
+from keyshard.broker.pulsar import first_question
+from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.retrier import Retrier, Steps
+from keyshard.broker.wire import cluster as clusters
+from keyshard.broker.wire import keep_alive, receipts
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.broker.wire.consumer import WireConsumer
+from keyshard.broker.wire.keep_alive import Act, KeepAlive
+from keyshard.config.connection import Connection, OAuth2, Token
+from keyshard.core import refusals
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.errors import (
+    AuthenticationError,
+    AuthorizationError,
+    BrokerUnavailableError,
+    ConfigError,
+    KeyShardError,
+)
+from keyshard.threads import owned_by
+from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
+
+TOPIC = TopicPartition("persistent://public/default/t")
+WORDS = SAID.decode()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., WireBroker]]:
+    made: list[WireBroker] = []
+
+    def make(*hosts: ScriptedBroker, **how: Any) -> WireBroker:
+        url = "pulsar://" + ",".join(one.host for one in hosts)
+        made.append(WireBroker(Connection(url, **({"operation_timeout_ms": 5_000} | how))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "REFUSED_S", 0.3)
+    monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 1.0)
+    monkeypatch.setattr(retrying, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
+    monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", 0.3)
+
+
+def consumer_of(
+    broker: WireBroker, where: TopicPartition = TOPIC, part: HashRange | None = None
+) -> WireConsumer:
+    return broker.subscribe(
+        where, "s", part or split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
+        receiver_queue_size=10,
+    )  # fmt: skip
+
+
+def error_of(consumer: WireConsumer) -> KeyShardError | None:
+    try:
+        consumer.receive(10)
+    except KeyShardError as exc:
+        return exc
+    return None
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("request_name", ["connect", "lookup", "subscribe"])
+@pytest.mark.parametrize("code", [3, 4, 12, 18, 22])
+def test_a_refusal_that_does_not_pass_ends_a_consumer_by_name(
+    cluster: Cluster, connect: Callable[..., WireBroker], request_name: str, code: int
+) -> None:
+    """1. A consumer is received from. 2. Its permission is revoked. 3. Its connection is lost."""
+    broker = cluster.broker()
+    consumer = consumer_of(connect(broker))
+    rung = threading.Event()
+    consumer.when_ready(rung.set)
+    broker.refuses(request_name, code)
+    broker.cut_all()
+    if request_name == "connect" and code not in (3, 4):
+        wait_until(lambda: WORDS in consumer.trouble())
+        broker.is_well()
+        wait_until(consumer.is_connected)
+        return
+    assert rung.wait(10), "its receive thread hears of it"
+    error = error_of(consumer)
+    assert error is not None
+    assert not error.retriable
+    lacks = AuthenticationError if request_name == "connect" else AuthorizationError
+    known = {3: AuthenticationError, 4: lacks}
+    assert isinstance(error, known.get(code, KeyShardError))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("code", [0, 1, 2, 5, 6, 11, 14, 19])
+def test_a_refusal_that_passes_is_told_in_the_words_of_the_broker(
+    cluster: Cluster, connect: Callable[..., WireBroker], code: int
+) -> None:
+    broker = cluster.broker()
+    consumer = consumer_of(connect(broker))
+    broker.refuses("subscribe", code)
+    broker.cut_all()
+    words = "does not exist" if code == 11 else WORDS
+    wait_until(lambda: words in consumer.trouble())
+    time.sleep(0.5)
+    assert error_of(consumer) is None, "it is asked again"
+    broker.is_well()
+    wait_until(consumer.is_connected)
+    assert consumer.trouble() == ""
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
+    cluster: Cluster, connect: Callable[..., WireBroker], tmp_path: Any
+) -> None:
+    """1. A token expires. 2. The broker refuses it a few times. 3. Somebody writes a new one."""
+    broker, path = cluster.broker(), tmp_path / "token"
+    path.write_text("old")
+    shown: list[bytes] = []
+
+    def script(session: Session, name: str, command: Any) -> bool:
+        if name != "connect":
+            return False
+        shown.append(command.auth_data)
+        if expired and command.auth_data == b"old":
+            session.refuse(name, command, 3)
+            return True
+        return False
+
+    expired = False
+    broker.script = script
+    consumer = consumer_of(connect(broker, authentication=Token(file=path)))
+    expired = True
+    broker.cut_all()
+    wait_until(lambda: len(shown) >= 4)
+    assert WORDS in consumer.trouble()
+    path.write_text("new")
+    wait_until(consumer.is_connected)
+    assert error_of(consumer) is None
+
+
+def test_hosts_of_the_service_url_are_asked_side_by_side(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "NEXT_HOST_S", 0.1)
+    silent, gone, well = cluster.broker(), cluster.broker(), cluster.broker()
+    cluster.owner_of = lambda _: 2
+    silent.accepts = False
+    gone.close()
+    began_s = time.monotonic()
+    consumer_of(connect(silent, gone, well))
+    assert time.monotonic() - began_s < 2.0
+    assert "lookup" in well.asked
+
+
+def test_the_error_names_each_host_and_what_it_did(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "NEXT_HOST_S", 0.1)
+    silent, gone, starting = cluster.broker(), cluster.broker(), cluster.broker()
+    silent.accepts = False
+    gone.close()
+    starting.refuses("connect", 6)
+    with pytest.raises(BrokerUnavailableError) as raised:
+        consumer_of(
+            connect(silent, gone, starting, operation_timeout_ms=1_000, connection_timeout_ms=500)
+        )
+    said = str(raised.value)
+    assert all(one.host in said for one in (silent, gone, starting))
+    assert "does not answer within" in said
+    assert "refused" in said.lower()
+    assert WORDS in said
+
+
+def test_the_first_question_goes_on_to_the_next_host(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_question, "ANSWER_S", 0.3)
+    silent, starting, well = cluster.broker(), cluster.broker(), cluster.broker()
+    silent.accepts = False
+    starting.refuses("connect", 6)
+    hosts = ",".join(one.host for one in (silent, starting, well))
+    connection = Connection(f"pulsar://{hosts}")
+    first_question.missing_topics(connection, Credentials(connection), ())
+    well.close()
+    with pytest.raises(BrokerUnavailableError) as raised:
+        first_question.missing_topics(connection, Credentials(connection), ())
+    assert all(one.host in str(raised.value) for one in (silent, starting, well))
+    assert WORDS in str(raised.value)
+
+
+def test_a_host_that_freezes_later_is_not_asked_for_look_ups(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The first host answers look-ups. 2. It freezes. 3. The broker of the topic restarts."""
+    monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
+    monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", 0.3)
+    first, second = cluster.broker(), cluster.broker()
+    cluster.owner_of = lambda _: 1
+    consumer = consumer_of(connect(first, second))
+    first.freeze()
+    second.cut_all()
+    wait_until(consumer.is_connected)
+
+
+@pytest.mark.parametrize("frozen_consumers", [12, 48])
+def test_a_frozen_broker_does_not_hold_up_reconnects_to_a_healthy_one(
+    cluster: Cluster,
+    connect: Callable[..., WireBroker],
+    monkeypatch: pytest.MonkeyPatch,
+    frozen_consumers: int,
+) -> None:
+    """1. Two brokers have topics. 2. One freezes, its consumers lose it. 3. The other restarts."""
+    monkeypatch.setattr(retrying, "LONGEST_WAIT_S", 0.2)
+    healthy, frozen = cluster.broker(), cluster.broker()
+    cluster.owner_of = lambda topic: int("frozen" in topic)
+    broker = connect(healthy, operation_timeout_ms=30_000, connection_timeout_ms=2_000)
+    parts = split_ring(frozen_consumers)
+    held = [
+        consumer_of(broker, TopicPartition("persistent://public/default/frozen"), part)
+        for part in parts
+    ]
+    free = [consumer_of(broker, TOPIC, part) for part in split_ring(4)]
+    frozen.freeze()
+    frozen.cut_all()
+    wait_until(lambda: not any(one.is_connected() for one in held))
+    time.sleep(0.3)
+    healthy.cut_all()
+    began_s = time.monotonic()
+    wait_until(lambda: all(one.is_connected() for one in free))
+    assert time.monotonic() - began_s < 2.0
+    cluster.owner_of = lambda _: 0
+    wait_until(lambda: all(one.is_connected() for one in held), 30.0)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_broker_that_leaves_a_ping_unanswered_is_named_and_its_connection_stays(
+    cluster: Cluster, connect: Callable[..., WireBroker]
+) -> None:
+    broker = cluster.broker()
+    consumer = consumer_of(connect(broker))
+    wait_until(lambda: broker.asked.count("ping") >= 2)
+    assert consumer.trouble() == ""
+    broker.freeze()
+    broker.half_a_frame()
+    wait_until(lambda: broker.host in consumer.trouble())
+    assert "has not answered a ping" in consumer.trouble()
+    assert consumer.is_connected()
+    assert consumer.losses == 0
+    broker.is_well()
+    wait_until(lambda: consumer.trouble() == "")
+    assert consumer.losses == 0
+
+
+def test_silence_is_judged_in_steps() -> None:
+    alive = KeepAlive(0.0)
+    assert alive.look(2.9) is Act.NOTHING
+    assert alive.due_s() == 3.0
+    assert alive.look(3.0) is Act.PING
+    assert alive.look(7.9) is Act.NOTHING
+    assert alive.due_s() == 8.0
+    assert alive.look(8.0) is Act.UNRESPONSIVE
+    assert alive.look(9.0) is Act.NOTHING
+    assert not alive.responds
+    alive.heard(20.0)
+    assert alive.responds
+    assert alive.look(80.0) is Act.GIVE_UP
+
+
+@pytest.mark.usefixtures("hurried")
+def test_refused_acknowledgements_are_asked_again_in_small_requests(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "WAITING_MAX", 20_000)
+    broker, sizes = cluster.broker(), list[int]()
+    consumer = consumer_of(connect(broker))
+
+    def script(session: Session, name: str, command: Any) -> bool:
+        if name != "ack":
+            return False
+        sizes.append(len(command.message_id))
+        session.refuse(name, command, 2)
+        return True
+
+    broker.script = script
+
+    def acknowledge() -> None:
+        for number in range(40):
+            consumer.acknowledge([EntryId(7, 1_000 * number + i) for i in range(1_000)])
+            wait_until(consumer.trouble)
+
+    with pytest.raises(BrokerUnavailableError) as raised:
+        acknowledge()
+    assert WORDS in str(raised.value)
+    assert "Check its load" not in str(raised.value)
+    assert WORDS in consumer.trouble()
+    asked = len(sizes)
+    wait_until(lambda: len(sizes) > asked + 3)
+    assert max(sizes[asked:]) <= receipts.REFUSED_AT_ONCE
+    broker.is_well()
+    wait_until(lambda: len(cluster.acked) >= 20_000)
+    assert consumer.trouble() == ""
+
+
+@pytest.mark.usefixtures("hurried")
+def test_acknowledgements_that_are_refused_for_good_end_a_consumer_by_name(
+    cluster: Cluster, connect: Callable[..., WireBroker]
+) -> None:
+    broker = cluster.broker()
+    consumer = consumer_of(connect(broker))
+    broker.refuses("ack", 4)
+    consumer.acknowledge([EntryId(7, 1)])
+    wait_until(lambda: isinstance(error_of(consumer), AuthorizationError))
+
+
+def test_a_forked_child_leaves_connections_to_its_parent(
+    cluster: Cluster, connect: Callable[..., WireBroker]
+) -> None:
+    """1. A process forks while it consumes. 2. Its child ends. 3. The parent closes, then."""
+    broker = cluster.broker()
+    consumer = consumer_of(connect(broker))
+    release, hold = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            gc.collect()
+            os.close(hold)
+            os.read(release, 1)
+        finally:
+            os._exit(0)
+    cluster.publish(1)
+    wait_until(lambda: consumer.receive(10))
+    consumer._at.close()  # type: ignore[union-attr]
+    wait_until(lambda: consumer.losses)
+    wait_until(consumer.is_connected)  # its range is free, though the child is alive
+    os.close(hold)
+    os.waitpid(pid, 0)
+    os.close(release)
+
+
+@pytest.mark.parametrize(
+    "host", ["a" * 70, "a..b", "[::1", "::1", "[zz]", ".", "a]b", "h:1,a..b", ".".join(["a"] * 200)]
+)
+def test_a_host_that_is_none_is_an_error_of_the_option(host: str) -> None:
+    with pytest.raises(ConfigError, match="service_url"):
+        Connection(f"pulsar://{host}:6650")
+    if "," not in host:
+        with pytest.raises(ConfigError, match="admin_url"):
+            Connection("pulsar://h", f"http://{host}:8080")
+    with pytest.raises(ConfigError, match="issuer_url"):
+        OAuth2(issuer_url="https://[::1", client_id="a", client_secret="b")
+
+
+@pytest.mark.parametrize("host", ["[::1]", "a" * 63, "broker.", "127.0.0.1", "a_b", "käse.de"])
+def test_a_host_that_may_be_one_is_taken(host: str) -> None:
+    assert Connection(f"pulsar://{host}:6650").hosts == [f"{host}:6650"]
+
+
+def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
+    made, release, done = Retrier(lane_threads_max=2), threading.Event(), threading.Event()
+
+    def stuck() -> Steps:
+        yield "frozen"
+        return release.wait(10)
+
+    def free() -> Steps:
+        yield "healthy"
+        done.set()
+        return True
+
+    for _ in range(20):
+        made.until_true(stuck)
+    made.until_true(free)
+    assert done.wait(5)
+    assert sum(one.is_alive() for one in made._threads) <= 5
+    release.set()
+    made.close()
+    made.join(5.0)
+    assert not any(one.is_alive() for one in made._threads)
+
+
+def test_an_attempt_that_raises_ends_the_source_that_made_it() -> None:
+    errors: list[KeyShardError] = []
+    with owned_by(errors.append):
+        made = Retrier()
+
+    def attempt() -> Steps:
+        yield "lane"
+        raise ValueError("unexpected")
+
+    made.until_true(attempt)
+    wait_until(lambda: errors)
+    assert "unexpected" in str(errors[0])
+    made.close()
+    made.join(5.0)
+
+
+def test_a_retrier_takes_what_is_due_while_all_its_threads_are_busy() -> None:
+    made, release = Retrier(lane_threads_max=1), threading.Event()
+    done = threading.Event()
+
+    def stuck() -> Steps:
+        yield "frozen"
+        return release.wait(10)
+
+    made.until_true(stuck)
+    made.until_true(lambda: done.set() is None, 0.2)
+    assert done.wait(5)
+    release.set()
+    made.close()
+    made.join(5.0)
+
+
+def test_a_broker_that_only_listens_costs_attempts_little(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt to connect waits for its own deadline; those that wait behind it do not."""
+    monkeypatch.setattr(clusters, "SLOW_S", 0.2)
+    first = cluster.broker()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    broker = connect(first, connection_timeout_ms=400, operation_timeout_ms=10_000)
+    address = clusters._address(f"127.0.0.1:{listening.getsockname()[1]}", tls=False)
+    shared = broker._shared.cluster
+    began_s, errors = time.monotonic(), list[str]()
+
+    def ask() -> None:
+        try:
+            shared._connect(address, time.monotonic() + 10)
+        except BrokerUnavailableError as exc:
+            errors.append(str(exc))
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    listening.close()
+    assert len(errors) == 20
+    assert time.monotonic() - began_s < 3.0

@@ -1,0 +1,30 @@
+"""A few topics in a few ways; ``python -m tests.ways --draws 300`` draws more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 400
+SEED = 100
+"""Its draws have encrypted and malformed messages, and a partition by its name."""
+
+
+@pytest.mark.broker
+@pytest.mark.spark
+@pytest.mark.ray
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_what_goes_in_comes_out_or_is_named() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.ways", "--draws", "6", "--seed", str(SEED)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3_000:]
