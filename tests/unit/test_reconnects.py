@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -360,6 +362,34 @@ def test_a_forked_child_leaves_connections_to_its_parent(
     os.close(hold)
     os.waitpid(pid, 0)
     os.close(release)
+
+
+def test_a_forked_child_has_the_files_that_were_opened_after_a_connection_ended(
+    cluster: Cluster, connect: Callable[..., WireBroker]
+) -> None:
+    """1. A connection ends. 2. Files take its numbers. 3. The process forks, as Ray does."""
+    client = connect(cluster.broker())
+    ended = consumer_of(client)._at
+    client.close()
+    ended.join(10)  # type: ignore[union-attr]
+    with ExitStack() as opened:
+        files = [opened.enter_context(TemporaryFile()) for _ in range(16)]
+        pid = os.fork()
+        if not pid:
+            lost = 16
+            with suppress(BaseException):
+                lost = sum(is_closed(file.fileno()) for file in files)
+            os._exit(lost)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(

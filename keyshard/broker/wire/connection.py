@@ -304,11 +304,15 @@ class WireConnection:
         Locks are left alone: another thread of the parent may have held them.
         """
         self._why, self._ours = "the process was forked", True
-        self._wake_end, *ends = -1, self._wake_end, self._woken_end
         with suppress(OSError):
             self._socket.close()
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        """Close both ends once: their numbers belong to other files afterwards."""
+        self._wake_end, self._woken_end, *ends = -1, -1, self._wake_end, self._woken_end
         for end in ends:
-            with suppress(OSError):
+            if end >= 0:
                 os.close(end)
 
     def _lost(self) -> BrokerUnavailableError:
@@ -514,9 +518,8 @@ class WireConnection:
                 # A forked child may have it open, too: the broker is told all the same.
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
-            os.close(self._woken_end)
-            os.close(self._wake_end)
-            self._wake_end = -1
+            self._close_pipe()
+        _connections.discard(self)
         if handles and not self._ours:
             _log.warning(
                 "the connection to the broker at %s is lost (%s); it is made again",
