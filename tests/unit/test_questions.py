@@ -136,12 +136,6 @@ def test_a_server_shows_the_token_with_every_answer() -> None:
 
 
 def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
-    def met() -> tuple[questions.Prover, questions.Verifier]:
-        prover = questions.Prover("token", "grpc://h:1")
-        verifier = questions.Verifier("token", "grpc://h:1")
-        assert prover.meet(verifier.introduce(prover.introduction()))
-        return prover, verifier
-
     prover, verifier = met()
     number, body = prover.question("acknowledge", {"x": 1})
     asked, proof = verifier.read(body, "acknowledge")
@@ -162,6 +156,48 @@ def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
         with pytest.raises(flight.FlightUnauthenticatedError):
             refused()
     assert b"token" not in body + prover.introduction()
+
+
+def met() -> tuple[questions.Prover, questions.Verifier]:
+    prover = questions.Prover("token", "grpc://h:1")
+    verifier = questions.Verifier("token", "grpc://h:1")
+    assert prover.meet(verifier.introduce(prover.introduction()))
+    return prover, verifier
+
+
+def refuses(verifier: questions.Verifier, body: bytes, command: str) -> bool:
+    try:
+        verifier.read(body, command)
+    except flight.FlightUnauthenticatedError:
+        return True
+    return False
+
+
+def test_a_proof_that_was_overheard_is_worth_nothing() -> None:
+    """A program on the network repeated a question with other arguments, such as other entries to
+    acknowledge, or repeated one that keeps the lease of a worker or starts another.
+    """
+    prover, verifier = met()
+    number, body = prover.question("acknowledge", {"entries": [[1, 2]]})
+    credential = body.partition(b"\n")[0]
+    assert refuses(verifier, credential + b'\n{"entries": [[1, 3]]}', "acknowledge")
+    _, proof = verifier.read(body, "acknowledge")
+    assert refuses(verifier, body, "acknowledge")
+    own = credential.split()[0].decode()
+    for content in (b"{}", b""):
+        assert refuses(verifier, f"{own} {number} {proof}\n".encode() + content, "answer")
+
+
+def test_questions_may_overtake_each_other_and_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    prover, verifier = met()
+    monkeypatch.setattr(questions, "EARLY_MAX", 20)
+    bodies = [prover.question("take", {})[1] for _ in range(100)]
+    for start in range(0, 100, 10):
+        for body in reversed(bodies[start + 1 : start + 10]):  # the first of ten is lost
+            assert verifier.read(body, "take")
+    assert all(refuses(verifier, body, "take") for at, body in enumerate(bodies) if at % 10)
+    assert len(verifier._came) == 1
+    assert all(len(early) <= 20 for _, early in verifier._came.values())
 
 
 AUTHENTICATIONS = [

@@ -6,8 +6,9 @@ A question is a line that shows the asker, and JSON. The line has one of two for
 - a proof, from :class:`Prover`: both sides show that they know the token, and neither sends it. The
   server shows it first, so a stranger on its port learns nothing. Every answer shows it again.
 
-A proof is an HMAC over nonces of both sides, the endpoint, the command and a number. It is of no
-use at another server or for another command. Content is not encrypted.
+A proof is an HMAC over nonces of both sides, the endpoint, the command, a number and the arguments.
+It is of no use at another server, for another command or with other arguments, and a server takes
+each number once. Content is not encrypted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hmac
 import itertools
 import json
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,10 @@ QUESTION_BYTES_MAX = 64 * 1024 * 1024
 """Longest question, bytes."""
 CREDENTIAL_BYTES_MAX = 256
 """Longest line that shows the asker, bytes."""
+ASKERS_MAX = 1_000
+"""Connections of which a server remembers the numbers, the newest."""
+EARLY_MAX = 1_000
+"""Numbers of a connection that are remembered while an earlier one has not come."""
 INTRODUCE = "introduce"
 """Command by which a server shows that it knows the token."""
 _NONCE_BYTES = 16
@@ -36,7 +42,7 @@ Body = Any
 
 def with_token(token: str, asked: Mapping[str, Any]) -> bytes:
     """A question of a task."""
-    return _joined(token, asked)
+    return _joined(token, _written(asked))
 
 
 def read_with_token(body: Body, token: str) -> dict[str, Any]:
@@ -90,9 +96,9 @@ class Prover:
 
     def question(self, command: str, asked: Mapping[str, Any]) -> tuple[int, bytes]:
         """Its number, and what to send."""
-        number = next(self._numbers)
-        proof = self._proof(command, number)
-        return number, _joined(f"{self._own} {number} {proof}", asked)
+        number, content = next(self._numbers), _written(asked)
+        proof = self._proof(command, number, _digest(content))
+        return number, _joined(f"{self._own} {number} {proof}", content)
 
     def is_answer(self, number: int, proof: object) -> bool:
         """Whether an answer is from a server that knows the token."""
@@ -100,8 +106,10 @@ class Prover:
             self._proof("answer", number).encode(), proof.encode(errors="replace")
         )
 
-    def _proof(self, command: str, number: int) -> str:
-        return _proof(self._token, command, self._own, self._other, self._endpoint, str(number))
+    def _proof(self, command: str, number: int, *digest: str) -> str:
+        return _proof(
+            self._token, command, self._own, self._other, self._endpoint, str(number), *digest
+        )
 
 
 class Verifier:
@@ -116,6 +124,9 @@ class Verifier:
         self._token = token
         self._endpoint = endpoint
         self._own = secrets.token_hex(_NONCE_BYTES)
+        self._lock = threading.Lock()
+        self._came: dict[str, tuple[int, set[int]]] = {}
+        """Of each asker the number up to which all came, and later ones that did."""
 
     def introduce(self, body: Body) -> bytes:
         """Answer a server's first question, of anybody.
@@ -133,22 +144,50 @@ class Verifier:
         """What :meth:`Prover.question` was given, and the proof for its answer.
 
         Raises:
-            FlightUnauthenticatedError: The asker does not know the token.
+            FlightUnauthenticatedError: The asker does not know the token, or it came before.
         """
         credential, rest = _parted(body)
         other, number, proof = (*credential.decode(errors="replace").split(" "), "", "", "")[:3]
-        wanted = _proof(self._token, command, other, self._own, self._endpoint, number)
+        said = other, self._own, self._endpoint, number
+        wanted = _proof(self._token, command, *said, _digest(rest))
         if not hmac.compare_digest(wanted.encode(), proof.encode()):
             raise refusal()
-        return _read(rest), _proof(self._token, "answer", other, self._own, self._endpoint, number)
+        if not self._is_new(other, int(number)):
+            raise flight.FlightUnauthenticatedError("The question came before.")
+        return _read(rest), _proof(self._token, "answer", *said)
+
+    def _is_new(self, asker: str, number: int) -> bool:
+        """Whether a question is no repetition; questions of one asker may overtake each other."""
+        with self._lock:
+            last, early = self._came.pop(asker, (0, set()))
+            is_new = number > last and number not in early
+            if is_new:
+                early.add(number)
+            if len(early) > EARLY_MAX:
+                last = min(early) - 1
+            while last + 1 in early:
+                last += 1
+                early.remove(last)
+            self._came[asker] = last, early
+            if len(self._came) > ASKERS_MAX:
+                self._came.pop(next(iter(self._came)))
+            return is_new
 
 
 def _proof(token: str, *said: str) -> str:
     return hmac.new(token.encode(), json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
 
-def _joined(credential: str, asked: Mapping[str, Any]) -> bytes:
-    return credential.encode(errors="replace") + b"\n" + json.dumps(asked).encode()
+def _digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _written(asked: Mapping[str, Any]) -> bytes:
+    return json.dumps(asked).encode()
+
+
+def _joined(credential: str, content: bytes) -> bytes:
+    return credential.encode(errors="replace") + b"\n" + content
 
 
 def _parted(body: Body) -> tuple[bytes, memoryview]:
