@@ -76,11 +76,12 @@ class KeyShardSource(SourceConfig):
             ConfigError: The source names no subscription.
         """
         from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
+        from keyshard.broker.pulsar.first_question import ANSWER_S  # noqa: PLC0415
         from keyshard.coordinator.coordinator import Coordinator  # noqa: PLC0415
 
         self.check_subscribed()
         connection = self.how_to_connect()
-        admin = None if self.admin_url is None else connect_admin(connection)
+        admin = None if self.admin_url is None else connect_admin(connection, ANSWER_S)
         return Coordinator(self, lambda: connect(connection, self.hosting()), admin)
 
     def run(

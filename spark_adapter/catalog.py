@@ -18,16 +18,14 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspark.errors import PySparkTypeError
 
 from keyshard import KeyShardSource
-from keyshard.broker.connect import connect_admin
-from keyshard.broker.retry import retry_until
-from keyshard.broker.schemas import first_tries_s
+from keyshard.broker.port import Admin
+from keyshard.broker.schemas import asked_first
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import is_system_topic
 from keyshard.errors import ConfigError, SchemaError
@@ -174,14 +172,13 @@ def _subscribed(options: Mapping[str, str]) -> dict[str, str]:
 def _topics(connection: Connection, scope: _Scope) -> dict[str, list[str]]:
     """Full names of topics by namespace; no change of the catalog is based on half of them."""
 
-    def listed() -> dict[str, list[str]]:
-        with closing(connect_admin(connection)) as admin:
-            names = scope.namespaces
-            if names is None:
-                names = [f"{one}/{of}" for one in scope.tenants for of in admin.namespaces(one)]
-            return {one: sorted(admin.topics(*one.split("/"))) for one in sorted(names)}
+    def listed(admin: Admin) -> dict[str, list[str]]:
+        names = scope.namespaces
+        if names is None:
+            names = [f"{one}/{of}" for one in scope.tenants for of in admin.namespaces(one)]
+        return {one: sorted(admin.topics(*one.split("/"))) for one in sorted(names)}
 
-    return retry_until(listed, first_tries_s(connection))
+    return asked_first(connection, listed)
 
 
 class _Sync:

@@ -80,8 +80,14 @@ def _tell(transport: str, decoder: str | None) -> None:
     _log.info("consuming and reading by transport %s%s", transport, by)
 
 
-def connect_admin(connection: Connection) -> PulsarAdmin | MemoryAdmin:
+def connect_admin(
+    connection: Connection, first_s: float | None = None
+) -> PulsarAdmin | MemoryAdmin:
     """The admin interface of a cluster; nothing is asked yet.
+
+    Args:
+        connection: How the cluster is reached.
+        first_s: Longest wait for its first answer, seconds; ``None``: as for later ones.
 
     Raises:
         ConfigError: The connection has no ``admin_url``, or a file of TLS does not fit.
@@ -92,7 +98,7 @@ def connect_admin(connection: Connection) -> PulsarAdmin | MemoryAdmin:
         return MemoryAdmin(_cluster(connection), connection.service_url.removeprefix(MEMORY))
     from keyshard.broker.pulsar.admin import PulsarAdmin  # noqa: PLC0415
 
-    return PulsarAdmin(connection)
+    return PulsarAdmin(connection) if first_s is None else PulsarAdmin(connection, first_s)
 
 
 def _cluster(connection: Connection) -> MemoryCluster:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from typing import TypeVar
 
 from keyshard.broker.connect import connect_admin
+from keyshard.broker.port import Admin
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.first_question import ANSWER_S, missing_topics
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
@@ -15,8 +17,9 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import BrokerError
+from keyshard.errors import AuthorizationError, BrokerError
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +46,8 @@ def schema_of(
     def ask() -> TopicSchema | None:
         if connection.in_memory or connection.admin_url is not None:
             try:
-                with closing(connect_admin(connection)) as admin:
+                first_s = None if tries_s is None else ANSWER_S
+                with closing(connect_admin(connection, first_s)) as admin:
                     return admin.schema(topic, version)
             except BrokerError as exc:
                 if connection.in_memory or version is None:
@@ -74,11 +78,29 @@ def topics_of(config: SourceConfig) -> Sequence[str]:
     """
     if config.topics_pattern is None:
         return tuple(dict.fromkeys(TopicPartition.parse(name).topic for name in config.topics))
-    connection, pattern = config.how_to_connect(), TopicPattern.parse(config.topics_pattern)
-
-    def listed() -> set[str]:
-        with closing(connect_admin(connection)) as admin:
-            return admin.topics(pattern.tenant, pattern.namespace)
-
-    found = retry_until(listed, first_tries_s(connection))
+    pattern = TopicPattern.parse(config.topics_pattern)
+    found = asked_first(
+        config.how_to_connect(), lambda admin: admin.topics(pattern.tenant, pattern.namespace)
+    )
     return sorted(filter(pattern.matches, found))
+
+
+def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:
+    """What the admin interface answers when a query is built; whether it answers is told soon.
+
+    Args:
+        connection: It has an ``admin_url``.
+        ask: Asks; the answer may take long.
+
+    Raises:
+        BrokerUnavailableError: It does not answer.
+        BrokerError: It refuses.
+    """
+
+    def asked() -> T:
+        with closing(connect_admin(connection, ANSWER_S)) as admin:
+            with suppress(AuthorizationError):  # an answer, too
+                admin.cluster()
+            return ask(admin)
+
+    return retry_until(asked, first_tries_s(connection))

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from keyshard import KeyShardSource
+from keyshard import Connection, KeyShardSource
 from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.schemas import asked_first
 from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter.data_source import KeyShardDataSource
@@ -88,6 +89,19 @@ def test_a_wrong_host() -> None:
 def test_a_port_that_says_nothing(silent: int) -> None:
     refused("does not answer", service_url=f"pulsar://127.0.0.1:{silent}")
     refused("does not answer", service_url=f"pulsar+ssl://127.0.0.1:{silent}")
+    refused("does not answer", admin_url=f"http://127.0.0.1:{silent}")
+
+
+def test_a_list_of_topics_is_asked_for_where_nothing_answers(silent: int) -> None:
+    """A pattern of topics, and a catalog, waited for 10 s."""
+    url = f"http://127.0.0.1:{silent}"
+    query = KeyShardDataSource({"topicsPattern": "o.*", "subscription": "s", "admin.url": url})
+    told(query.schema, "does not answer", admin_url=url)
+    told(
+        lambda: asked_first(Connection(admin_url=url), lambda admin: admin.namespaces("public")),
+        "does not answer",
+        admin_url=url,
+    )
 
 
 def test_several_wrong_hosts(port: int) -> None:

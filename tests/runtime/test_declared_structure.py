@@ -61,9 +61,7 @@ class Place:
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     found = Place()
-    monkeypatch.setattr(
-        asked, "connect_admin", lambda _connection: MemoryAdmin(found.cluster, found.name)
-    )
+    monkeypatch.setattr(asked, "connect_admin", lambda *_: MemoryAdmin(found.cluster, found.name))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from keyshard import Basic, Connection, OAuth2, Token
 from keyshard.broker.pulsar import admin_http
 from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.broker.pulsar.admin_http import TIMEOUT_S, AdminHttp
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger, shown
@@ -297,3 +297,17 @@ def test_an_answer_that_never_ends_is_given_up(
         pytest.raises(BrokerUnavailableError, match="did not come whole"),
     ):
         admin.version()
+
+
+def test_only_the_first_answer_has_to_come_soon(answers: Callable[[Answer], None]) -> None:
+    waits: list[float] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        waits.append(request.extensions["timeout"]["read"])
+        return httpx.Response(200, json=["one"])
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"), first_s=0.5)) as admin:
+        admin.cluster()
+        admin.cluster()
+    assert waits == [0.5, TIMEOUT_S]

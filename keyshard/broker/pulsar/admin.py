@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from keyshard.broker.port import BEGINS
-from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.broker.pulsar.admin_http import TIMEOUT_S, AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.message import MessageId
@@ -47,14 +47,15 @@ class PulsarAdmin:
 
     Args:
         connection: It has an ``admin_url``.
+        first_s: Longest time until anything comes of its first answer, seconds.
 
     Every method raises BrokerUnavailableError (retriable) when there is no answer, or one of status
     500 and above; AdminError when the request is refused, and what :meth:`AdminHttp.request` raises
     of TLS and permissions. Only Pulsar's own 404 says that something does not exist.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._http = AdminHttp(connection)
+    def __init__(self, connection: Connection, first_s: float = TIMEOUT_S) -> None:
+        self._http = AdminHttp(connection, first_s)
         self._has_transactions = True
 
     def version(self) -> str:

@@ -62,6 +62,10 @@ class _InTime(httpx.SyncByteStream):
         self._stream.close()
 
 
+def _limit(answer_s: float) -> httpx.Timeout:
+    return httpx.Timeout(answer_s, connect=min(CONNECT_S, answer_s))
+
+
 def _in_time(answer: httpx.Response) -> None:
     assert isinstance(answer.stream, httpx.SyncByteStream)
     answer.stream = _InTime(answer.stream)
@@ -72,12 +76,13 @@ class AdminHttp:
 
     Args:
         connection: It has an ``admin_url``.
+        first_s: Longest time until anything comes of its first answer, seconds.
 
     Raises:
         ConfigError: It has none, or a file of TLS does not hold what it should.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, first_s: float = TIMEOUT_S) -> None:
         if connection.admin_url is None:
             raise ConfigError("The admin interface is needed. Give admin_url.")
         # Beside the URL, because every error and log line of the client shows that.
@@ -94,8 +99,10 @@ class AdminHttp:
         self._own = Secret(url.password, url.username), Secret(url.password or url.username)
         if url.userinfo:
             auth = httpx.BasicAuth(url.username, url.password)
+        self._limits = {} if first_s == TIMEOUT_S else {"timeout": _limit(first_s)}
+        """Of requests before the first answer."""
         self._client = httpx.Client(
-            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
+            timeout=_limit(TIMEOUT_S),
             auth=auth,
             event_hooks={"response": [_in_time]},
             verify=shared_tls_context(connection),
@@ -117,7 +124,8 @@ class AdminHttp:
         try:
             for _ in range(REDIRECTS_MAX):
                 with unlogged():
-                    answer = self._client.request(method, url, **content)
+                    answer = self._client.request(method, url, **{**self._limits, **content})
+                self._limits = {}
                 if answer.next_request is None:
                     self._check_let_in(path, answer)
                     return answer
