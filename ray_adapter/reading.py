@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,7 +12,7 @@ from keyshard.config.connection import CLIENT
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.bounded import plan_read
 from keyshard.core.metadata_columns import check_known, check_transport
-from keyshard.core.option_checks import check_integer
+from keyshard.core.option_checks import check_integer, did_you_mean
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -111,10 +110,10 @@ def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]
     passed_on = {one.name for one in of_ray if one.kind is one.KEYWORD_ONLY}
     for name in given:
         if name not in passed_on:
-            near = difflib.get_close_matches(name, [*_OWN, *sorted(passed_on)], n=1)
-            meant = f"Did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, [*_OWN, *sorted(passed_on)])
+            hint = f"{hint} " if hint else ""
             raise ConfigError(
-                f"read() has no option {shown(name)}. {meant}Its own options are "
+                f"read() has no option {shown(name)}. {hint}Its own options are "
                 f"{', '.join(_OWN)}; it passes those of ray.data.read_datasource on."
             )
     for name in _COUNTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from keyshard import Connection, KeyShardSource
 from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.source import SHORTHANDS
+from keyshard.core.option_checks import did_you_mean
 from keyshard.core.position.bounds import (
     Edge,
     bound_text,
@@ -223,9 +223,6 @@ def unknown(name: str) -> str:
             f"Option {batch.name!r} is one of a batch read (spark.read), and a stream does not "
             "have it. Remove it."
         )
-    known = _BY_NAME | _OF_BATCHES
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
-    return (
-        f"Option {shown(name)} is unknown. Did you mean {known[near[0]].name!r}? "
-        "All options stand in docs/options.md."
-    )
+    hint = did_you_mean(name, [option.name for option in (*OPTIONS, *BATCH_OPTIONS)])
+    hint = f"{hint} " if hint else ""
+    return f"Option {shown(name)} is unknown. {hint}All options stand in docs/options.md."

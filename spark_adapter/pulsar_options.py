@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from keyshard.core.option_checks import did_you_mean
 from keyshard.core.position.bounds import Edge
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.serialized import BYTES_MAX, SerializedId
@@ -87,10 +87,12 @@ def _is_wanted(name: str, text: str, *, stream: bool) -> bool:
     option = _BY_NAME.get(name.lower())
     if option is None:
         if name.lower().startswith(READER):
-            near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"Option {shown(name)} is unknown. Did you mean {_BY_NAME[near[0]].name!r}?"
+            hint = did_you_mean(
+                name,
+                [one.name for one in JVM_OPTIONS],
+                "All options of the JVM connector stand in docs/migrating.md.",
             )
+            raise ConfigError(f"Option {shown(name)} is unknown. {hint}")
         return True
     _check_refused(option.name, option, text)
     if option.name in _SUBSCRIPTIONS or (option.of_streams and not stream):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
 from keyshard.config.field_types import of_type
+from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
 from keyshard.redaction import Secret, shown
 
@@ -78,10 +78,8 @@ def fields_of(given: Mapping[str, str]) -> dict[str, Any]:
     for name, text in given.items():
         known = _BY_NAME.get(name.lower())
         if known is None:
-            near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"{shown(name)} is no option of a connection. Did you mean {_BY_NAME[near[0]]!r}?"
-            )
+            hint = did_you_mean(name, _BY_NAME.values(), f"It has: {', '.join(NAMES)}.")
+            raise ConfigError(f"{shown(name)} is no option of a connection. {hint}")
         if not text or known in _NOTHING:
             continue
         if known in _CANNOT:

@@ -17,12 +17,24 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A question that names the nearest of the names there are, in whatever case it is written.
+
+    Args:
+        name: What was given.
+        known: The names there are.
+        otherwise: What is said if none is near.
+    """
+    names = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"Did you mean {names[near[0]]!r}?" if near else otherwise
+
+
 def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:
     """Only names of options that there are."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(sorted(known))}."
+            hint = did_you_mean(name, known, f"It has: {', '.join(sorted(known))}.")
             raise ConfigError(f"{what} has no option {shown(name)}. {hint}")
 
 

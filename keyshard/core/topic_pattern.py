@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, field
 
 from keyshard.core.position.entry import TopicPartition, is_system_topic
@@ -31,11 +32,15 @@ class TopicPattern:
 
     def __post_init__(self) -> None:
         try:
-            compiled = re.compile(self.regex)
-        except re.error as exc:
+            with warnings.catch_warnings():
+                # Python warns of what it will read otherwise, and Pulsar does already.
+                warnings.simplefilter("error", FutureWarning)
+                compiled = re.compile(self.regex)
+        except (re.error, FutureWarning, OverflowError, RecursionError) as exc:
             raise ConfigError(
-                f"topics_pattern has {shown(self.regex)}, which is no regular expression: {exc}."
-            ) from exc
+                f"topics_pattern has {shown(self.regex)}, which is no regular expression: {exc}. "
+                "Escape characters that stand for themselves, such as \\[."
+            ) from None
         object.__setattr__(self, "_compiled", compiled)
 
     @classmethod

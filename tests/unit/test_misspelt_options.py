@@ -14,6 +14,7 @@ import pytest
 import ray_adapter
 from keyshard import Connection, HandlerConfig, KeyShardSource
 from keyshard.config.handlers import HandlerOptions
+from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
 from ray_adapter.options import JobOptions
 
@@ -41,6 +42,12 @@ def test_the_nearest_option_is_named(call: Callable[..., Any], wrong: str, meant
 def test_a_name_that_is_near_to_none_is_answered_with_all() -> None:
     with pytest.raises(ConfigError, match=r"has no option 'zzz'\. It has: .*lanes, metrics_host"):
         SOURCE.run(print, zzz=1)  # type: ignore[call-arg]
+
+
+def test_the_case_of_a_name_hides_nothing() -> None:
+    assert did_you_mean("SERVICEURL", ["service.url", "x"]) == "Did you mean 'service.url'?"
+    assert did_you_mean("path", ["service.url"]) == ""
+    assert did_you_mean("path", [], "There are none.") == "There are none."
 
 
 def test_signatures_stay_visible() -> None:

@@ -157,6 +157,9 @@ def test_an_unknown_option_names_the_nearest(wrong: str, meant: str) -> None:
 
 def test_an_option_like_no_other_is_refused_too() -> None:
     assert "is unknown" in refused({**MINIMAL, "": "1"})
+    assert refused({**MINIMAL, "path": "x"}) == (
+        "Option 'path' is unknown. All options stand in docs/options.md."
+    )
 
 
 @pytest.mark.parametrize("first", ["topic", "topics"])
