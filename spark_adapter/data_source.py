@@ -18,7 +18,7 @@ from spark_adapter.options import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows, needs_no_schema, plan_of, rows_of, schema_of
 from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import told_in_short, told_to_spark
 
 
 class KeyShardDataSource(DataSource):
@@ -36,22 +36,25 @@ class KeyShardDataSource(DataSource):
 
     def schema(self) -> StructType:
         """What a query has that names no columns; wrong options are refused at once."""
-        source = _source_of(self.options)
+        with told_in_short():
+            source = _source_of(self.options)
         with told_to_spark():
             return schema_of(self._planned_for(source), source.metadata_columns)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
-        read = parse_bounded(options_of(schema, self.options))
-        if is_table(schema, self.options):
-            check_takes_no_filters(read)
+        with told_in_short():
+            read = parse_bounded(options_of(schema, self.options))
+            if is_table(schema, self.options):
+                check_takes_no_filters(read)
         rows = self._rows(read.source, schema)
         kind = FilteringBatchReader if read.pushes_filters else KeyShardBatchReader
         return kind(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
-        source = parse_options(options_of(schema, self.options, stream=True))
+        with told_in_short():
+            source = parse_options(options_of(schema, self.options, stream=True))
         rows = self._rows(source, schema)
         return KeyShardStreamReader(rows.source_of(source), rows)
 

@@ -33,7 +33,7 @@ from spark_adapter.options import parse_options
 from spark_adapter.pulsar_options import seems_stream, translated
 from spark_adapter.pulsar_stream import PulsarStreamReader
 from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import told_in_short, told_to_spark
 
 
 class _Made(NamedTuple):
@@ -110,14 +110,16 @@ class PulsarDataSource(KeyShardDataSource):
     def schema(self) -> StructType:
         """All columns; wrong options are refused here, when the query is built."""
         stream = seems_stream(self.options)
-        options, names, _ = translated(self.options, stream=stream)
+        with told_in_short():
+            options, names, _ = translated(self.options, stream=stream)
         with told_to_spark(**names):
             source = parse_options(options) if stream else parse_bounded(options).source
             return _renamed(schema_of(self._planned_for(source), source.metadata_columns))
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """The reader of one batch; plans when Spark asks for partitions."""
-        options, names, _ = translated(self.options, stream=False)
+        with told_in_short():
+            options, names, _ = translated(self.options, stream=False)
         with told_to_spark(**names):
             read = parse_bounded(options)
             rows = self._rows(read.source, _own(schema))
@@ -126,7 +128,8 @@ class PulsarDataSource(KeyShardDataSource):
 
     def streamReader(self, schema: StructType) -> PulsarStreamReader:  # noqa: N802 - Spark's name
         """The reader of one query; connects when Spark asks for the first offset."""
-        options, names, made_up = translated(self.options, stream=True)
+        with told_in_short():
+            options, names, made_up = translated(self.options, stream=True)
         with told_to_spark(**names):
             source = parse_options(options)
             rows = self._rows(source, _own(schema))
