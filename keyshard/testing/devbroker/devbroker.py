@@ -24,7 +24,7 @@ from keyshard.testing.devbroker.ports import (
     loopback_interface,
     port_is_free,
 )
-from keyshard.testing.devbroker.process import BrokerProcess, log_tail
+from keyshard.testing.devbroker.process import BrokerProcess, ProcessOwner, log_tail
 from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 from keyshard.testing.devbroker.security import (
     ADMIN,
@@ -34,14 +34,13 @@ from keyshard.testing.devbroker.security import (
     token_settings,
 )
 
-_STOP_TIMEOUT_S = 20.0
 _ARCHIVE_TIMEOUT_S = 120.0
 """Longest time in which a JVM that ends writes the archive of its classes, seconds."""
 _MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
 _STATE = "devbroker.json"
 
 
-class DevBroker:
+class DevBroker(ProcessOwner):
     """A Pulsar standalone broker that listens on the loopback address only.
 
     Several run side by side, each with its own ports and data directory. Use it as a context
@@ -104,7 +103,6 @@ class DevBroker:
         self._tls = tls
         self._tokens = tokens
         self._optimised = optimised
-        self._process: BrokerProcess | None = None
         self._classes_option: str | None = None
 
     def __enter__(self) -> DevBroker:
@@ -184,15 +182,6 @@ class DevBroker:
         """File with the broker's output."""
         return self.data_dir / "broker.log"
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the running broker, else ``None``."""
-        return self._process.pid if self._process is not None and self.is_running() else None
-
-    def is_running(self) -> bool:
-        """Whether the broker's process is alive."""
-        return self._process is not None and self._process.returncode() is None
-
     def start(self, timeout_s: float = 60.0) -> None:
         """Start the broker and return when it serves requests; does nothing when it runs.
 
@@ -247,22 +236,6 @@ class DevBroker:
             else:
                 process.kill()
         return outcome
-
-    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """End the broker in order (SIGTERM), or by SIGKILL when it takes too long.
-
-        Args:
-            timeout_s: Seconds before it is killed.
-        """
-        if self._process is not None:
-            self._process.stop(timeout_s)
-            self._process = None
-
-    def kill(self) -> None:
-        """End the broker at once (SIGKILL to its process group); returns when it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
 
     def restart(self, timeout_s: float = 60.0) -> None:
         """Start again with the same ports and data; stops it first when it runs.

@@ -13,18 +13,17 @@ from pathlib import Path
 from keyshard.config.connection import Connection
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker.ports import LOOPBACK
-from keyshard.testing.devbroker.process import BrokerProcess, log_tail
+from keyshard.testing.devbroker.process import BrokerProcess, ProcessOwner, log_tail
 from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 
 START_S = 180.0
 """Longest time until a process serves, seconds; a whole cluster takes 10 to 45 on two cores."""
-_STOP_S = 20.0
 _POLL_S = 0.1
 _BOOKIE_STARTED = b"Started component bookie-server"
 
 
 @dataclass(eq=False)
-class ClusterMember:
+class ClusterMember(ProcessOwner):
     """One process of a cluster. Its ports and its data stay the same over restarts."""
 
     name: str
@@ -37,7 +36,6 @@ class ClusterMember:
     """Lines of its configuration; a change counts from its next start."""
     run: Callable[[ClusterMember], BrokerProcess]
     """Starts its process."""
-    _process: BrokerProcess | None = field(default=None, init=False)
     _log_from: int = field(default=0, init=False)
 
     def __repr__(self) -> str:
@@ -48,15 +46,6 @@ class ClusterMember:
     def log_path(self) -> Path:
         """File with its output."""
         return self.folder / "process.log"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs, else ``None``."""
-        return self._process.pid if self._process is not None and self.is_running() else None
-
-    def is_running(self) -> bool:
-        """Whether its process is alive; a frozen one is."""
-        return self._process is not None and self._process.returncode() is None
 
     def launch(self) -> None:
         """Start the process without waiting for it; does nothing when it runs."""
@@ -87,22 +76,6 @@ class ClusterMember:
         """
         self.launch()
         self.wait(timeout_s)
-
-    def stop(self, timeout_s: float = _STOP_S) -> None:
-        """End it in order (SIGTERM): a broker hands its topics over. Kills it after the time-out.
-
-        Args:
-            timeout_s: Seconds before it is killed.
-        """
-        if self._process is not None:
-            self._process.stop(timeout_s)
-            self._process = None
-
-    def kill(self) -> None:
-        """End it at once (SIGKILL)."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
 
     def freeze(self) -> None:
         """Stop it without closing anything (SIGSTOP): its connections stay open and silent."""

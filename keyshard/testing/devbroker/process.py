@@ -12,6 +12,8 @@ from pathlib import Path
 
 from keyshard.errors import DevBrokerError
 
+STOP_S = 20.0
+"""Longest time that a process has for an orderly end, seconds."""
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 10.0
 _LOG_LINES = 15
@@ -94,6 +96,37 @@ class BrokerProcess:
         if self._watchdog is not None:
             _dismiss(self._watchdog)
             self._watchdog = None
+
+
+class ProcessOwner:
+    """Base of everything that has one process at a time."""
+
+    _process: BrokerProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs, else ``None``."""
+        return self._process.pid if self._process is not None and self.is_running() else None
+
+    def is_running(self) -> bool:
+        """Whether its process is alive; a frozen one is."""
+        return self._process is not None and self._process.returncode() is None
+
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """End it in order (SIGTERM): a broker hands its topics over. Kills it after the time-out.
+
+        Args:
+            timeout_s: Seconds before it is killed.
+        """
+        if self._process is not None:
+            self._process.stop(timeout_s)
+            self._process = None
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL to its process group); returns when it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
 
 def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
