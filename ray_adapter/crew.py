@@ -109,8 +109,13 @@ class Crew:
         except Exception as exc:
             raise _refused(exc) from exc
 
-    def start(self, count: int) -> list[Handle]:
+    def start(self, count: int, *, soon: bool = True) -> list[Handle]:
         """Actors that have loaded the handler.
+
+        Args:
+            count: How many.
+            soon: Whether no node that fits ends the wait soon: the job has just begun. Later, a
+                node that is gone may come back.
 
         Raises:
             ClusterError: The cluster has no place for them in time.
@@ -123,7 +128,7 @@ class Crew:
         try:
             for _ in range(count):
                 actors.append(self._made())  # noqa: PERF401 - killed below
-            self._placed(actors, deadline_s)
+            self._placed(actors, deadline_s, soon=soon)
             self._loaded(actors, deadline_s)
         except BaseException as exc:
             self.end(actors)
@@ -142,11 +147,11 @@ class Crew:
         deadline_s = time.monotonic() + self._options.start_timeout_s
         while True:
             try:
-                self._placed([actor], deadline_s)
+                self._placed([actor], deadline_s, soon=False)
                 self._loaded([actor], deadline_s)
             except exceptions.ActorDiedError:  # noqa: PERF203
                 self.end([actor])
-                return self.start(1)[0]
+                return self.start(1, soon=False)[0]
             except DEATHS as exc:
                 if time.monotonic() > deadline_s:
                     raise self._died_early(exc) from exc
@@ -207,12 +212,12 @@ class Crew:
             f"What the handler {self.handler_name} returned cannot be had: {text_of(error)}."
         )
 
-    def _placed(self, actors: Sequence[Handle], deadline_s: float) -> None:
+    def _placed(self, actors: Sequence[Handle], deadline_s: float, *, soon: bool) -> None:
         """Every actor runs, on the same keyshard as here."""
         self.session.check()
         options = self._options
         refs = [actor.version.remote() for actor in actors]
-        if options.start_timeout_s <= START_TIMEOUT_S:
+        if soon and options.start_timeout_s <= START_TIMEOUT_S:
             # Nothing but an autoscaler helps there, and for that somebody waits longer.
             first_s = min(deadline_s, time.monotonic() + NOWHERE_S)
             ready = self._ready(refs, first_s)
