@@ -55,6 +55,7 @@ class ProtobufCodec:
             _count_fields(descriptor, (), topic, {})
             self._message = message_factory.GetMessageClass(descriptor)
             self._completes = _maps_to_messages(descriptor)
+            self._writes_defaults = False
             with panics_as_errors():
                 pool = ptars.HandlerPool([descriptor.file], how)
                 self._handler = pool.get_for_message(descriptor)
@@ -85,10 +86,7 @@ class ProtobufCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> pa.Array:
         try:
-            if self._completes:
-                values = pa.array(map(self._completed, values.to_pylist()), pa.binary())
-            with panics_as_errors():
-                found = self._handler.array_to_record_batch(values).to_struct_array()
+            found = self._completely_read(values) if self._completes else self._read(values)
             for times in _times(found):
                 if set(compute.min_max(times.view(pa.int64())).as_py().values()) & _SATURATED:
                     raise UndecodableError("a time is out of range")
@@ -105,11 +103,25 @@ class ProtobufCodec:
     ) -> Sequence[int]:
         return refused(values, self._message.FromString)
 
-    def _completed(self, value: bytes) -> bytes:
-        """A message whose maps have a value for each key: one may be left out where it is the
+    def _read(self, values: pa.Array) -> pa.StructArray:
+        with panics_as_errors():
+            return self._handler.array_to_record_batch(values).to_struct_array()
+
+    def _completely_read(self, values: pa.Array) -> pa.StructArray:
+        """Messages whose maps have a value for each key: one may be left out where it is the
         default, and ptars panics over such a one that is a message."""
+        given = values.to_pylist()
+        if not self._writes_defaults:
+            try:
+                return self._read(pa.array(map(self._completed, given), pa.binary()))
+            except ValueError:
+                # The default values that one of them says take as many bytes as what is missing.
+                self._writes_defaults = True
+        return self._read(pa.array(map(self._completed, given), pa.binary()))
+
+    def _completed(self, value: bytes) -> bytes:
         message = self._message.FromString(value)
-        if message.ByteSize() == len(value):
+        if message.ByteSize() == len(value) and not self._writes_defaults:
             return value
         found: bytes = message.SerializePartialToString(deterministic=True)
         return found

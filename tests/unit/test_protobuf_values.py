@@ -87,6 +87,19 @@ def test_a_pair_of_a_map_without_key_or_value_has_their_defaults(
     assert capfd.readouterr().err == "", "no trace of native code is in anybody's way"
 
 
+def test_a_message_that_says_a_default_as_long_as_what_it_lacks_is_read() -> None:
+    """It took as many bytes as with the missing value, and so was malformed."""
+    file = file_of(syntax="proto3")
+    add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_MESSAGE, ".p.N")
+    # The value of 5 is missing; that of 6 says x = 0.
+    lacks = b"\x0a\x02\x08\x05\x0a\x06\x08\x06\x12\x02\x08\0"
+    found, reasons = rows_of(schema_of(file), lacks, b"\x0a\x7f", b"\x0a\0", lacks)
+    assert list(reasons) == [1]
+    row = {"a": {5: {"x": 0}, 6: {"x": 0}}}
+    rows = found.to_pylist(maps_as_pydicts="strict")
+    assert rows == [row, None, {"a": {0: {"x": 0}}}, row]
+
+
 def test_unsigned_keys_of_maps_are_signed_as_all_numbers_are() -> None:
     file = file_of(syntax="proto3")
     add_map(file, FIELD.TYPE_UINT64, FIELD.TYPE_UINT32)
