@@ -71,7 +71,6 @@ def fold(
     start = state.begin or FIRST
     found: list[EntryId] = []
     stays: set[EntryId] = set()
-    claimed = state.claimed
     if last is not None and start <= last:
         with Scan(broker, where, start, last) as scan:
             for message in read(scan, where, config.replay_timeout_ms / 1000):
@@ -83,14 +82,14 @@ def fold(
                 if taken is _BROKEN:
                     stays.add(position)
                     continue
-                claimed = oldest_of(message)
+                state.claim(oldest_of(message))
                 if message.properties.get(PARTS):
                     state.parts[position] = parts_of(message)
                 if taken is _STAYS:
                     stays.add(position)
     state.settle()
     _name_malformed(state, where)
-    state.claimed = None
+    claimed, state.claimed = state.claimed, None
     if claimed is not None and (not found or found[0] > claimed):
         lost_letters(where, claimed, found[0] if found else None, config)
         state.claimed = claimed

@@ -120,7 +120,7 @@ class World:
         lane.coming.clear()
 
     def fold_all(self, parked: Parked) -> None:
-        begin, claimed = parked.begin, parked.claimed
+        begin = parked.begin
         found = [
             position
             for position in map(self.position, range(self.first, len(self.letters)))
@@ -128,7 +128,8 @@ class World:
         ]
         for position in found:
             self.fold(parked, position)
-            claimed = self.stored(position).claims
+            parked.claim(self.stored(position).claims)
+        claimed = parked.claimed
         lost = claimed is not None and (not found or found[0] > claimed)
         assert not lost, "what was done seems to be lost"
 

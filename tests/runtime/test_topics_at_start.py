@@ -61,7 +61,7 @@ def test_a_topic_and_one_of_its_partitions_are_consumed_once(world: World) -> No
     world.cluster.create_topic("orders", 2)
     world.publish("orders", 8)
     with world.running(world.source(["orders-partition-1", "orders"])) as running:
-        received(running, 8)
+        received(running, 16)
         world.take(running)
         assert running.status()["topicPartitions"] == 2
         running.discovery.round()

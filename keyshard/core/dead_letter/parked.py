@@ -40,7 +40,7 @@ class Parked:
         """Messages that should be letters or markers and cannot be read, and why."""
         self.claimed = claimed
         """A letter that rested when the newest checkpoint or message was written."""
-        self._next = begin
+        self._begin = self._next = begin
         self._sending: dict[object, EntryId | None] = {}
         self._claims: dict[object, EntryId] = {}
         self._positions: list[EntryId] = []
@@ -105,6 +105,15 @@ class Parked:
         self.passed(position)
         self._settle(key)
         self.done.runs(key, where, message_id)
+
+    def claim(self, oldest: EntryId | None) -> None:
+        """A message names the oldest letter that rested when it was written.
+
+        A letter before :attr:`begin` is a copy of one that is folded, or is done: another process
+        may know it that folded the whole topic. It need not be stored any more.
+        """
+        if oldest is None or self._begin is None or oldest >= self._begin:
+            self.claimed = oldest
 
     def settle(self) -> None:
         """The topic is folded to its end: look at what :meth:`swept` left for later."""
