@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -104,6 +105,17 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
     while not condition():
         assert time.monotonic() < end, "the condition did not come true before the deadline"
         never.wait(0.002)
+
+
+def exactly(stream: socket.socket, size: int) -> bytes:
+    """That many bytes of a connection; raises ``ConnectionError`` if it ends before."""
+    data = b""
+    while len(data) < size:
+        more = stream.recv(size - len(data))
+        if not more:
+            raise ConnectionError
+        data += more
+    return data
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

@@ -9,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.cli import broker, main
+from command_line import run
+from keyshard.cli import broker
 from keyshard.testing.devbroker import DEFAULT_VERSION, registry
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    output = capsys.readouterr()
-    code = caught.value.code
-    return (code if isinstance(code, int) else 0), output.out, output.err
 
 
 def test_bad_input_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

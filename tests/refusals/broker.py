@@ -14,6 +14,7 @@ from keyshard.broker.wire.frames import NAMES, api, frame_of
 from keyshard.core.protobuf import fields_of, message
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
+from tests.helpers import exactly
 
 LEDGER = 7
 SAID = b"said by the script"
@@ -151,8 +152,8 @@ class Session:
     def _serve(self) -> None:
         with suppress(OSError, ConnectionError):
             while True:
-                (size,) = struct.unpack(">I", self._exactly(4))
-                frame = self._exactly(size)
+                (size,) = struct.unpack(">I", exactly(self.stream, 4))
+                frame = exactly(self.stream, size)
                 self.broker.thawed.wait()
                 (length,) = struct.unpack_from(">I", frame)
                 data = frame[4 : 4 + length]
@@ -175,15 +176,6 @@ class Session:
             one for one in self.cluster.members
             if one.session is not self or consumer_id not in (None, one.consumer_id)
         ]  # fmt: skip
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            more = self.stream.recv(size - len(data))
-            if not more:
-                raise ConnectionError
-            data += more
-        return data
 
     # -- one command each, with the lock held -----------------------------------------------------
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -89,14 +89,10 @@ def hurried() -> Iterator[None]:
         (receipts, "UNCONFIRMED_S", 1.0), (clusters, "RETIRE_AGE_S", 0.5),
         (first_question, "ANSWER_S", 1.0),
     ]  # fmt: skip
-    patches = [patch.object(*change) for change in changes]
-    for one in patches:
-        one.start()
-    try:
+    with ExitStack() as patches:
+        for change in changes:
+            patches.enter_context(patch.object(*change))
         yield
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def run_cells(cells: tuple[Cell, ...]) -> Iterator[tuple[Cell, str, str]]:

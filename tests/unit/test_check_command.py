@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from command_line import run as command
 from histories import TOPIC, batch_host
-from keyshard.cli import main
 from keyshard.testing.verify.history import Event, HistoryWriter
 
 LOST = Event(99.0, "sent", topic=TOPIC, key="[k]", seq=0)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["check", *arguments])
-    output = capsys.readouterr()
-    code = caught.value.code
-    return (code if isinstance(code, int) else 0), output.out, output.err
+    return command(capsys, "check", *arguments)
 
 
 def written(path: Path, events: Iterable[Event]) -> str:

@@ -51,6 +51,7 @@ from keyshard.errors import (
     WorkerEnvironmentError,
     WorkerUnreachableError,
 )
+from worker_servers import worker_server
 
 QUEUE = 2
 TEXTS = [None, "", "k", "é漢", "a\x00b", "😀"]
@@ -550,21 +551,6 @@ def test_a_lease_that_has_ended_never_begins_again() -> None:
     assert lease.left_s() == 0
 
 
-@contextmanager
-def served(at: Place, lease_s: float = 60.0) -> Iterator[tuple[WorkerServer, Setup, object]]:
-    setup = Setup(Connection("pulsar://nobody"), lease_s, level=30)
-    server = WorkerServer(at.host, setup)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    client = flight.connect(f"grpc://127.0.0.1:{server.port}")
-    try:
-        yield server, setup, client
-    finally:
-        client.close()
-        server.shutdown()
-        thread.join(10)
-
-
 MUCH = b"[" + b"0," * 1_000_000 + b"0]"
 
 
@@ -582,7 +568,7 @@ def test_a_question_without_the_token_is_refused_unread_and_logged_once(
     """The JSON of a stranger was parsed before its token was compared."""
     read: list[object] = []
     monkeypatch.setattr(questions, "_read", read.append)
-    with place() as at, served(at) as (_, _, client):
+    with place() as at, worker_server(at.host) as (_, _, client):
         for body in (b"{}", b"[" * 9_000, MUCH):
             with pytest.raises(flight.FlightUnauthenticatedError):
                 list(client.do_action(flight.Action("last_entry", credential + body)))
@@ -593,7 +579,8 @@ def test_a_question_without_the_token_is_refused_unread_and_logged_once(
 
 
 def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None:
-    with place() as at, served(at, lease_s=0.3) as (server, setup, client):
+    with place() as at, worker_server(at.host, lease_s=0.3) as served:
+        server, setup, client = served
         at.publish(1)
         wait_until(lambda: at.host.take(1, {}, 0.1)[0]["deliveries"])
         wait_until(lambda: server.lease.left_s() == 0)

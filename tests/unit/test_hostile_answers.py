@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from command_line import run
 from control_folder import own_control_folder
 from histories import batch_host
 from keyshard.cli import main
@@ -37,15 +38,6 @@ HOSTILE: list[Any] = [
 def folder() -> Iterator[Path]:
     with own_control_folder() as made:
         yield made
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """A command; anything but an orderly end is an error of the test."""
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    output = capsys.readouterr()
-    code = caught.value.code
-    return (code if isinstance(code, int) else 0), output.out, output.err
 
 
 def spoiled(random: Random, value: Any, times: int = 2) -> Any:

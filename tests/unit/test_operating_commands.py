@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from command_line import run
 from control_folder import own_control_folder
-from keyshard.cli import main, watching
+from keyshard.cli import watching
 from keyshard.core.lanes.timings import Timings
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.observe.control import ControlServer
@@ -24,14 +25,6 @@ from statuses import partition_status, range_status, status
 def folder() -> Iterator[None]:
     with own_control_folder():
         yield
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    output = capsys.readouterr()
-    code = caught.value.code
-    return (code if isinstance(code, int) else 0), output.out, output.err
 
 
 class Asked:

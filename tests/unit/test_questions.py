@@ -19,22 +19,16 @@ from keyshard.broker.hosted.worker import Asker, Worker
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
 from keyshard.errors import ConfigError, WorkerUnreachableError
+from worker_servers import worker_server
 
 
 @contextmanager
 def served() -> Iterator[tuple[WorkerServer, Setup, flight.FlightClient]]:
-    setup = Setup(Connection("pulsar://nobody"), 60.0, level=30)
     host = Host(MemoryBroker(MemoryCluster()))
-    server = WorkerServer(host, setup)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    client = flight.connect(f"grpc://{LOOPBACK}:{server.port}")
     try:
-        yield server, setup, client
+        with worker_server(host) as made:
+            yield made
     finally:
-        client.close()
-        server.shutdown()
-        thread.join(10)
         host.close()
 
 

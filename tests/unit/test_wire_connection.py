@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import exactly
 from keyshard.broker.port import HowToRead, StartPosition
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.wire import broker as brokering
@@ -103,8 +104,8 @@ class Session:
     def serve(self) -> None:
         with suppress(OSError, struct.error, ConnectionError):
             while True:
-                (size,) = struct.unpack(">I", self._exactly(4))
-                frame = self._exactly(size)
+                (size,) = struct.unpack(">I", exactly(self.stream, 4))
+                frame = exactly(self.stream, size)
                 (length,) = struct.unpack_from(">I", frame)
                 command = fields_of(frame[4 : 4 + length])
                 kind = command[1]
@@ -134,15 +135,6 @@ class Session:
             self.send(SUCCESS, {1: fields[2]})
         elif kind == LAST_ID:
             self.send(LAST_ID_RESPONSE, {1: message({1: 7, 2: 3}), 2: fields[2]})
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            more = self.stream.recv(size - len(data))
-            if not more:
-                raise ConnectionError
-            data += more
-        return data
 
 
 class ToldBroker:

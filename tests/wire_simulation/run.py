@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 from unittest.mock import patch
@@ -90,14 +90,10 @@ def hurried(draw: random.Random) -> Iterator[None]:
         (keep_alive, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
         (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
     ]
-    patches = [patch.object(*change) for change in changes]
-    for one in patches:
-        one.start()
-    try:
+    with ExitStack() as patches:
+        for change in changes:
+            patches.enter_context(patch.object(*change))
         yield
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def threads() -> set[threading.Thread]:
