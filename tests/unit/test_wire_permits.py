@@ -64,3 +64,28 @@ def test_a_new_subscription_owes_nothing() -> None:
     permits.nudge()
     assert permits.begin() == 10
     assert permits.use(5) == 5
+
+
+def test_nothing_is_granted_while_a_broker_has_more_than_a_queue_that_became_smaller() -> None:
+    """Messages turned out to be large while the grant for those taken before was still owed."""
+    permits = Permits(1_000)
+    assert [permits.begin(), permits.use(400)] == [1_000, 0]
+    permits.resize(10)
+    assert permits.use(1) == 0
+    assert permits.held == 599
+
+
+@given(
+    st.integers(1, 1_000),
+    st.lists(st.tuples(st.integers(1, 1_000), st.integers(1, 300)), max_size=50),
+)
+def test_a_queue_that_changes_holds_no_more_than_it_was_granted_or_may_hold(
+    ahead: int, steps: list[tuple[int, int]]
+) -> None:
+    permits = Permits(ahead)
+    at_broker = permits.begin()
+    for ahead, messages in steps:
+        before = at_broker
+        permits.resize(ahead)
+        at_broker += permits.use(messages) - messages
+        assert ahead / 2 < at_broker == permits.held <= max(ahead, before)

@@ -18,14 +18,15 @@ class Permits:
     def __init__(self, ahead: int) -> None:
         self.ahead = self.ahead_max = ahead
         self._used = 0
-        """Messages taken that the broker has not been told of; below 0: what was lent."""
-        self._too_many = 0
-        """Messages that it may still send beyond ``ahead``, which has become smaller since, or
-        because a batch declared fewer than no messages."""
+        """Messages taken that the broker has not been told of; below 0: what it may send beyond
+        ``ahead``, because that was lent, has become smaller since, or because a batch declared
+        fewer than no messages."""
+        self._lent = 0
+        """Most of that which was lent."""
 
     def begin(self) -> int:
         """What a new subscription gets."""
-        self._used = self._too_many = 0
+        self._used = self._lent = 0
         return self.ahead
 
     def use(self, messages: int) -> int:
@@ -36,10 +37,7 @@ class Permits:
         """
         # The broker counts in 32 bits with a sign, also what a batch only declares.
         held = (self.held - messages + 2**31) % 2**32 - 2**31
-        messages = self.held - held
-        granted_before = min(self._too_many, messages)
-        self._too_many -= granted_before
-        self._used += messages - granted_before
+        self._used = self.ahead - held
         if 2 * self._used < self.ahead:
             return 0
         granted, self._used = self._used, 0
@@ -48,19 +46,16 @@ class Permits:
     @property
     def held(self) -> int:
         """Messages that the broker may still send, as it counts them."""
-        return self.ahead + self._too_many - self._used
+        return self.ahead - self._used
 
     def resize(self, ahead: int) -> None:
         """Let so many messages be sent ahead from now on; the next use grants what is more.
 
         What was granted stays granted: it is used up first.
         """
-        more = ahead - self.ahead
+        self._used += ahead - self.ahead
         self.ahead = ahead
         self.ahead_max = max(self.ahead_max, ahead)
-        granted_before = min(self._too_many, more) if more > 0 else more
-        self._too_many -= granted_before
-        self._used += more - granted_before
 
     def nudge(self) -> int:
         """What to grant a broker that is silent, which may have forgotten to go on; 0 for nothing.
@@ -68,8 +63,11 @@ class Permits:
         It minds nothing but a grant: what was used, or where nothing was, one message more, which
         is subtracted from what is used later.
         """
-        if -self._used >= LENT_MAX:
+        self._lent = min(self._lent, max(0, -self._used))
+        if self._lent >= LENT_MAX:
             return 0
         granted = max(1, self._used)
+        if self._used <= 0:
+            self._lent += granted
         self._used -= granted
         return granted
