@@ -225,6 +225,34 @@ def test_nobody_receives_more_memory_ahead_of_who_takes_than_the_queue_may_take(
                 taken = taken.plus(one)
 
 
+def test_nobody_receives_more_refused_entries_ahead_of_who_takes_than_the_queue_may_take() -> None:
+    """What is stored of each waits with its error, for a range that pauses for as long as it does."""
+    with place() as at:
+        at.host.close_consumer(number=1, for_another=True)
+        at.subscribe(2, queue=10, queue_bytes=250_000)
+        for _ in range(30):
+            at.cluster.publish(at.topic, Message(bytes(100_000), key="k"), encrypted=True)
+        seq, taken, refused = 0, Taken(), 0
+        for _ in range(20):
+            answer, content = at.host.take(seq := seq + 1, {}, 0.02)
+            for one in unpacked(answer["deliveries"], content):
+                taken, refused = taken.plus(one), refused + (one.error is not None)
+        assert refused == 3
+        while refused < 30:
+            answer, content = at.host.take(seq := seq + 1, {2: taken}, 1.0)
+            for one in unpacked(answer["deliveries"], content):
+                taken, refused = taken.plus(one), refused + (one.error is not None)
+
+
+def test_what_was_told_late_takes_no_room_back() -> None:
+    with place() as at:
+        at.publish(3 * QUEUE)
+        wait_until(lambda: at.host._full)
+        at.host.take(1, {1: (2 * QUEUE, 0)}, 0.0)
+        at.host.take(2, {1: (QUEUE, 0)}, 0.0)
+        assert at.host._hosted[1].taken == Taken(2 * QUEUE)
+
+
 def test_who_has_room_again_does_not_wait_for_the_end_of_a_question() -> None:
     """While a consumer waits for room, questions are short: the next may say that it has some."""
     with place() as at:

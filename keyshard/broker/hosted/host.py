@@ -274,7 +274,7 @@ class Host:
         for number, count in taken.items():
             hosted = self._hosted.get(number)
             if hosted is not None:
-                hosted.taken = Taken(*count)
+                hosted.taken = max(hosted.taken, Taken(*count))
                 if number in self._full and not hosted.is_full:
                     self._full.discard(number)
                     self._ready.append(hosted)

@@ -136,7 +136,8 @@ class WorkerHosting:
     def took(self, number: int, taken: Taken) -> None:
         with self._lock:
             if number in self._consumers:
-                self._taken[number] = taken
+                # Two threads may tell it in another order than they took.
+                self._taken[number] = max(taken, self._taken.get(number, taken))
 
     def _living(self) -> Worker:
         worker = self._worker

@@ -44,15 +44,16 @@ class Taken(NamedTuple):
 
     messages: int = 0
     size_bytes: int = 0
-    """Their columns, bytes: the same on both sides."""
+    """Their columns, and what is stored of refused entries, bytes: the same on both sides."""
 
     def plus(self, delivery: Delivery) -> Taken:
-        """This, and one delivery more."""
-        blocks = delivery.blocks
-        return Taken(
-            self.messages + sum(block.rows for block in blocks),
-            self.size_bytes + sum(block.column_bytes for block in blocks),
-        )
+        """This, and one delivery more; what is stored of an entry that is refused counts, too."""
+        blocks, error = delivery.blocks, delivery.error
+        messages = sum(block.rows for block in blocks)
+        size_bytes = sum(block.column_bytes for block in blocks)
+        if isinstance(error, UnreadableEntryError):
+            messages, size_bytes = messages + 1, size_bytes + len(error.stored)
+        return Taken(self.messages + messages, self.size_bytes + size_bytes)
 
 
 class Keeper(Protocol):
