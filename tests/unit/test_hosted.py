@@ -226,7 +226,7 @@ def test_nobody_receives_more_memory_ahead_of_who_takes_than_the_queue_may_take(
 
 
 def test_nobody_receives_more_refused_entries_ahead_of_who_takes_than_the_queue_may_take() -> None:
-    """What is stored of each waits with its error, for a range that pauses for as long as it does."""
+    """What is stored of each waits with its error, for as long as its range pauses."""
     with place() as at:
         at.host.close_consumer(number=1, for_another=True)
         at.subscribe(2, queue=10, queue_bytes=250_000)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -20,6 +22,7 @@ from helpers import exactly
 from keyshard.broker.port import HowToRead, StartPosition
 from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.wire import broker as brokering
+from keyshard.broker.wire import cluster as clusters
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire import decoding, frames, keep_alive, receipts
@@ -44,6 +47,7 @@ from keyshard.errors import (
     CorruptEntryError,
     KeyShardError,
     RangeConflictError,
+    ThreadStartError,
     TopicMigratedError,
     TopicNotFoundError,
     UnexpectedError,
@@ -954,6 +958,69 @@ def test_a_refused_acknowledgement_is_sent_again(
     assert refused.wait(DEADLINE_S)
     until(lambda: len(told.asked_for(ACK)) == 2)
     assert consumer.unconfirmed(DEADLINE_S) == 0
+
+
+def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
+    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each renewal of credentials leaves a connection and a thread behind."""
+    monkeypatch.setattr(clusters, "RETIRE_AGE_S", 0.0)
+    broker = brokers(told)
+    before: list[WireConnection] = []
+    for renewals in range(4):
+        first, second = subscribed(broker), subscribed(broker)
+        at, _ = first.standing()
+        assert at is not None
+        assert len(told.sessions) == renewals + 1
+        first._shared.cluster.retire(at)
+        first.close()
+        assert second.is_connected(), "one that is in use stays"
+        if renewals % 2:
+            second.close()
+        else:
+            told.sessions[-1].end_consumers()
+            until(lambda: len(told.sessions) == renewals + 2)  # noqa: B023 - called at once
+            until(second.is_connected)
+            second.close()
+        before.append(at)
+        until(lambda: not before[-1].stands)
+    for one in before:
+        one.join(DEADLINE_S)
+        assert not one._thread.is_alive()
+
+
+@pytest.mark.parametrize("what", ["thread", "pipe"])
+def test_a_connection_that_cannot_begin_leaves_nothing_open(
+    told: ToldBroker, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    ends: list[int] = []
+    sockets: list[socket.socket] = []
+
+    def no_thread(*_: object, **__: object) -> None:
+        raise ThreadStartError("no thread")
+
+    def pipe(made: Callable[[], tuple[int, int]] = os.pipe) -> tuple[int, int]:
+        if what == "pipe":
+            raise OSError(24, "Too many open files")
+        ends.extend(made())
+        return ends[0], ends[1]
+
+    def dialled(*how: Any, made: Callable[..., socket.socket] = connecting.dialled) -> Any:
+        sockets.append(made(*how))
+        return sockets[0]
+
+    monkeypatch.setattr(connecting, "begin", no_thread)
+    monkeypatch.setattr(connecting, "dialled", dialled)
+    monkeypatch.setattr(os, "pipe", pipe)
+    connection = Connection(told.url)
+    address = Address("127.0.0.1", told.port)
+    with pytest.raises(KeyShardError, match=r"no thread|Too many open files") as raised:
+        WireConnection(address, connection, Credentials(connection), 5.0)
+    assert isinstance(raised.value, ThreadStartError if ends else BrokerUnavailableError)
+    assert sockets[0].fileno() == -1
+    for end in ends:
+        with suppress(OSError):  # another file may have its number by now
+            assert not stat.S_ISFIFO(os.fstat(end).st_mode)
 
 
 def test_who_takes_nothing_of_what_is_sent_is_given_up(

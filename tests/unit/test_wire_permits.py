@@ -84,8 +84,8 @@ def test_a_queue_that_changes_holds_no_more_than_it_was_granted_or_may_hold(
 ) -> None:
     permits = Permits(ahead)
     at_broker = permits.begin()
-    for ahead, messages in steps:
+    for size, messages in steps:
         before = at_broker
-        permits.resize(ahead)
+        permits.resize(size)
         at_broker += permits.use(messages) - messages
-        assert ahead / 2 < at_broker == permits.held <= max(ahead, before)
+        assert size / 2 < at_broker == permits.held <= max(size, before)

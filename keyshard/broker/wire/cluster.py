@@ -279,17 +279,18 @@ class Cluster:
         raise BrokerError("The connection is closed.")
 
     def retire(self, at: WireConnection) -> None:
-        """Make the next connection anew, with credentials as they are then; this one may stay."""
+        """Make the next connection anew, with credentials as they are then.
+
+        This one stays until its last consumer has gone.
+        """
         with self._lock:
             young = time.monotonic() - at.opened_s < RETIRE_AGE_S
             if young or self._open.get(at.address) is not at:
                 return
             del self._open[at.address]
             self._retired = [one for one in self._retired if one.stands]
-            if at.has_handles:
-                self._retired.append(at)
-                return
-        at.close()
+            self._retired.append(at)
+        at.retire()
 
     def close(self, timeout_s: float) -> None:
         """End all connections, and wait for their threads. Idempotent.

@@ -122,24 +122,41 @@ class WireConnection:
         """Whether this side ended it."""
         self._proving = False
         """Whether a thread is about to show who this is."""
+        self._retired = False
+        """Whether it ends with its last handle."""
         self._keep_alive = KeepAlive(time.monotonic())
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
         timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
+        self._woken_end = self._wake_end = -1
         self._socket = dialled(address, connection, timeout_s)
         self._tls = isinstance(self._socket, ssl.SSLSocket)
-        self._socket.settimeout(0)
-        self._woken_end, self._wake_end = os.pipe()
-        for end in (self._wake_end, self._woken_end):
-            os.set_blocking(end, False)
-        _connections.add(self)
-        self._thread = begin(f"keyshard-wire-{address.host}:{address.port}", self._run, fail=fail)
+        self._begin(fail)
         try:
             self._greet(shown.method, shown.data, max(0.0, deadline - time.monotonic()))
         except BaseException:
             self.close("it was not opened")
             raise
+
+    def _begin(self, fail: Fail | None) -> None:
+        """Start its thread; without one nothing stays open."""
+        host, port, _ = self.address
+        try:
+            self._socket.settimeout(0)
+            self._woken_end, self._wake_end = os.pipe()
+            for end in (self._wake_end, self._woken_end):
+                os.set_blocking(end, False)
+            _connections.add(self)
+            self._thread = begin(f"keyshard-wire-{host}:{port}", self._run, fail=fail)
+        except BaseException as exc:
+            self._end("it was not begun")
+            if not isinstance(exc, OSError):
+                raise
+            raise BrokerUnavailableError(
+                f"No connection to the broker at {self.address} can be made: "
+                f"{exc.strerror or exc}. Look at the limits of this process."
+            ) from exc
 
     def _greet(self, method: str, data: str, timeout_s: float) -> None:
         hello = api.Connect(
@@ -175,11 +192,6 @@ class WireConnection:
     def stands(self) -> bool:
         """Whether it is not known to be lost."""
         return not self._why
-
-    @property
-    def has_handles(self) -> bool:
-        """Whether anybody is told of what comes."""
-        return bool(self._handles)
 
     def unresponsive(self) -> str:
         """Why the broker counts as unresponsive; empty while it answers."""
@@ -283,8 +295,26 @@ class WireConnection:
 
     def unregister(self, consumer_id: int) -> None:
         """Tell a handle nothing more. Idempotent."""
+        self._taken_off(consumer_id)
+
+    def _taken_off(self, consumer_id: int) -> Handle | None:
+        """The handle that was told what comes for a consumer id, and is told it no more."""
         with self._lock:
-            self._handles.pop(consumer_id, None)
+            handle = self._handles.pop(consumer_id, None)
+            self._end_if_unused()
+        return handle
+
+    def retire(self) -> None:
+        """End it when its last handle is gone, or at once where it has none. Idempotent."""
+        with self._lock:
+            self._retired = True
+            self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        """Under the lock."""
+        if self._retired and not self._handles and not self._why:
+            self._ours, self._why = True, "it is replaced"
+            self._wake()
 
     def close(self, why: str = "it was closed") -> None:
         """End it; returns at once. Idempotent."""
@@ -442,8 +472,7 @@ class WireConnection:
         elif name == "error":
             self._refuse(command)
         elif name == "close_consumer":
-            with self._lock:
-                handle = self._handles.pop(command.consumer_id, None)
+            handle = self._taken_off(command.consumer_id)
             if handle is not None:
                 handle.lost(command.consumer_id, ended=True)
         elif name == "topic_migrated":
@@ -458,8 +487,7 @@ class WireConnection:
     def _migrated(self, command: Any) -> None:
         if command.resource_type != _OF_CONSUMER:
             return
-        with self._lock:
-            handle = self._handles.pop(command.resource_id, None)
+        handle = self._taken_off(command.resource_id)
         url = command.broker_url_tls if self._tls else command.broker_url
         if handle is not None:
             handle.migrated(command.resource_id, url.decode(errors="replace"))
