@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, repeat
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from keyshard.broker.wire.entries import (
     MESSAGE_BYTES,
     PAYLOAD_AT_ONCE,
     PROPERTY_BYTES,
+    CutFrame,
     Decoded,
     RawEntry,
     UnreadableError,
@@ -172,18 +174,16 @@ def decode(
     at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded | None:
     """As :func:`keyshard.broker.wire.decoding.decode`, of plain entries; ``None`` for others."""
-    if _library is None or any(entry.ack_set or type(entry.data) is not bytes for entry in entries):
+    _, _, ack_sets, frames, positions = zip(*entries, strict=True)
+    if _library is None or any(ack_sets) or CutFrame in map(type, frames):
         return None
     count = len(entries)
     numbers = ctypes.c_uint64 * count
     pointers = ctypes.c_char_p * count
-    sizes = [len(entry.data) for entry in entries]
+    sizes = list(map(len, frames))
     where = (
-        ctypes.c_size_t(count),
-        pointers(*[entry.data for entry in entries]),
-        numbers(*sizes),
-        numbers(*[entry.position for entry in entries]),
-    )
+        ctypes.c_size_t(count), pointers(*frames), numbers(*sizes), numbers(*positions),
+    )  # fmt: skip
     calls = _library.calls(sum(sizes))
     told = (ctypes.c_uint64 * (_OPENED * count))()
     if not calls.keyshard_open(*where, told):
@@ -234,11 +234,13 @@ def _wanted(metadata: Sequence[str], *, keeps_values: bool) -> int:
 
 def _enough(sizes: Sequence[int], opened: Sequence[int], at_once_bytes: int) -> int:
     """How many entries hold as much as is decoded at once."""
-    rows = (MESSAGE_BYTES * messages for messages in opened[2::_OPENED])
-    payloads = map(sum, zip(map(max, sizes, opened[4::_OPENED]), rows, strict=True))
-    return next(
-        (i for i, size in enumerate(accumulate(payloads), 1) if size >= at_once_bytes), len(sizes)
-    )
+    payloads = list(map(max, sizes, opened[4::_OPENED]))
+    messages = opened[2::_OPENED]
+    if sum(payloads) + MESSAGE_BYTES * sum(messages) < at_once_bytes:
+        return len(sizes)
+    rows = [MESSAGE_BYTES * count for count in messages]
+    ends = accumulate(map(add, payloads, rows))
+    return next((i for i, size in enumerate(ends, 1) if size >= at_once_bytes), len(sizes))
 
 
 def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:

@@ -28,13 +28,13 @@ from keyshard.broker.wire.entries import (
     ENTRY_MEMORY_MAX,
     ENTRY_MESSAGES_MAX,
     KEPT_BYTES_MAX,
+    MESSAGE_BYTES,
     PAYLOAD_AT_ONCE,
     PROPERTY_BYTES,
     CutFrame,
     Decoded,
     RawEntry,
     UnreadableError,
-    message_memory,
 )
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.unpacking import unpacked
@@ -54,6 +54,8 @@ _BROKER_METADATA, _CHECKED = b"\x0e\x02", b"\x0e\x01"
 _SIZE = struct.Struct(">I")
 _KEY_VALUE = api.KeyValue.FromString
 _PROPERTIES_MAX = ENTRY_MEMORY_MAX // PROPERTY_BYTES
+_Pair = tuple[bytes, bytes]
+"""Name and value of a property."""
 _NONE: dict[str, str] = {}
 """Properties of all messages that have none."""
 
@@ -77,27 +79,29 @@ class _Columns:
     unreadable: dict[int, bool] = field(default_factory=dict)
     """Rows of which something had to be made readable."""
     producer: int = 0
-    """Bytes of the name of the producer of the newest entry."""
+    """Bytes of the name of the producer of the newest entry: a column repeats it."""
     memory: int = 0
     """Memory of the messages of the newest entry, bytes."""
 
     def count(
-        self, value: int, key: bytes | None, ordering_key: bytes | None, pairs: Sequence[Any]
+        self, value: int, key: bytes | None, ordering_key: bytes | None, pairs: Sequence[_Pair]
     ) -> None:
-        """Count the memory of one more message of the newest entry.
+        """Count the memory of one more message of the newest entry, as ``native/decoder.rs`` does.
+
+        The columns that are wanted do not matter: a consumer and a Reader refuse the same entries.
 
         Raises:
             UnreadableError: The messages of the entry take too much.
         """
-        self.memory += message_memory(
-            value,
-            len(key or b""),
-            len(ordering_key or b""),
-            producer=self.producer,
-            properties=len(pairs),
-            property_bytes=sum(len(pair.key) + len(pair.value) for pair in pairs) if pairs else 0,
-        )
-        if self.memory > ENTRY_MEMORY_MAX:
+        memory = self.memory + MESSAGE_BYTES + self.producer + value
+        if key:
+            memory += 2 * len(key)
+        if ordering_key:
+            memory += 2 * len(ordering_key)
+        for name, text in pairs:
+            memory += PROPERTY_BYTES + len(name) + len(text)
+        self.memory = memory
+        if memory > ENTRY_MEMORY_MAX:
             raise _too_much_memory()
 
 
@@ -295,7 +299,7 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         position = start + length
         if position > end:
             raise UnreadableError(f"message {index} ends too early")
-        pairs = list(map(_KEY_VALUE, properties)) if properties else ()
+        pairs = _pairs(map(_KEY_VALUE, properties)) if properties else ()
         into.count(length, key, ordering_key, pairs)
         if index in skipped:
             continue
@@ -361,12 +365,14 @@ def _said(  # noqa: PLR0912 - one loop over the tags
 
 def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
     """Append the message of an entry that is no batch."""
-    into.count(len(value), metadata.partition_key, metadata.ordering_key, metadata.properties)
+    properties = metadata.properties
+    pairs = _pairs(properties) if properties else ()
+    into.count(len(value), metadata.partition_key, metadata.ordering_key, pairs)
     if into.keeps_values:
         into.values.append(None if metadata.null_value else value)
     into.sizes.append(len(value))
     into.event_ms.append(metadata.event_time)
-    into.properties.append(_properties(metadata.properties, into) if metadata.properties else _NONE)
+    into.properties.append(_properties(pairs, into) if pairs else _NONE)
     key = metadata.partition_key if metadata.HasField("partition_key") else None
     ordering_key = metadata.ordering_key if metadata.HasField("ordering_key") else None
     _append_keys(into, key, ordering_key, metadata.partition_key_b64_encoded)
@@ -427,10 +433,14 @@ def _decoded(key: bytes) -> bytes:
         return key
 
 
-def _properties(pairs: Iterable[Any], into: _Columns) -> dict[str, str]:
+def _pairs(found: Iterable[Any]) -> list[_Pair]:
+    return [(pair.key, pair.value) for pair in found]
+
+
+def _properties(pairs: Iterable[_Pair], into: _Columns) -> dict[str, str]:
     """Properties of the newest message; one in place of all where one is no text."""
     try:
-        return {pair.key.decode(): pair.value.decode() for pair in pairs}
+        return {key.decode(): value.decode() for key, value in pairs}
     except UnicodeDecodeError as exc:
         into.unreadable[len(into.sizes) - 1] = True
         return {NOT_TEXT: exc.object.decode(errors="replace")}

@@ -14,7 +14,8 @@ be a thousand times as large."""
 ENTRY_MESSAGES_MAX = 1_000_000
 """Messages of an entry: more than fit uncompressed into 5 MiB, the largest entry by default."""
 ENTRY_MEMORY_MAX = 256 * 1024 * 1024
-"""Memory that the messages of an entry take, bytes, as :func:`message_memory` counts it."""
+"""Memory that the messages of an entry take, bytes: those below, payload, properties, the name of
+the producer for each, and keys twice."""
 MESSAGE_BYTES = 256
 """Memory of a message beside its content, in either decoder, bytes."""
 PROPERTY_BYTES = 192
@@ -63,22 +64,3 @@ class Decoded(NamedTuple):
 
 class UnreadableError(Exception):
     """Why an entry cannot be read."""
-
-
-def message_memory(
-    value: int, key: int, ordering_key: int, *, producer: int, properties: int, property_bytes: int
-) -> int:
-    """Return the memory that a message counts with, bytes; the same as in ``native/decoder.rs``.
-
-    The columns that are wanted do not matter: a consumer and a Reader refuse the same entries.
-
-    Args:
-        value: Bytes of its payload.
-        key: Bytes of its partition key.
-        ordering_key: Bytes of its ordering key.
-        producer: Bytes of the name of its producer, which a column repeats for each message.
-        properties: Number of its properties.
-        property_bytes: Bytes of their names and values.
-    """
-    keys = 2 * (key + ordering_key)
-    return MESSAGE_BYTES + value + keys + producer + properties * PROPERTY_BYTES + property_bytes

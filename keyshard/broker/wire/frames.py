@@ -88,7 +88,7 @@ class FrameReader:
                 (size,) = _SIZE.unpack_from(view, position)
                 if not 4 <= size <= self.bytes_max:
                     raise ProtocolError(f"a frame of {size} bytes")
-                kept = _kept(size)
+                kept = size if size <= KEPT_BYTES_MAX else HEAD_BYTES
                 stop = position + 4 + kept
                 if stop > end:
                     break
@@ -102,13 +102,11 @@ class FrameReader:
             self._rest += data[position:]
         else:
             del self._rest[:position]
-        self._wanted = 4 + _kept(_SIZE.unpack_from(self._rest)[0]) if len(self._rest) >= 4 else 4
+        self._wanted = 4
+        if len(self._rest) >= 4:
+            (size,) = _SIZE.unpack_from(self._rest)
+            self._wanted += size if size <= KEPT_BYTES_MAX else HEAD_BYTES
         return frames
-
-
-def _kept(size: int) -> int:
-    """Bytes that are kept of a frame."""
-    return size if size <= KEPT_BYTES_MAX else HEAD_BYTES
 
 
 def _cut(head: bytes, size: int) -> CutFrame:

@@ -168,14 +168,14 @@ class EntryBlock:
 
         The first entry of a delivery counts what the delivery takes however few messages it has.
         """
-        return (
-            self.payload_bytes
-            + self.other_bytes
-            + len(self.indices) * (ROW_BYTES + (MIXED_SLOT_BYTES if self.mixed_slots else 0))
-            + ENTRY_BYTES
-            + (0 if self.start else DELIVERY_BYTES)
-            + len(self.later_parts) * PART_BYTES
-        )
+        size = self.payload_bytes + self.other_bytes + len(self.indices) * ROW_BYTES + ENTRY_BYTES
+        if not self.start:
+            size += DELIVERY_BYTES
+        if self.mixed_slots:
+            size += len(self.indices) * MIXED_SLOT_BYTES
+        if self.later_parts:
+            size += len(self.later_parts) * PART_BYTES
+        return size
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -423,7 +423,7 @@ impl Columns {
         }
     }
 
-    /// Counts the memory of one more message; `message_memory` in `wire/entries.py`.
+    /// Counts the memory of one more message; `count` in `wire/decoding.py`.
     fn count(&mut self, said: &Said, value: &[u8]) -> Plain<()> {
         let keys = said.key.unwrap_or_default().len() + said.ordering_key.unwrap_or_default().len();
         let pairs: usize = said.properties.iter().map(|(key, value)| key.len() + value.len()).sum();
