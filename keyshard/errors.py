@@ -195,7 +195,7 @@ class UnreadableEntryError(KeyShardError):
 
     code = "KEYSHARD_UNREADABLE_ENTRY"
     stored: bytes = b""
-    """What is stored of it, where that is at hand; it does not travel with a pickled error."""
+    """Its stored bytes, where they are at hand. A pickled error loses them."""
 
 
 class CorruptEntryError(UnreadableEntryError):
@@ -392,7 +392,7 @@ class ThreadStartError(KeyShardError):
 
 
 class UnexpectedError(KeyShardError):
-    """A thread of the source raised an error that nobody expected, which ends the source."""
+    """A thread of the source raised an unexpected error, which ends the source."""
 
     code = "KEYSHARD_UNEXPECTED"
 

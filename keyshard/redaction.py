@@ -97,7 +97,7 @@ _alive: WeakValueDictionary[int, Secret] = WeakValueDictionary()
 
 
 def _forms(texts: Iterable[str]) -> tuple[Sequence[str], re.Pattern[str]]:
-    """What some texts are in any encoding: long forms, and what recognises short ones.
+    """Texts in every encoding: the long forms, and a pattern for the short ones.
 
     A short form is recognised as a word only: a password may be a part of our own words.
     """

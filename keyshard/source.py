@@ -242,8 +242,8 @@ class KeyShardSource(SourceConfig):
             topic: Those of messages of this topic.
             older_than_s: Those that have been there for longer, seconds.
             rejected: Rejected ones, and those that went without their key, instead of those of
-                parked keys; every one where nothing else is given. What was given up before and is
-                still stored counts again.
+                parked keys; every one where nothing else is given. Letters that were given up
+                before and are still stored count again.
 
         Returns:
             How many dead letters.
@@ -373,7 +373,7 @@ class SourceStream:
         self._closed = False
 
     def __del__(self) -> None:
-        """Close a stream that nobody has any more, in a thread: this may hold any lock."""
+        """Close a stream without references, in a thread: the collector may hold any lock."""
         if self._closed or sys.is_finalizing():
             return
         warnings.warn("A SourceStream was not closed.", ResourceWarning, source=self, stacklevel=2)
@@ -439,7 +439,7 @@ class SourceBatch:
     ) -> None:
         self._coordinator = coordinator
         self._stream = stream
-        """What would close the coordinator, if nobody had it any more."""
+        """Closes the coordinator if it is dropped without ``close()``."""
         self.end = end
 
     @property

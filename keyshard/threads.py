@@ -72,7 +72,7 @@ def ending_source(name: str, fail: Fail | None) -> Iterator[None]:
 
 
 def unexpected(name: str, exc: BaseException) -> KeyShardError:
-    """The error that ends the source if something raises an error nobody expects."""
+    """The error that ends the source after an unexpected one."""
     if isinstance(exc, KeyShardError):
         return exc
     error = UnexpectedError(

@@ -27,8 +27,8 @@ START_TIMEOUT_S = 60.0
 NOWHERE_S = 5.0
 """The same where no node has what they ask for, unless a job waits longer than others, seconds."""
 _GONE = (
-    "Ray was shut down while the job ran. What was not acknowledged comes again; end a job before "
-    "ray.shutdown()."
+    "Ray was shut down while the job ran. Messages that were not acknowledged are delivered again. "
+    "End a job before ray.shutdown()."
 )
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def connect() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     _answers(address, "which RAY_ADDRESS names,")
     if address in ("", "auto"):
-        # Ray takes what the last `ray start` on this machine wrote, also when that is long dead.
+        # Ray reads the file of the last `ray start` on this machine, even if that cluster is dead.
         file = Path(get_ray_address_file(None))
         with suppress(OSError, UnicodeDecodeError):
             _answers(file.read_text().strip(), f"which {file} names,")
@@ -128,7 +128,7 @@ class Session:
             raise ClusterError(_GONE)
 
     def named(self, error: BaseException) -> KeyShardError:
-        """What ended a thread: Ray raises many things where it is not there any more."""
+        """The error that ended a thread; Ray raises many types once it is shut down."""
         if isinstance(error, KeyShardError):
             return error
         if isinstance(error, SystemExit) or self.lost:

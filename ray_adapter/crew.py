@@ -218,7 +218,7 @@ class Crew:
         options = self._options
         refs = [actor.version.remote() for actor in actors]
         if soon and options.start_timeout_s <= START_TIMEOUT_S:
-            # Nothing but an autoscaler helps there, and for that somebody waits longer.
+            # Only an autoscaler helps there; a job that has one sets a longer wait.
             first_s = min(deadline_s, time.monotonic() + NOWHERE_S)
             ready = self._ready(refs, first_s)
             if len(ready) < len(refs) and fits_nowhere(options.amounts):

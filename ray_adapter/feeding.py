@@ -139,7 +139,7 @@ class Feeder:
 
 
 def _failure_of(reply: Reply) -> Failure:
-    """What a handler raised in its actor, and where."""
+    """The error that a handler raised in its actor, with file and line."""
     failure = Failure.of(reply.to_error())
     if not reply.where:
         return failure

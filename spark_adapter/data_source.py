@@ -74,7 +74,7 @@ class KeyShardDataSource(DataSource):
         )
 
     def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
-        """How rows get the columns of a query."""
+        """The conversion of rows to the columns of a query."""
         with told_to_spark():
             if needs_no_schema(schema, source.malformed):
                 return rows_of(schema, None)

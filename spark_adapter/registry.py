@@ -60,9 +60,9 @@ def write(jvm: int, hosted: Hosted) -> None:
 
 
 def read(jvm: int) -> Hosted | None:
-    """What is hosted for the application of a JVM; ``None``: nobody started any.
+    """The workers of the application of a JVM; ``None`` if it has none.
 
-    What another process with that id left, or cannot be read, is removed.
+    A file that cannot be read, or is of another process with that id, is removed.
     """
     path = path_of(jvm)
     try:

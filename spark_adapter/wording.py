@@ -34,7 +34,7 @@ class told_in_short(ContextDecorator):  # noqa: N801 - used as a function is
             raise self.told(error).with_traceback(None) from None
 
     def told(self, error: KeyShardError) -> KeyShardError:
-        """What is raised instead of an error."""
+        """The error to raise in place of another."""
         return error
 
 

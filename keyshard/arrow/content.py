@@ -156,7 +156,7 @@ def entry_block(
 def other_bytes(
     content: pa.RecordBatch, names: Collection[str] | None = None
 ) -> Callable[[int, int], int]:
-    """What tells the bytes of keys, properties and metadata of the rows from one to another.
+    """A function that sums the bytes of keys, properties and metadata of a stretch of rows.
 
     Args:
         content: Content of a delivery, as it was packed.
@@ -188,7 +188,7 @@ def other_bytes(
 
 
 def _ends(column: pa.Array) -> memoryview:
-    """Where the values of a column begin, and where the last of them ends."""
+    """Offset of each value of a column, and the end of the last value."""
     return memoryview(column.buffers()[1]).cast("i")
 
 

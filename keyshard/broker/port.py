@@ -99,7 +99,7 @@ class Consumer(Protocol):
         """
 
     def trouble(self) -> str:
-        """What the broker refuses this consumer, or which broker does not answer it, as a sentence.
+        """One sentence on a broker that refuses this consumer or does not answer it.
 
         Empty while nothing is wrong, and where the client does not tell. A refusal that does not
         pass is raised by :meth:`receive` in the end.

@@ -129,7 +129,7 @@ class Retrier:
                 lane.running -= 1
 
     def _next(self) -> tuple[_Lane, _Job] | None:
-        """What is to run now; ``None`` at the end. Under the lock."""
+        """The lane and job to run now; ``None`` at the end. Under the lock."""
         while not self._closed:
             now_s = time.monotonic()
             while self._due and self._due[0][0] <= now_s:

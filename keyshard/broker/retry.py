@@ -12,8 +12,8 @@ import tenacity
 from keyshard.errors import KeyShardError
 
 FIRST_TRIES_S = 1.5
-"""How long a broker that is not there is asked again at a first start, seconds; one try may take
-three more."""
+"""Time for which a first start retries a broker that is away, seconds; one try may take three
+more."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

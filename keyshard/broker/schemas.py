@@ -63,7 +63,7 @@ def schema_of(
 
 
 def first_tries_s(connection: Connection) -> float:
-    """How long a query that is built asks again, seconds: a mistake in a URL is told soon."""
+    """Time for which a query retries while it is built, seconds: a wrong URL fails soon."""
     return min(connection.operation_timeout_ms / 1000, FIRST_TRIES_S)
 
 
@@ -86,7 +86,7 @@ def topics_of(config: SourceConfig) -> Sequence[str]:
 
 
 def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:
-    """What the admin interface answers when a query is built; whether it answers is told soon.
+    """Ask the admin interface while a query is built. If it is away, the error comes soon.
 
     Args:
         connection: It has an ``admin_url``.

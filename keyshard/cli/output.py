@@ -48,7 +48,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def plain(text: str, length_max: int = _TEXT_MAX) -> str:
-    """A text of somebody else on one line, bounded, and without what a terminal would obey."""
+    """A foreign text on one line, shortened, without control characters of terminals."""
     text = " ".join(text.split())
     shown = "".join(one if one.isprintable() else "?" for one in text[:length_max])
     return shown if len(text) <= length_max else f"{shown}..."

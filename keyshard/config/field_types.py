@@ -1,4 +1,4 @@
-"""What follows from the fields of a dataclass of options: lists of names, and its ``repr``."""
+"""Lists of option names and a ``repr``, made from the fields of a dataclass."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class SourceConfig:
     """Not to be given: whose shorthands these are, which ``dataclasses.replace`` hands on."""
 
     def __repr__(self) -> str:
-        # What a connection says it shows itself.
+        # The connection has a ``repr`` of its own.
         never = () if self.connection is None else SHORTHANDS
         return short_repr(self, never=never)
 
@@ -206,7 +206,7 @@ class SourceConfig:
             object.__setattr__(self, name, said)
 
     def _check_subscription(self) -> None:
-        """What is named is a name; bounded reads, and what makes them, name none."""
+        """Check the name of the subscription. Bounded reads have none."""
         if self.subscription is not None:
             name = check_text("subscription", self.subscription, _SUBSCRIPTION)
             if name.strip() != name:

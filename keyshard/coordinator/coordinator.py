@@ -70,7 +70,7 @@ class Coordinator:
         self._watch = Watch()
         self._abandoned = False
         self._failure: KeyShardError | None = None
-        """What a thread of the source raised first."""
+        """The first error that a thread of the source raised."""
         self.ahead_rows_max: int | None = None
         """Rows received and not yet taken at which receiving pauses; ``None``: never. To be set
         before the start."""

@@ -31,7 +31,7 @@ class Load:
 
     @property
     def memory_bytes(self) -> float:
-        """What the window counts for one message."""
+        """Bytes that the window counts for one message."""
         return self.message_bytes + ROW_BYTES + ENTRY_BYTES / self.messages_per_entry
 
 

@@ -1,4 +1,4 @@
-"""How long a request that the broker refuses is made again, before the refusal ends the source."""
+"""Time for which a refused request is retried, before the refusal ends the source."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBERS = re.compile(r"\d+")
 
 
 def words_of(text: str) -> str:
-    """What a sentence says but for its numbers, such as how long something takes by now."""
+    """A sentence without its numbers, which may change with each attempt."""
     return _NUMBERS.sub("", text)
 
 
 class Refusals:
-    """What one request that is made again and again was answered.
+    """Outcome of the attempts of one request.
 
     Time is an argument, from any monotonic clock. An error that is retriable never ends anything,
     nor does a topic that does not exist: discovery lets go of it.

@@ -44,7 +44,7 @@ class LetterReader:
         self._broker = broker
         self._keys = keys
         self._scanned: list[EntryId] = []
-        """Where the scans begin that run now."""
+        """First entries of the scans that run now."""
         self._near: dict[EntryId, Letter] = {}
         self._near_bytes = 0
 

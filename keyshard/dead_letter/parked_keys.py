@@ -107,8 +107,8 @@ class ParkedKeys:
             return None if parked is None else parked.first_in_order()
 
     def since(self, key: str) -> tuple[int, int] | None:
-        """How many letters of a key rest, and when the first was written, milliseconds since the
-        epoch; ``None`` while none is confirmed."""
+        """Number of a key's dead letters, and time of the first, milliseconds since the epoch;
+        ``None`` while none is confirmed."""
         with self.lock:
             parked = self.parking.parked.keys.get(key)
             return None if parked is None else (parked.count, parked.since_ms)

@@ -243,7 +243,7 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
 
 
 def _checked(message: Message) -> Letter | Marker | RunsAgain | Sweep | None:
-    """What a message of the topic is; raises ``ValueError`` if it is malformed."""
+    """Parse a message of the topic; raises ``ValueError`` if it is malformed."""
     found = parse(message)
     oldest_of(message)
     if isinstance(found, Letter) and found.kind is LetterKind.PARKED and found.key is None:

@@ -65,7 +65,7 @@ class Calling:
         self._loop: EventLoop | None = None
 
     def __call__(self, given: Any) -> Any:
-        """What the function gives for a message, or for whatever else it takes.
+        """Call the function with a message, or with another argument that it takes.
 
         Raises:
             BaseException: What the function raises, or an exception that it returns.

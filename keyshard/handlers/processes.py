@@ -45,7 +45,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _log = logging.getLogger(__name__)
 BEGAN = b"began"
-"""What a child says when it has a message; before, its end is no attempt of the message."""
+"""A child sends this when it has a message; if it ends before, that is no attempt."""
 IDLE_ENDS_MAX = 3
 """Times that another process takes the place of one that ended before it had a message."""
 
@@ -63,7 +63,7 @@ class Reply(NamedTuple):
     error: bytes | None = None
     """The pickled error, where it can be pickled."""
     traceback: str = ""
-    """How it was raised there, which pickling loses; its end, where it is long."""
+    """Its traceback, which pickling loses; the end of a long one."""
     where: str = ""
     """File and line of the user's code that it passed first."""
 
@@ -105,7 +105,7 @@ class Reply(NamedTuple):
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shows a text where Python shows the cause
-    """How an error was raised in another process."""
+    """Traceback of an error in another process."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"

@@ -53,7 +53,7 @@ Handler = Callable[[Mapping[str, Any]], Any]
 """Takes a request, returns plain JSON values; errors are told as they are."""
 
 _UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What reading JSON of another shape than expected raises."""
+"""Errors of reading JSON that has an unexpected shape."""
 _log = logging.getLogger(__name__)
 
 

@@ -110,7 +110,7 @@ class Monitor:
         return {"letters": self._subject.discard(selection, rejected=rejected)}
 
     def _count_letters(self, request: Mapping[str, Any]) -> Any:
-        """What a discard would give up. A request of its own: an older source refuses it."""
+        """Count the dead letters that a discard gives up. An older source refuses this request."""
         assert self._subject.discard is not None
         selection, rejected = _discarded(request)
         return {"letters": self._subject.discard(selection, rejected=rejected, count_only=True)}
@@ -135,13 +135,13 @@ def _selection_of(request: Mapping[str, Any]) -> Selection:
 
 
 def _discarded(request: Mapping[str, Any]) -> tuple[Selection, bool]:
-    """Which letters a request means, and whether these are rejected ones."""
+    """The selection of a request, and whether it is of rejected dead letters."""
     rejected = request.get("rejected") is True
     return Selection.for_discard(*_selected(request), rejected=rejected), rejected
 
 
 def _selected(request: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """What a selection is made from; a key is looked for as the broker reads it."""
+    """Arguments of a selection; the key as the broker reads it."""
     key = request.get("key")
     return (
         broker_text(key) if isinstance(key, str) else key,

@@ -256,7 +256,7 @@ class RangeConsumers:
         return [(one, consumer) for one, consumer in found if consumer.is_connected()]
 
     def troubles(self) -> dict[TopicPartition, str]:
-        """What the broker refuses or does not answer, one sentence for a topic partition."""
+        """Refusals and brokers that do not answer, one sentence for a topic partition."""
         found: dict[TopicPartition, str] = {}
         for where, consumers in list(self.by_partition.items()):
             text = next((text for one in consumers if (text := one.trouble())), "")

@@ -64,11 +64,11 @@ class RangeConsumer:
     replace_at_s: float = 0.0
     """When a successor is due for want of a connection; 0: it was connected when last seen."""
     refusals: Refusals = field(default_factory=Refusals)
-    """What became of attempts to give it another consumer."""
+    """Outcome of the attempts to give it another consumer."""
     lacking: bool = False
     """Whether ``consumer`` is closed, and a successor is to come."""
     dropped: bool = False
-    """Whether its owned range is nobody's any more, or another's; set under ``changing``."""
+    """Whether it no longer owns its range; set under ``changing``."""
     changing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a successor comes, or it is dropped."""
     subscribed_s: float = field(default_factory=time.monotonic)
@@ -82,7 +82,7 @@ class RangeConsumer:
             return not self.dropped
 
     def trouble(self) -> str:
-        """What is wrong between it and its broker; empty while nothing is known to be."""
+        """One sentence on the trouble with its broker; empty if none is known."""
         error = self.refusals.error
         return self.consumer.trouble() if error is None else error.message
 

@@ -28,7 +28,7 @@ THREADS_MAX = 8
 HOLDERS_NAMED = 5
 """Consumers that an error names."""
 _OTHER_TYPE = re.compile(r"different type(?:.* (?:type|mode) of '?(\w+)'? is different)?")
-"""How a broker says which type a subscription has whose consumers are of another one."""
+"""A broker's text for a subscription of another type."""
 _AUTO_SPLIT = "AUTO_SPLIT"
 
 

@@ -1,4 +1,4 @@
-"""Says in the log what a broker refuses, or that it does not answer, and when that is over."""
+"""Logs refusals of brokers, brokers that do not answer, and the end of both."""
 
 from __future__ import annotations
 

@@ -154,8 +154,7 @@ class Worker:
         ]
 
     def troubles(self) -> dict[TopicPartition, str]:
-        """What the broker refuses or does not answer, by topic partition; those without are not
-        named."""
+        """Refusals and brokers that do not answer, of the topic partitions that have any."""
         return self.range_consumers.troubles()
 
     def adopt(self, assignment: Assignment, budget: Budget) -> Sequence[int]:

@@ -221,7 +221,7 @@ class HostedConsumer:
                 self._queue.append(delivery)
 
     def troubled(self, trouble: str) -> None:
-        """What keeps it from coming back."""
+        """Set the trouble that keeps it from coming back."""
         self._trouble = trouble
 
     def lost(self) -> None:

@@ -59,13 +59,13 @@ class _Hosted:
         self.lacking = False
         """Whether its consumer is closed, and another one is to take its place."""
         self.refusals = Refusals()
-        """What became of attempts to subscribe that."""
+        """Outcome of the attempts to subscribe the other consumer."""
         self.ahead_max = ahead_max
         self.using = threading.Lock()
         """Held while it is received from, and while it is closed."""
         self.given = self.taken = Taken()
-        """What it gave, and what was taken of that; as much more as its queue holds, and the rest
-        of a delivery."""
+        """Messages and bytes that it gave, and those of them that were taken. They differ by at
+        most its queue and the rest of a delivery."""
         self.connected, self.trouble = True, ""
         """As they were told last."""
         self.open = False
@@ -114,7 +114,7 @@ class Host:
         self._answer: tuple[dict[str, Any], pa.RecordBatch] = ({}, NOTHING)
         self._ended = False
         self._error: KeyShardError | None = None
-        """What ended one of its threads."""
+        """The error that ended one of its threads."""
         self._threads = [
             begin(f"keyshard-pump-{i}", self._pump, fail=self._fail) for i in range(RECEIVE_THREADS)
         ]

@@ -57,7 +57,7 @@ class WorkerHosting:
         self._ending = threading.Event()
         self._restarts = 0
         self._refusals = Refusals()
-        """What became of attempts to start another worker."""
+        """Outcome of the attempts to start another worker."""
         self._why_none = ""
         self._retrier = Retrier(name="keyshard-bring-back")
         """Subscribes again in another worker; its lanes are topic partitions."""

@@ -77,7 +77,7 @@ class Setup:
 
     @classmethod
     def unpacked(cls, text: str) -> Setup:
-        """What :meth:`packed` was called on.
+        """Read the text of :meth:`packed`.
 
         Raises:
             ConfigError: The text is no setup, or a file that it names is not on this machine.

@@ -46,7 +46,7 @@ def with_token(token: str, asked: Mapping[str, Any]) -> bytes:
 
 
 def read_with_token(body: Body, token: str) -> dict[str, Any]:
-    """What :func:`with_token` was given.
+    """Read a question of :func:`with_token`.
 
     Raises:
         FlightUnauthenticatedError: The token is another one, or it is no question.
@@ -63,7 +63,7 @@ def is_with_token(body: Body) -> bool:
 
 
 def refusal() -> flight.FlightUnauthenticatedError:
-    """What is raised for a question without the token."""
+    """The error for a question without the token."""
     return flight.FlightUnauthenticatedError("The token is of another run.")
 
 
@@ -141,7 +141,7 @@ class Verifier:
         return f"{self._own} {proof}".encode()
 
     def read(self, body: Body, command: str) -> tuple[dict[str, Any], str]:
-        """What :meth:`Prover.question` was given, and the proof for its answer.
+        """Read a question of :meth:`Prover.question`; also returns the proof for its answer.
 
         Raises:
             FlightUnauthenticatedError: The asker does not know the token, or it came before.

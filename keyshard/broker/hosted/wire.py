@@ -40,7 +40,7 @@ class Delivery(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """How much of a consumer's deliveries was given or taken, since its beginning."""
+    """Messages and bytes that a consumer gave, or that were taken of it, since its beginning."""
 
     messages: int = 0
     size_bytes: int = 0

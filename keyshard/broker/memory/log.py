@@ -24,7 +24,7 @@ from keyshard.errors import UnreadableEntryError
 MARKER_SLOT = key_slot("pulsar.txn.marker--1")
 """A broker writes every marker under one producer name and with one sequence id."""
 CORRUPT = "its checksum is wrong"
-"""What is wrong with an entry that a test made corrupt."""
+"""Defect of an entry that a test made corrupt."""
 
 
 class Batching(str, Enum):

@@ -166,7 +166,7 @@ class PulsarReader:
         try:
             return self._to_blocks(messages)
         except ChunkedMessageError as exc:
-            # Who wants no more than what lies before it is not told.
+            # A caller that needs only the entries before it gets no error.
             self._refused = exc
             before = readable_before(messages, exc)
             if not before:

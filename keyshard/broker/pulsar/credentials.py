@@ -55,7 +55,7 @@ class Credentials:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._shown: deque[Secret] = deque(maxlen=SHOWN_MAX)
-        """What was shown last: while it is here, it is left out of what others say."""
+        """Credentials that were shown last; texts of others are printed without them."""
         own = connection.authentication
         self._access_tokens = (
             access_tokens(own, connection.tls_trust_certs_file_path)

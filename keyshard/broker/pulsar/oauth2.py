@@ -57,9 +57,9 @@ class AccessTokens:
         self._ca = ca
         self._lock = threading.Lock()
         self._tokens: deque[Secret] = deque(maxlen=TOKENS_MAX)
-        """The last is current; while one is here, it is left out of what others say."""
+        """The last is current; texts of others are printed without any of them."""
         self._secret: Secret | None = None
-        """That of the client, as its file said it last."""
+        """The client secret, as its file had it last."""
         self._ask_at_s = 0.0
 
     def current(self) -> str:

@@ -115,7 +115,7 @@ class _Row(NamedTuple):
     indices: Sequence[int]
     schema_version: int | None
     stored_bytes: int
-    """What its messages take as they are stored, unpacked."""
+    """Bytes of its messages as they are stored, unpacked."""
 
 
 def decode(

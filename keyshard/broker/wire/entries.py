@@ -25,7 +25,7 @@ PROPERTY_BYTES = 192
 KEPT_BYTES_MAX = 128 * 1024 * 1024
 """Largest frame of which more than its beginning is kept, bytes, whatever the broker allows."""
 HEAD_BYTES = 64 * 1024
-"""What is kept of a larger one."""
+"""Bytes that are kept of a larger frame."""
 
 
 class CutFrame(bytes):

@@ -13,7 +13,7 @@ UNRESPONSIVE_S = 5.0
 
 
 class Act(Enum):
-    """What is to be done about silence."""
+    """Reaction to the silence of a broker."""
 
     NOTHING = auto()
     PING = auto()
@@ -48,7 +48,7 @@ class KeepAlive:
         return min(self.pinged_s + UNRESPONSIVE_S, end_s) if self.responds else end_s
 
     def look(self, now_s: float) -> Act:
-        """What is to be done now, and is taken to be done."""
+        """The act that is due now; it counts as done from here on."""
         if now_s - self.heard_s >= 2 * KEEP_ALIVE_S:
             return Act.GIVE_UP
         if self.pinged_s is None:

@@ -45,8 +45,8 @@ deleted may take a consumer in and forget it without a word."""
 UNASKED_MAX = 200
 """Entries beside twice the queue after which a broker does not mind permits."""
 EXCESS_BYTES_MAX = 64 * 1024 * 1024
-"""What all queues of a connection together may hold beyond their sizes, bytes. Permits count
-messages: small ones may have been granted for what turns out to be large."""
+"""Most bytes that all queues of a connection together hold beyond their sizes. Permits count
+messages, and messages may be larger than those before."""
 WAITS_S = 5.0
 """Time without an answer to an attempt after which that is worth a word, seconds."""
 RETRY_S = 0.1
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class Excess:
-    """What queues hold beyond their sizes. For any thread."""
+    """Bytes that queues hold beyond their sizes. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -205,7 +205,7 @@ class Subscribed:
             self._excess_bytes = excess
 
     def _forget_entries(self) -> None:
-        """What came and was not taken comes again, or nobody wants it; under the lock."""
+        """Drop the entries that were not taken: the broker sends them again. Under the lock."""
         self._entries.clear()
         self._overflown = False
         self._holds(0)
@@ -273,7 +273,7 @@ class Subscribed:
             ahead_max: Most messages that it may send ahead from now on, where that is less than
                 its queue holds.
         """
-        # What a batch only declares says nothing of how large messages are.
+        # A count that a batch only declares says nothing about the size of messages.
         likely = 0 <= messages <= ENTRY_MESSAGES_MAX * len(entries)
         counted = messages if likely else len(entries)
         ahead = self._queue.measure(counted, memory_of(entries)) if counted else self._queue.size

@@ -33,7 +33,7 @@ from itertools import islice
 from typing import TypedDict
 
 KEYS_MIN = 5
-"""Fewest keys that must fail: with fewer, nobody can tell an outage from poison keys."""
+"""Fewest keys that must fail: fewer do not tell an outage from poison keys."""
 SHARE_MIN = 0.8
 """Share that must fail of the keys that succeeded before and were tried last."""
 KEYS_MAX = 100
@@ -87,7 +87,7 @@ class Circuit:
     def __init__(self) -> None:
         self.state = CircuitState.CLOSED
         self.openings = 0
-        """How often it opened from closed."""
+        """Number of openings from closed."""
         self.since_s = 0.0
         """When it opened, while it is not closed."""
         self.error = ""
@@ -97,7 +97,7 @@ class Circuit:
         self._latest: dict[Hashable, tuple[float, bool]] = {}
         """Time of the newest attempt of such keys, and whether it failed; newest last."""
         self._failing = 0
-        """How many of those failed."""
+        """Number of those that failed."""
         self._unrefuted: dict[Hashable, tuple[float, float]] = {}
         """Keys whose failure nothing refuted, and when they failed first and last; newest last."""
         self._suspected_s: float | None = None
@@ -248,7 +248,7 @@ class Circuit:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """How many keys fail of those that are compared, and how many those are."""
+        """Number of keys that fail, and number of keys that are compared."""
         failing = {key for key, (_, failed) in self._latest.items() if failed}
         return len(failing | self._unrefuted.keys()), len(self._latest.keys() | self._unrefuted)
 

@@ -113,7 +113,7 @@ def name_of(thing: object) -> str:
 
 
 def times(count: int) -> str:
-    """How often something failed, for a sentence: ``once``, ``3 times``."""
+    """A number of failures, for a sentence: ``once``, ``3 times``."""
     return "once" if count == 1 else f"{count:,} times"
 
 

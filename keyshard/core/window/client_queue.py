@@ -1,4 +1,4 @@
-"""How many messages a consumer's client queue may hold: memory that no window counts.
+"""Size of a consumer's client queue, in messages: memory that no window counts.
 
 :class:`ClientQueue` sizes a queue that keeps the size it was made with. :class:`SentAhead` sizes
 one that changes with every grant, because its client speaks the protocol itself.

@@ -121,7 +121,7 @@ class DevCluster:
 
     @property
     def connection(self) -> Connection:
-        """How the cluster is reached."""
+        """Connection to the cluster."""
         return Connection(self.service_url, self.admin_url)
 
     def start(self, timeout_s: float = START_S) -> None:

@@ -27,7 +27,7 @@ class ClusterMember(ProcessOwner):
     """One process of a cluster. Its ports and its data stay the same over restarts."""
 
     name: str
-    """What it is, such as ``broker-0``."""
+    """Its name, such as ``broker-0``."""
     port: int
     """Port of its own protocol, on loopback."""
     folder: Path
@@ -134,7 +134,7 @@ class ClusterBroker(ClusterMember):
 
     @property
     def connection(self) -> Connection:
-        """How this broker alone is reached."""
+        """Connection to this broker alone."""
         return Connection(self.service_url, self.admin_url)
 
     def _serves(self, deadline: float) -> Outcome:

@@ -25,7 +25,7 @@ class Owners:
         self._of_worker: defaultdict[str | None, dict[tuple[str | None, int | None], _Scope]] = (
             defaultdict(dict)
         )
-        """Where a worker gained something since its last crash."""
+        """Topic partitions in which a worker gained ranges since its last crash."""
 
     @property
     def known(self) -> bool:
@@ -76,7 +76,7 @@ class _Scope:
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     """First slot, last slot and worker of what is held, ascending."""
     holders: dict[tuple[int, int, str], _Holder] = field(default_factory=dict)
-    """Who holds a span."""
+    """Holders of each span."""
     disjoint: bool = True
     """Whether no two of them had a slot in common since the last time that nothing was held."""
     gains: list[Event] = field(default_factory=list)
