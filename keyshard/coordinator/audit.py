@@ -83,7 +83,7 @@ def audit(
         # Markers of transactions are acknowledged by the broker itself: no Reader shows them.
         found = inspect_holes(
             broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX,
-            skipped=config.skipped,
+            skipped=config.skipped, parked=config.parked,
         )  # fmt: skip
         if not found.complete and not found.existing:
             raise _unread(topic_partition)

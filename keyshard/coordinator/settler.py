@@ -193,7 +193,7 @@ class Settler:
         deadline = time.monotonic() + READ_S
         found = inspect_holes(
             self._broker, topic_partition, unknown, deadline, existing_max=room,
-            skipped=self._config.skipped,
+            skipped=self._config.skipped, parked=self._config.parked,
         )  # fmt: skip
         watched.existing |= found.existing
         watched.absent |= found.proofs.settled

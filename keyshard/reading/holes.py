@@ -36,6 +36,7 @@ def inspect_holes(
     *,
     existing_max: int = 10**9,
     skipped: tuple[type[UnreadableEntryError], ...] = (),
+    parked: tuple[type[UnreadableEntryError], ...] = (),
 ) -> Inspection:
     """Read over holes until a moment of the monotonic clock, or enough existing entries.
 
@@ -46,9 +47,10 @@ def inspect_holes(
         deadline: When to end.
         existing_max: Entries that exist after which it ends.
         skipped: Kinds of unreadable entries that the source leaves out.
+        parked: Kinds of which it takes what is stored: they exist, and nobody knows their slots.
 
     Raises:
-        UnreadableEntryError: A hole is an entry that cannot be read, and is not skipped.
+        UnreadableEntryError: A hole is an entry of another kind that cannot be read.
         BrokerError: The broker cannot be reached until that moment, or refused.
     """
     found = Inspection()
@@ -64,7 +66,9 @@ def inspect_holes(
                 position = scan.position
                 blocks = retry_until(scan.read, left_s)
                 for entry_id, error in unreadable.items():
-                    if entry_id in stretch and not isinstance(error, skipped):
+                    if entry_id in stretch and isinstance(error, parked):
+                        found.existing[entry_id] = ()
+                    elif entry_id in stretch and not isinstance(error, skipped):
                         raise error
                     position = _passed(found, position, entry_id)
                 unreadable.clear()

@@ -345,6 +345,42 @@ def test_errors_of_the_broker_are_shown_and_tried_again(place: Place) -> None:
         wait_until(lambda: coordinator.status()["settlingError"] == "")
 
 
+@pytest.mark.parametrize("kind", ["encrypted", "corrupt"])
+def test_holes_are_settled_beside_unreadable_entries_that_a_handler_parks(
+    place: Place, kind: str
+) -> None:
+    """Issue: an entry that was to be parked, and was on its way to a slow range, ended each look.
+
+    1. The slow range is to receive entries that cannot be read. 2. A marker lies among them.
+    """
+    gate = Gate()
+    for _ in range(3):
+        place.publish(FAST_KEY)
+        place.cluster.publish(place.where, Message(b"m", SLOW_KEY), **{kind: True})
+        place.cluster.publish_marker(place.where)
+    source = place.source(on_encrypted="park", on_corrupt="park")
+    told: list[EntryId] = []
+    coordinator = Coordinator(source, lambda: GatedBroker(place.cluster, gate))
+    coordinator.unreadable = lambda _where, entry_id, _why: told.append(entry_id)
+    coordinator.start()
+    try:
+        received(coordinator, 3)
+        commit(coordinator)
+
+        def settled() -> bool:
+            place.publish(FAST_KEY)
+            coordinator.batches.wait_for_rows(5)
+            commit(coordinator)
+            return coordinator.status()["holesSettled"] == 3
+
+        wait_until(settled)
+        assert not coordinator.status()["settlingError"]
+        gate.open()
+        wait_until(lambda: len(told) == 3)
+    finally:
+        coordinator.stop()
+
+
 # -- the audit --------------------------------------------------------------------------------
 
 

@@ -159,6 +159,7 @@ class MemoryCluster:
         producer: str = "producer",
         publish_ms: int | None = None,
         encrypted: bool = False,
+        corrupt: bool = False,
     ) -> list[tuple[TopicPartition, EntryId]]:
         """Store messages, as one producer that flushes at the end.
 
@@ -171,6 +172,7 @@ class MemoryCluster:
             producer: Name of the producer, which routes keyless messages.
             publish_ms: Publish time of all of them; the cluster's ``now_ms`` when not given.
             encrypted: Whether the producer encrypts them.
+            corrupt: Whether nobody can read them, from the beginning.
 
         Returns:
             Where each entry went, in the order of publishing.
@@ -192,6 +194,8 @@ class MemoryCluster:
                         encrypted=encrypted,
                     )
                     published.append((where, entry.id))
+                    if corrupt:
+                        log.corrupt.add(entry.id)
                 self._appended(where)
         return published
 
