@@ -128,10 +128,13 @@ class Intake:
 
     def refused(self, range_consumer: RangeConsumer, error: UnreadableEntryError) -> Rest | None:
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
-        where = owned_range.topic_partition
+        where, stored = owned_range.topic_partition, _of_stored(entry_id, error.stored)
         if isinstance(error, self._config.parked) and self._unreadable is not None:
-            stored = _of_stored(entry_id, error.stored)
             return self._deliver(range_consumer, [stored], error.message)
+        if self._admit is not None:
+            taken, rest = self._admit(range_consumer, [stored])
+            if not taken:
+                return rest  # It lies behind the run.
         if not isinstance(error, self._config.skipped):
             raise error
         if not self._continuity.may_receive(where, [entry_id]):

@@ -121,6 +121,27 @@ def test_a_bounded_run_counts_them_or_ends_with_an_error(choice: str, with_admin
         coordinator.stop()
 
 
+@pytest.mark.parametrize("choice", ["skip", "fail"])
+def test_those_behind_the_targets_of_a_bounded_run_are_left_to_the_next(choice: str) -> None:
+    """Issue: one that was published after the start ended the run, or was acknowledged by it."""
+    bench = Bench()
+    bench.publish(10)
+    source = bench.source(on_encrypted=choice, available_now_quiet_ms=3_600_000)
+    coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster))
+    coordinator.start(None, available_now=True)
+    bench.publish(3, encrypted=True)
+    bench.publish(3)
+    rows = 0
+    try:
+        while (end := coordinator.batches.cut_available(7)) is not None:
+            rows += sum(map(len, rows_of(coordinator, end).values()))
+            coordinator.batches.release(end)
+        assert (rows, coordinator.status()["encryptedSkipped"]) == (10, 0)
+        assert bench.backlog == 6
+    finally:
+        coordinator.stop()
+
+
 def test_parked_ones_become_dead_letters_and_are_acknowledged_after_that() -> None:
     place = Place("encrypted-park")
     place.publish(*"abc" * 3)
