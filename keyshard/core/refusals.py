@@ -38,10 +38,12 @@ class Refusals:
         if error.retriable or isinstance(error, TopicNotFoundError):
             self._since_s = None
             return False
-        if self._since_s is None:
-            self._since_s = now_s
+        # Read once: another thread may tell of a success meanwhile.
+        since_s = self._since_s
+        if since_s is None:
+            since_s = self._since_s = now_s
         patience_s = UNAUTHENTICATED_S if isinstance(error, AuthenticationError) else REFUSED_S
-        return now_s - self._since_s >= patience_s
+        return now_s - since_s >= patience_s
 
     def succeeded(self) -> None:
         """An attempt succeeded."""

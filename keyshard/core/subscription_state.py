@@ -119,7 +119,7 @@ class SubscriptionState:
                 blocked=bool(stats.get("blockedSubscriptionOnUnackedMsgs")),
                 consumers=tuple(map(_consumer, stats.get("consumers", ()))),
             )
-        except (KeyError, TypeError) as exc:
+        except (AttributeError, KeyError, OverflowError, TypeError) as exc:
             raise ValueError(f"statistics of a subscription lack something: {exc!r}") from exc
 
     @property

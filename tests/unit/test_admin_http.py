@@ -311,3 +311,17 @@ def test_only_the_first_answer_has_to_come_soon(answers: Callable[[Answer], None
         admin.cluster()
         admin.cluster()
     assert waits == [0.5, TIMEOUT_S]
+
+
+@pytest.mark.parametrize("answer", [None, [], "down", 1, {"subscriptions": None}])
+def test_statistics_and_settings_that_are_none_are_an_error_by_name(
+    answers: Callable[[Answer], None], answer: object
+) -> None:
+    """Issue: a gateway that answered otherwise ended the source by an unexpected error."""
+    answers(lambda _request: httpx.Response(200, json=answer))
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        with pytest.raises(AdminError, match="unexpected"):
+            admin.subscriptions(TopicPartition("persistent://public/default/orders"))
+        if not isinstance(answer, (dict, list)):
+            with pytest.raises(AdminError, match="unexpected"):
+                admin.settings()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from keyshard.core.ring.hash_range import HashRange, gaps, split_ring
@@ -61,3 +63,13 @@ def test_limits_come_from_the_broker_where_it_tells_them() -> None:
 def test_the_type_of_a_subscription_that_nobody_has_used_is_unknown() -> None:
     for told in ({"type": "None"}, {"type": None}, {}):
         assert SubscriptionState.from_stats({"msgBacklog": 0, **told}).kind == ""
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [[], "no", {"msgBacklog": float("inf")}, {"msgBacklog": 1, "consumers": ["c"]},
+     {"msgBacklog": 1, "consumers": None}],
+)  # fmt: skip
+def test_statistics_that_are_none_are_refused(stats: Any) -> None:
+    with pytest.raises(ValueError, match="lack something"):
+        SubscriptionState.from_stats(stats)

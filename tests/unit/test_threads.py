@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from typing import Any
 
 import pytest
 
 from helpers import wait_until
+from keyshard.core.refusals import Refusals
 from keyshard.errors import (
+    AuthorizationError,
     ConfigError,
     KeyShardError,
     RuntimeStoppedError,
@@ -114,3 +118,19 @@ def test_after_an_error_a_pool_leaves_out_what_has_not_begun() -> None:
             list(pool.map(ask, range(1_000)))
         first_failed.set()
     assert len(done) <= 2
+
+
+def test_a_success_between_two_steps_of_a_refusal_does_no_harm() -> None:
+    """Issue: one thread told of a success while another told of a refusal, which raised."""
+    refusals = Refusals()
+
+    def succeeds(*_: object) -> Any:
+        refusals.succeeded()
+        return succeeds
+
+    sys.settrace(succeeds)
+    try:
+        for now_s in range(3):
+            refusals.failed(AuthorizationError("no"), float(now_s))
+    finally:
+        sys.settrace(None)

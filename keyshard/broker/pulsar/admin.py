@@ -70,8 +70,7 @@ class PulsarAdmin:
             response = self._request("GET", path)
         except AuthorizationError:
             return {}
-        found: Mapping[str, str] = self._checked(path, response).json()
-        return found
+        return self._understood(path, self._checked(path, response), dict)
 
     def cluster(self) -> str:
         """Name of the cluster; the first where it knows several."""
@@ -150,10 +149,7 @@ class PulsarAdmin:
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         """Statistics of every subscription, by name; none where there is no such topic."""
         path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
-        found: Mapping[str, Mapping[str, Any]] = self._get(path, missing={}).get(
-            "subscriptions", {}
-        )
-        return found
+        return self._told(path, lambda found: dict(found.get("subscriptions", {}))) or {}
 
     def begin(
         self, topic_partition: TopicPartition, subscription: str, position: MessageId
