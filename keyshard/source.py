@@ -371,10 +371,14 @@ class SourceStream:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._closed = False
+        self._pid = os.getpid()
 
     def __del__(self) -> None:
-        """Close a stream without references, in a thread: the collector may hold any lock."""
-        if self._closed or sys.is_finalizing():
+        """Close a stream without references, in a thread: the collector may hold any lock.
+
+        A forked child has only a copy, and leaves it to its parent.
+        """
+        if self._closed or self._pid != os.getpid() or sys.is_finalizing():
             return
         warnings.warn("A SourceStream was not closed.", ResourceWarning, source=self, stacklevel=2)
         begin("keyshard-close-stream", self._coordinator.stop)

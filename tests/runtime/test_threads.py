@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from handler_place import AT_ONCE, Place
 from helpers import keyshard_threads, wait_until
-from keyshard import KeyShardSource, Message
+from keyshard import KeyShardSource, Message, SourceStream
 from keyshard.errors import UnexpectedError
 from keyshard.observe import broker_facts, control, monitor
 from keyshard.worker import reconnector
@@ -152,3 +154,25 @@ def test_a_stream_that_nobody_has_any_more_ends_its_threads() -> None:
         gc.collect()
     wait_until(lambda: not keyshard_threads() - before)
     place.source().open().close()
+
+
+def test_a_forked_child_leaves_a_stream_to_its_parent() -> None:
+    """Issue: it closed its copy, and with that the consumers that its parent has."""
+    stopped, told = os.pipe()
+
+    class Parents:
+        def stop(self) -> None:
+            os.write(told, b"stopped")
+
+    stream = SourceStream(Parents())  # type: ignore[arg-type]
+    child = os.fork()
+    if not child:
+        warnings.simplefilter("ignore")
+        del stream
+        time.sleep(0.2)
+        os._exit(0)
+    os.waitpid(child, 0)
+    stream.close()
+    assert os.read(stopped, 100) == b"stopped", "once, by the parent"
+    os.close(told)
+    os.close(stopped)
