@@ -98,6 +98,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "partitions": [partition_status(0)],
         "parkedKeys": 0,
         "parked": [],
+        "malformedLetters": 0,
         "counters": {
             "completed": 0,
             "failedAttempts": 0,

@@ -149,6 +149,9 @@ def _view(told: Status, rates: watching.Rates | None, *, all_ranges: bool | None
         left = told["parkedKeys"] - len(named)
         more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
+    if told["malformedLetters"]:
+        text = f"malformed dead letters, which are not replayed: {told['malformedLetters']:,}"
+        parts.append(Text(text, style="yellow"))
     refused = [each for each in told["partitions"] if each["error"]]
     for each in refused[:_REFUSED_MAX]:
         text = f"{_name_of(each)} is not received from: {each['error']}"

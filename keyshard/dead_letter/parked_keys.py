@@ -32,6 +32,12 @@ class ParkedKeys:
         return len(self.parking)
 
     @property
+    def malformed(self) -> int:
+        """Messages that the start found malformed: they should be letters or markers. Without the
+        lock."""
+        return len(self.parking.parked.malformed)
+
+    @property
     def matter(self) -> bool:
         """Whether a message may be of a parked key, or a dead letter that is done: else every one
         is handled. Without the lock."""

@@ -146,6 +146,7 @@ class StatusView:
                 {"key": key, "letters": letters}
                 for key, letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
+            "malformedLetters": 0 if parked is None else parked.malformed,
             "counters": totals.counters,
             "handlerSeconds": totals.timings,
             "circuit": totals.circuit,

@@ -85,6 +85,7 @@ class Status(TypedDict):
     partitions: list[PartitionStatus]
     parkedKeys: int
     parked: list[ParkedKeyStatus]
+    malformedLetters: int
     counters: Counters
     handlerSeconds: HandlerSeconds
     circuit: CircuitStatus

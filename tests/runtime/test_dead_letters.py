@@ -97,6 +97,7 @@ def test_a_malformed_letter_is_named_and_kept_and_stops_no_start(
         assert again.keys.parking.states() == {"k": State.PARKED}
         (named,) = [one.getMessage() for one in caplog.records if "malformed" in one.getMessage()]
         assert named.startswith(f"{len(malformed)} message")
+        assert again.keys.malformed == len(malformed)
         time.sleep(0.02)
         assert world.kept == 2 + len(malformed), "nothing of it is acknowledged"
         world.die()
