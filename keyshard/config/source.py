@@ -74,15 +74,14 @@ class SourceConfig:
     """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
     by default instead of by key, so the order of their keys is not kept."""
     on_corrupt: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
-    """``fail``, ``skip`` or ``park`` on entries that cannot be read: the source ends before one,
-    acknowledges it, counts it and leaves it out, or writes what is stored of it to the dead-letter
-    topic first, as a rejected letter (``source.run`` only). All but ``fail`` need ``transport``
-    ``wire``: pulsar-client skips them all, and nobody is told."""
+    """What becomes of entries that cannot be read. ``fail``: the source ends with an error.
+    ``skip``: they are acknowledged, counted and left out. ``park`` (``source.run`` only): what is
+    stored of each becomes a rejected dead letter, then the entry is acknowledged. ``skip`` and
+    ``park`` need ``transport`` ``wire``: pulsar-client acknowledges such entries and tells
+    nobody."""
     on_encrypted: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
-    """``fail``, ``skip`` or ``park`` on encrypted messages, as ``on_corrupt``: the source ends with
-    an error, acknowledges and counts the entry, or writes what is stored of it to the dead-letter
-    topic first (``source.run`` only). ``skip`` and ``park`` need ``transport`` ``wire``: consumers
-    of pulsar-client come to a stand behind encrypted batches."""
+    """The same of encrypted messages: ``fail``, ``skip`` or ``park``. ``skip`` and ``park`` need
+    ``transport`` ``wire``: consumers of pulsar-client stop receiving behind encrypted batches."""
     window_rows_max: int = field(default=200_000, kw_only=True)
     """Most rows received and not yet committed, over all ranges and topic partitions."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
@@ -332,7 +331,7 @@ _BY_CLIENT = {
     "on_corrupt": "pulsar-client acknowledges entries that it cannot read, and tells nobody",
     "on_encrypted": (
         "pulsar-client returns one permit for an encrypted batch of many messages, so that its "
-        "consumers would come to a stand"
+        "consumers would stop receiving"
     ),
 }
 SHORTHANDS = in_both(Connection, SourceConfig)
