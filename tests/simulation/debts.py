@@ -63,7 +63,7 @@ class Debts:
     def begin(self, known: Collection[Place], before: Collection[Place]) -> None:
         """The source begins: of some messages those before it are nobody's, the rest is owed."""
         self.before -= set(known)
-        self.owed |= set(known)
+        self.owed |= {place for place in known if self._entry(place) not in self._hidden}
         self.before |= set(before)
         self.owed -= set(before)
         self._left_out = {place[:4] for place in self.before} - {place[:4] for place in self.owed}
@@ -93,9 +93,13 @@ class Debts:
         """
         if place[:4] in self._left_out:
             return True
-        where = TopicPartition(str(place.topic), place.partition or 0)
-        entry = where, EntryId(place.ledger or 0, place.entry or 0)
+        entry = self._entry(place)
         return entry in self._hidden or (self.accepted and entry in self.skipped)
+
+    @staticmethod
+    def _entry(place: Place) -> tuple[TopicPartition, EntryId]:
+        where = TopicPartition(str(place.topic), place.partition or 0)
+        return where, EntryId(place.ledger or 0, place.entry or 0)
 
     def forgive(self, where: Collection[TopicPartition]) -> None:
         """Topic partitions are deleted with all that they hold."""

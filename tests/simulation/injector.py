@@ -239,7 +239,8 @@ class Injector:
             indices = self._random.sample(indices, len(indices) - 1)
             world.cluster.acknowledge_indices(where, SUBSCRIPTION, entry.id, indices)
         else:
-            world.debts.skipped[where, entry.id] = world.is_known(where, entry.id)
+            if (where, entry.id) not in world.refused.entries:
+                world.debts.skipped[where, entry.id] = world.is_known(where, entry.id)
             world.cluster.acknowledge(where, SUBSCRIPTION, [entry.id])
         world.debts.skip(where, entry.id, indices)
 

@@ -196,7 +196,11 @@ class Starts:
         if random.random() >= RESETS or not self._exists(where):
             return
         subscription = world.cluster.subscriptions(where)[SUBSCRIPTION]
-        visible = [one for one in entries_of(world.cluster, where) if not one.hidden]
+        visible = [
+            one
+            for one in entries_of(world.cluster, where)
+            if not one.hidden and (where, one.id) not in world.refused.entries
+        ]
         if subscription.connected or not visible or world.debts.skipped_entries:
             return
         entry = random.choice(visible)

@@ -33,6 +33,7 @@ from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
+from tests.simulation.refused import Refused
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
@@ -114,6 +115,7 @@ class World:
         )
         self.debts = Debts()
         self.starts = Starts(self)
+        self.refused = Refused(self)
         self.query: Query | None = None
         """The query while it lives."""
         self.wiped: Wiped | None = None
@@ -330,6 +332,7 @@ class World:
                 if random.random() < 0.1:
                     self.topics.revive(where.topic)
                     self.publish_aborted(where)
+                self.refused.among()
             self.scheduler.sleep(random.expovariate(5))
 
     def publish_aborted(self, where: TopicPartition) -> None:
@@ -463,6 +466,7 @@ class World:
         if shape.brief:
             topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
         options = {"starting_position": "earliest", **shape.options, **self.starts.options()}
+        options |= self.refused.options()
         return Source(
             **topics, subscription=SUBSCRIPTION, parallelism=ranges,
             fail_on_data_loss=not self.debts.accepted, **options,

@@ -280,7 +280,7 @@ class Session:
 
         def deliver(delivery: Delivery) -> None:
             if flows:
-                self._message(asked.consumer_id, delivery.entry, delivery.indices)
+                self._message(asked.consumer_id, subscription.log, delivery.entry, delivery.indices)
             else:
                 # What is to be delivered twice needs permits as well.
                 member.return_permits(len(delivery.indices))
@@ -319,7 +319,7 @@ class Session:
                 position += 1
                 if not entry.hidden:
                     permits -= len(entry.messages)
-                    self._message(asked.consumer_id, entry, range(len(entry.messages)))
+                    self._message(asked.consumer_id, log, entry, range(len(entry.messages)))
 
         def permit(messages: int) -> None:
             nonlocal permits
@@ -329,12 +329,17 @@ class Session:
         log.on_append.append(read)
         return Standing(where, log, lambda: log.on_append.remove(read), permit)
 
-    def _message(self, consumer_id: int, entry: StoredEntry, indices: Collection[int]) -> None:
+    def _message(
+        self, consumer_id: int, log: EntryLog, entry: StoredEntry, indices: Collection[int]
+    ) -> None:
         where = api.MessageId(ledger=entry.id.ledger, entry=entry.id.entry)
         content = api.Message(consumer_id=consumer_id, message_id=where)
         if len(indices) < len(entry.messages):
             content.ack_set.append(sum(1 << index for index in indices))
-        self._send("message", content, bytes_of(entry))
+        data = bytes_of(entry)
+        if entry.id in log.corrupt:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self._send("message", content, data)
 
     def _flow(self, given: Any) -> None:
         one = self._standing.get(given.consumer_id)

@@ -35,22 +35,22 @@ def is_dead_letters(where: TopicPartition) -> bool:
 
 class HandlerRecord(Record):
     """The history of a program: what passes at its dead-letter topic is none of it, nor what
-    becomes of encrypted entries.
+    becomes of refused entries.
 
     Args:
         scheduler: Tells the time.
         trace_max: Lines of the trace that are kept.
-        is_encrypted: Told what is acknowledged; whether that is an encrypted entry.
+        is_refused: Told what is acknowledged; whether that is a refused entry.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         trace_max: int | None,
-        is_encrypted: Callable[[TopicPartition, EntryId], bool],
+        is_refused: Callable[[TopicPartition, EntryId], bool],
     ) -> None:
         super().__init__(scheduler, trace_max)
-        self._is_encrypted = is_encrypted
+        self._is_refused = is_refused
 
     def delivered(self, owned_range: OwnedRange, blocks: Iterable[EntryBlock]) -> None:
         if not is_dead_letters(owned_range.topic_partition):
@@ -59,9 +59,7 @@ class HandlerRecord(Record):
     def acked(self, owned_range: OwnedRange, entries: Iterable[EntryId]) -> None:
         where = owned_range.topic_partition
         if not is_dead_letters(where):
-            super().acked(
-                owned_range, [one for one in entries if not self._is_encrypted(where, one)]
-            )
+            super().acked(owned_range, [one for one in entries if not self._is_refused(where, one)])
 
     def gained(self, owned_range: OwnedRange) -> None:
         if not is_dead_letters(owned_range.topic_partition):

@@ -1,13 +1,14 @@
-"""Malformed dead letters and encrypted entries, drawn from a random stream of their own."""
+"""Malformed dead letters, and entries that are encrypted or corrupt; each has a random stream of
+its own."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from keyshard.broker.memory import Message
+from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
-from keyshard.errors import EncryptedMessageError, KeyShardError
+from keyshard.errors import KeyShardError, UnreadableEntryError
 from tests.simulation.handling.network import is_dead_letters
 from tests.simulation.handling.promises import Name
 
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 
 MALFORMED = 0.25
 """Share of the runs in whose dead-letter topic others write."""
-ENCRYPTED = 0.1
-"""Share of the runs with encrypted entries."""
+REFUSED = 0.15
+"""Share of the runs with entries that are encrypted or corrupt."""
+AMONG = 0.15
+"""How often one of them, or data of an aborted transaction, lies among what a producer publishes
+while faults happen."""
+_KINDS = ("encrypted", "corrupt")
 _HUGE = "9" * 30
 _WRONG: tuple[dict[str, str | None], ...] = (
     {"publishTime": _HUGE}, {"publishTime": f"-{_HUGE}"}, {"publishTime": "soon"},
@@ -41,11 +46,15 @@ class Oddities:
         self._world = world
         random = self._random = Random(f"{world.seed}:oddities")
         self._writes = not world.shape.batches and random.random() < MALFORMED
-        encrypts = not world.shape.batches and random.random() < ENCRYPTED
-        self._on_encrypted = random.choice(("fail", "skip", "park")) if encrypts else ""
-        self._encrypted: set[Name] = set()
+        self._among = Random(f"{world.seed}:refused")
+        refuses = self._among.random() < REFUSED
+        choices = ("fail", "skip") if world.shape.batches else ("fail", "skip", "park")
+        self._choices = {kind: self._among.choice(choices) for kind in _KINDS if refuses}
+        """What becomes of entries of each kind."""
+        self._refused: dict[Name, str] = {}
+        """Their kinds."""
         self._allowed: set[Program] = set()
-        """Programs that saw an encrypted entry and are to skip them from now on."""
+        """Programs that saw such an entry and are to skip them from now on."""
 
     # -- dead letters that others write ------------------------------------------------------------
 
@@ -83,52 +92,73 @@ class Oddities:
         told = {f"keyshard.{name}": text for name, text in properties.items() if text is not None}
         return Message(b"k0:0", key="k0", properties=told)
 
-    # -- encrypted entries -------------------------------------------------------------------------
+    # -- entries that are refused ------------------------------------------------------------------
 
     def options(self, program: Program) -> dict[str, Any]:
         """Of the source of the next life."""
-        if not self._on_encrypted:
-            return {}
-        return {"on_encrypted": "skip" if program in self._allowed else self._on_encrypted}
+        return {f"on_{kind}": self._choice(program, kind) for kind in self._choices}
+
+    def _choice(self, program: Program, kind: str) -> str:
+        choice = self._choices[kind]
+        return "skip" if choice == "fail" and program in self._allowed else choice
+
+    def among(self) -> None:
+        """Publish one among what a producer publishes, sometimes."""
+        if self._choices and self._among.random() < AMONG:
+            self._publish()
 
     def publish(self) -> None:
-        """Publish encrypted entries."""
-        world, random = self._world, self._random
-        for _ in range(random.randint(1, 5) if self._on_encrypted else 0):
-            topic = random.choice(world.topics)
-            message = Message(b"secret", key=f"k{random.randrange(world.shape.keys)}")
-            for where, entry_id in world.cluster.publish(topic, message, encrypted=True):
-                self._encrypted.add(Name.of(where, entry_id))
-                world.note(f"FAULT encrypted entry {entry_id} of {where}")
+        """Publish some at the end."""
+        for _ in range(self._among.randint(1, 5) if self._choices else 0):
+            self._publish()
 
-    def is_encrypted(self, name: Name) -> bool:
-        """Whether a message is what is stored of an encrypted entry."""
-        return name in self._encrypted
+    def _publish(self) -> None:
+        world, random = self._world, self._among
+        cluster, topic = world.cluster, random.choice(world.topics)
+        kind = random.choice((*_KINDS, "aborted"))
+        key = f"k{random.randrange(world.shape.keys)}"
+        messages = [Message(b"refused", key=key)] * random.choice((1, 1, 3))
+        if kind == "aborted":
+            cluster.publish_aborted(random.choice(cluster.partitions(topic)), *messages)
+            return
+        for where, entry_id in cluster.publish(
+            topic, *messages, batching=Batching.BY_KEY,
+            encrypted=kind == "encrypted", corrupt=kind == "corrupt",
+        ):  # fmt: skip
+            self._refused[Name.of(where, entry_id)] = kind
+            world.note(f"FAULT {kind} entry {entry_id} of {where}")
+
+    def is_refused(self, name: Name) -> bool:
+        """Whether a message is what is stored of an entry that is refused."""
+        return name in self._refused
 
     def acked(self, program: Program, name: Name) -> bool:
-        """An entry is acknowledged; whether it is encrypted."""
-        if name not in self._encrypted:
+        """An entry is acknowledged; whether it is one of them."""
+        kind = self._refused.get(name)
+        if kind is None:
             return False
-        if self._on_encrypted == "park":
-            may = name in program.promises.kept.values()
-        else:
-            may = self._on_encrypted == "skip" or program in self._allowed
-        if not may:
-            program.promises.broken = f"{name} is encrypted, and was acknowledged"
+        choice = self._choice(program, kind)
+        if choice == "fail" or (choice == "park" and name not in program.promises.kept.values()):
+            program.promises.broken = f"{name} is {kind}, and was acknowledged"
         return True
 
     def ends(self, program: Program, error: KeyShardError) -> bool:
-        """Whether an error is that of an encrypted entry; from now on these are skipped."""
-        if not isinstance(error, EncryptedMessageError) or self._on_encrypted != "fail":
+        """Whether an error is that of such an entry; from now on these are skipped."""
+        if not isinstance(error, UnreadableEntryError) or "fail" not in self._choices.values():
             return False
         self._allowed.add(program)
         return True
 
     def broken(self, program: Program) -> str:
         """What does not hold at the end."""
-        if self._encrypted and self._on_encrypted == "fail" and program not in self._allowed:
-            return f"{program.name} did not end at an encrypted entry"
-        left = self._encrypted - {*program.promises.kept.values()}
-        if left and self._on_encrypted == "park":
-            return f"{len(left)} encrypted entries are no dead letters of {program.name}"
+        refused = {
+            name: kind for name, kind in self._refused.items()
+            if not self._world.starts.lies_before(name)
+        }  # fmt: skip
+        choices = {kind: self._choice(program, kind) for kind in refused.values()}
+        if "fail" in choices.values():
+            return f"{program.name} did not end at a refused entry"
+        parked = {name for name, kind in refused.items() if choices[kind] == "park"}
+        if left := parked - {*program.promises.kept.values()}:
+            return f"{len(left)} refused entries are no dead letters of {program.name}"
         return ""

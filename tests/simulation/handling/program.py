@@ -21,6 +21,7 @@ from keyshard.errors import (
     NotRunningError,
     RescaleError,
     RuntimeStoppedError,
+    UnreadableEntryError,
 )
 from keyshard.handlers.batches import Batch
 from tests.simulation.handling.faults import Step
@@ -268,7 +269,7 @@ class Program:
         except CheckpointError as exc:
             self.record.note(f"ack again: {exc}")
             return False
-        except (RuntimeStoppedError, BrokerError) as exc:
+        except (RuntimeStoppedError, BrokerError, UnreadableEntryError) as exc:
             self.record.note(f"no ack: {exc}")
         else:
             self._in_hand.pop(batch, None)
@@ -318,7 +319,7 @@ class Program:
             return
         self.record.note(f"letter, {found.kind.value}")
         name = _name(found.message)
-        if not self.world.oddities.is_encrypted(name):
+        if not self.world.oddities.is_refused(name):
             self._write("completed", name, found.key, seq)
 
     def save(self, path: str, data: bytes) -> None:
@@ -385,7 +386,7 @@ class Program:
                 raise
         except KeyShardError as exc:
             self.record.note(f"no rescale: {exc!r}")
-            if excuses == self._excuses:
+            if excuses == self._excuses and not self.world.oddities.ends(self, exc):
                 raise
 
     def _operate(self) -> None:

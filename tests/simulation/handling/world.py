@@ -286,6 +286,7 @@ class HandlerWorld:
         keys = [f"k{i}" for i in range(self.shape.keys)]
         while self.injector.enabled:
             if self.programs[0].network.up:
+                self.oddities.among()
                 for _ in range(random.randint(1, 2)):
                     topic = random.choice(self.topics)
                     self.publish(
