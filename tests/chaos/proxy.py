@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Protocol
 LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 5.0
 _CHUNK = 64 * 1024
+_LOOK_S = 0.01
+"""How often a client is looked at while nothing passes, seconds."""
 
 
 class Proxied(Protocol):
@@ -76,8 +79,8 @@ class TcpProxy:
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._flows = threading.Event()
         self._flows.set()
-        self._holds = threading.Event()
-        """Set when something of a client is held back."""
+        self._held = bytearray()
+        """What clients have sent since :meth:`stall`."""
         self._server = socket.create_server((LOOPBACK, port), backlog=64)
         self._closed = False
         self._left: int | None = None
@@ -116,12 +119,14 @@ class TcpProxy:
 
     def stall(self) -> None:
         """Pass nothing on until :meth:`resume`; connections stay open, and new ones are taken."""
-        self._holds.clear()
+        with self._lock:
+            self._held.clear()
         self._flows.clear()
 
-    def wait_until_it_holds(self, timeout_s: float) -> bool:
-        """Wait until a client has sent something since :meth:`stall`; whether one has in time."""
-        return self._holds.wait(timeout_s)
+    def holds(self, what: bytes) -> bool:
+        """Whether a client has sent certain bytes since :meth:`stall`, whatever came before."""
+        with self._lock:
+            return what in self._held
 
     def resume(self) -> None:
         """Pass on what was held back, in order, and all that follows."""
@@ -154,7 +159,7 @@ class TcpProxy:
         with suppress(OSError):
             while data := source.recv(_CHUNK):
                 if source is pair[0]:
-                    self._holds.set()
+                    data += self._hold(source, data)
                 self._flows.wait()
                 if source is pair[1] and (left := self._count(len(data))) is not None:
                     sink.sendall(data[:left])
@@ -164,6 +169,20 @@ class TcpProxy:
         # An end is held back like everything else.
         self._flows.wait()
         self._end(pair)
+
+    def _hold(self, client: socket.socket, data: bytes) -> bytes:
+        """Note what a client sent, and take what it sends while nothing passes."""
+        more = b""
+        while not self._flows.is_set():
+            with self._lock:
+                self._held += data
+            if not select.select([client], [], [], _LOOK_S)[0]:
+                data = b""
+            elif data := client.recv(_CHUNK):
+                more += data
+            else:
+                break
+        return more
 
     def _count(self, size: int) -> int | None:
         """How much of what came passes, where the connections are to be cut behind that."""

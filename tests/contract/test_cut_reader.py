@@ -23,8 +23,8 @@ from tests.chaos.cluster import TOPIC, Cluster
 
 FIRST = EntryId(0, 0)
 ENTRIES = 30
-REQUEST_S = 1.0
-"""Longest time until a request is on its way, where one is made, seconds."""
+ASKS_FOR_THE_LAST = b"\x08\x1d\xea\x01"
+"""How Pulsar's protocol writes the command GET_LAST_MESSAGE_ID."""
 BACK_S = 0.15
 """Time for which nothing answers after a cut, seconds."""
 
@@ -44,7 +44,7 @@ class Line(Protocol):
         """Cut the connection; the client makes another."""
 
     def cut_while(self, asking: Callable[[], object]) -> object:
-        """Cut it while a request is on its way."""
+        """Cut it while a request for the last message is on its way, or behind the answer."""
 
 
 class MemoryLine:
@@ -92,18 +92,22 @@ class PulsarLine:
 
     def cut_while(self, asking: Callable[[], object]) -> object:
         self._proxy.stall()
-        cut = threading.Thread(target=self._cut_soon)
+        answered = threading.Event()
+        cut = threading.Thread(target=self._cut_when_asked, args=(answered,))
         cut.start()
         try:
             return asking()
         finally:
+            answered.set()
             cut.join()
 
-    def _cut_soon(self) -> None:
-        self._proxy.wait_until_it_holds(REQUEST_S)
-        self._proxy.cut()
-        time.sleep(BACK_S)
-        self._proxy.resume()
+    def _cut_when_asked(self, answered: threading.Event) -> None:
+        try:
+            wait_until(lambda: answered.is_set() or self._proxy.holds(ASKS_FOR_THE_LAST))
+        finally:
+            self._proxy.cut()
+            time.sleep(BACK_S)
+            self._proxy.resume()
 
     def close(self) -> None:
         self.broker.close()
