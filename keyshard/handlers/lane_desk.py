@@ -72,12 +72,13 @@ class LaneDesk:
         now = time.monotonic()
         if self.closed:
             return None
-        if not self._may_start(now):
-            work = self.lanes.next_of(self.circuit.controls(), now)
-            if work is None or self._parking.claims(work):
-                return None
+        may_start = self._may_start(now)
+        work = self.lanes.next_of(self.circuit.controls(), now)
+        if work is not None and not self._parking.claims(work):
             self.circuit.started(_lane(work), control=True)
             return work
+        if not may_start:
+            return None
         while (work := self.lanes.next(now)) is not None:
             if not self._parking.claims(work):
                 self.circuit.started(_lane(work))

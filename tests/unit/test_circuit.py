@@ -110,6 +110,42 @@ def test_nothing_that_succeeds_for_a_time_opens_it_whatever_succeeded_before() -
     assert circuit.openings == 1
 
 
+def test_successes_all_the_time_keep_it_closed_though_keys_fail_while_they_run() -> None:
+    """Issue: five keys that failed while a good one was handled kept the first suspicion alive."""
+    circuit = Circuit()
+    for n in range(100):
+        began_s = n / 10
+        for bad in range(2 * KEYS_MIN):
+            circuit.failed(f"bad{n}-{bad}", began_s + 0.05, "no")
+        works_since(circuit, f"good{n % 3}", began_s, began_s + 0.1)
+        assert circuit.may_start(began_s + 0.1)
+    assert circuit.openings == 0
+
+
+def works_since(circuit: Circuit, key: str, began_s: float, now_s: float) -> None:
+    circuit.succeeded(key, began_s, now_s)
+    circuit.validate()
+
+
+def test_under_suspicion_keys_that_succeeded_before_are_tried_at_once() -> None:
+    """Issue: they waited behind all keys never tried, and after 1 s it opened."""
+    circuit = Circuit()
+    for n in range(10):
+        works(circuit, f"good{n}", n / 10)
+    assert not list(circuit.controls())
+    for n in range(KEYS_MIN):
+        circuit.failed(f"bad{n}", 1.0, "no")
+    key = next(circuit.controls())
+    assert key == "good9", "the one that succeeded last"
+    circuit.started(key, control=True)
+    circuit.validate()
+    assert not list(circuit.controls()), "one at a time"
+    works_since(circuit, str(key), 1.1, 1.1)
+    assert not list(circuit.controls())
+    assert circuit.may_start(1.0 + QUIET_S)
+    assert circuit.openings == 0
+
+
 def test_a_success_refutes_only_failures_from_before_it_started() -> None:
     circuit = Circuit()
     for n in range(KEYS_MIN):

@@ -18,8 +18,9 @@ probing    the last probe of the round fails, or the round      open, for twice 
            takes too long                                       long as before
 =========  ===================================================  ==========
 
-While it is not closed, a key that succeeded before and does not fail needs no pause: it is a
-*control*, tried at once, one at a time. Its success closes the circuit, as that of a probe does.
+While it is not closed, or failures are unrefuted, a key that succeeded before and does not fail
+needs no pause: it is a *control*, tried at once, one at a time, before all keys that wait. Its
+success closes the circuit, as that of a probe does, and refutes the failures.
 
 Time comes in as an argument, in seconds of any clock. It is not thread-safe: the owner calls it
 under one lock. Its memory is bounded.
@@ -144,7 +145,8 @@ class Circuit:
 
     def controls(self) -> Iterator[Hashable]:
         """Keys of which one may be called now as a control; those that succeeded last first."""
-        if self.closed or self._control is not None or not self._controls_left:
+        calm = self.closed and self._suspected_s is None
+        if calm or self._control is not None or not self._controls_left:
             return iter(())
         latest, newest = self._latest, islice(reversed(self._known), KEYS_MAX)
         return (key for key in newest if not latest.get(key, _NEVER)[1])
@@ -176,7 +178,9 @@ class Circuit:
             self._unrefuted.pop(key, None)
             for other in [key for key, (at, _) in self._unrefuted.items() if at < started_s]:
                 del self._unrefuted[other]
-            self._suspect(now_s)
+            enough = sorted(first_s for first_s, _ in self._unrefuted.values())[KEYS_MIN - 1 :]
+            self._suspected_s = None
+            self._suspect(enough[0] if enough else now_s)
         is_probe = key in self._probes
         self._forget(key)
         if self.closed or not is_probe:
@@ -215,7 +219,7 @@ class Circuit:
         if self.state is not CircuitState.CLOSED:
             self._ended(key, now_s)
             return False
-        self._probes.discard(key)
+        self._forget(key)
         self._suspect(now_s)
         if self._failing >= KEYS_MIN and self._failing >= SHARE_MIN * len(self._latest):
             self._open(now_s)
@@ -291,7 +295,7 @@ class Circuit:
         enough = len(self._unrefuted) >= KEYS_MIN
         assert (self._suspected_s is not None) == (self.closed and enough)
         if self.closed:
-            assert (len(self._in_round), self._to_start, self._control) == (0, 0, None)
+            assert (len(self._in_round), self._to_start) == (0, 0)
         assert PAUSE_S <= self._pause_s <= PAUSE_MAX_S
 
     # -- helpers ----------------------------------------------------------------------------------
@@ -308,7 +312,7 @@ class Circuit:
         if not self.closed or len(self._unrefuted) < KEYS_MIN:
             self._suspected_s = None
         elif self._suspected_s is None:
-            self._suspected_s = now_s
+            self._suspected_s, self._controls_left = now_s, PROBES
 
     def _open(self, now_s: float) -> None:
         self.state = CircuitState.OPEN
@@ -317,7 +321,7 @@ class Circuit:
         self._worked_before_s = self._worked_s
         if now_s - self._closed_at_s >= CALM_S:
             self._pause_s = PAUSE_S
-        self._round, self._controls_left = PROBES, PROBES
+        self._round, self._controls_left, self._control = PROBES, PROBES, None
         self._probe_at_s = now_s + self._pause_s
         self._tried.clear()
         self._suspect(now_s)
