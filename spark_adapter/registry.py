@@ -66,7 +66,7 @@ def read(jvm: int) -> Hosted | None:
     """
     path = path_of(jvm)
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
     try:

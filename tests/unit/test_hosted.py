@@ -643,7 +643,7 @@ class Asked(Worker):
         super().__init__(hello, "token", "worker")
 
 
-@pytest.mark.parametrize("hello", ["", "Welcome to Python!\n", "\0"])
+@pytest.mark.parametrize("hello", ["", "Welcome to Python!\n", "\0", "7", "[]", "{}", "[" * 10**5])
 def test_what_is_no_hello_is_refused(hello: str) -> None:
     with pytest.raises(WorkerUnreachableError, match="not what a worker says"):
         Asked(hello)

@@ -119,10 +119,12 @@ def test_the_registry_of_a_killed_application_is_not_that_of_the_next(
         assert not registry.path_of(os.getpid()).exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"token": "t"}', "[" * 100_000, "\x00"])
-def test_a_registry_that_cannot_be_read_is_none(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[]", b'{"token": "t"}', b"[" * 10**5, b"\0", b"\xff"]
+)
+def test_a_registry_that_cannot_be_read_is_none(text: bytes) -> None:
     path = registry.path_of(os.getpid())
-    path.write_text(text)
+    path.write_bytes(text)
     assert registry.read(os.getpid()) is None
     assert not path.exists()
 

@@ -138,12 +138,14 @@ class Worker(Asker):
 
     def __init__(self, hello: str | bytes, token: str, kind: str) -> None:
         try:
-            said: dict[str, Any] = json.loads(hello)
-        except ValueError as exc:
+            said = json.loads(hello)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict) or not said.keys() & {"error", "endpoint"}:
             raise WorkerUnreachableError(
                 f"A {kind} began with {shown(hello)}, which is not what a worker says. Look at "
                 "what its interpreter does before it runs keyshard."
-            ) from exc
+            )
         if "error" in said:
             raise heard(said["error"])
         self._seq = 0
