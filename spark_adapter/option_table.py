@@ -128,7 +128,8 @@ OPTIONS = (
         "What becomes of a value that the schema does not fit: `FAILFAST` ends the query and names "
         "topic, message, field and reason; `PERMISSIVE` gives nulls, and the bytes in column "
         "`_corrupt_record`; `DROPMALFORMED` leaves the row out, whichever columns are selected; "
-        "for that, it decodes every value.",
+        "for that, it decodes every value. The payload (`valueFormat` `raw`, or `value binary` "
+        "where the schema declares no such column) fits always.",
     ),
     Option(
         "metadataColumns",

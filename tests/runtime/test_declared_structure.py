@@ -246,6 +246,15 @@ def test_malformed_rows_are_left_out_whichever_columns_are_selected(
     assert (len(found), dropped) == (2, [2])
 
 
+@every_way
+def test_the_payload_is_there_of_malformed_rows_too(place: Place, way: Way) -> None:
+    topic = place.topic("orders", ("JSON", FIRST))
+    columns = struct(value=BinaryType(), __topic=StringType())
+    rows = way(topic, {"mode": "DROPMALFORMED"}, columns)
+    found = made(rows, raw(topic, (b'{"id": 1}', 0), (b"{", 0)))
+    assert [row["value"] for row in found] == [b'{"id": 1}', b"{"]
+
+
 def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(place: Place) -> None:
     topic = place.topic("orders", ("JSON", FIRST))
     connection = Connection(f"memory://{place.name}")
