@@ -126,10 +126,11 @@ class Crew:
         deadline_s = time.monotonic() + self._options.start_timeout_s
         actors: list[Handle] = []
         try:
-            for _ in range(count):
-                actors.append(self._made())  # noqa: PERF401 - killed below
-            self._placed(actors, deadline_s, soon=soon)
-            self._loaded(actors, deadline_s)
+            with self.session.calling():
+                for _ in range(count):
+                    actors.append(self._made())  # noqa: PERF401 - killed below
+                self._placed(actors, deadline_s, soon=soon)
+                self._loaded(actors, deadline_s)
         except BaseException as exc:
             self.end(actors)
             if isinstance(exc, DEATHS):
@@ -147,8 +148,9 @@ class Crew:
         deadline_s = time.monotonic() + self._options.start_timeout_s
         while True:
             try:
-                self._placed([actor], deadline_s, soon=False)
-                self._loaded([actor], deadline_s)
+                with self.session.calling():
+                    self._placed([actor], deadline_s, soon=False)
+                    self._loaded([actor], deadline_s)
             except exceptions.ActorDiedError:  # noqa: PERF203
                 self.end([actor])
                 return self.start(1, soon=False)[0]
@@ -169,10 +171,10 @@ class Crew:
             GivenUp: Nobody waits for it any more.
         """
         arrow = self._options.takes == "arrow"
-        self.session.check()
         try:
-            method = actor.handle_arrow if arrow else actor.handle_messages
-            outcome: Outcome = self._answer(method.remote(rows, start), None)
+            with self.session.calling():
+                method = actor.handle_arrow if arrow else actor.handle_messages
+                outcome: Outcome = self._answer(method.remote(rows, start), None)
         except DEATHS as exc:
             self.session.check()
             raise HandlerProcessError(
@@ -187,7 +189,7 @@ class Crew:
     def end(self, actors: Sequence[Handle]) -> None:
         """Kill actors, whatever they do."""
         for actor in actors:
-            if not self.session.lost:
+            with suppress(ClusterError), self.session.calling():  # without Ray it is gone
                 ray.kill(actor, no_restart=True)
 
     def _made(self) -> Handle:
@@ -204,7 +206,8 @@ class Crew:
 
     def _unanswered(self, actor: Handle, start: int, error: exceptions.RayError) -> Exception:
         unsendable = None
-        with suppress(exceptions.RayError, TimeoutError):  # then what is known is said
+        known = suppress(exceptions.RayError, TimeoutError)  # then what is known is said
+        with known, self.session.calling():
             unsendable = self._answer(actor.unsendable.remote(), time.monotonic() + UNSENDABLE_S)
         if unsendable is not None:
             return Unsendable(start + unsendable[0], unsendable[1])

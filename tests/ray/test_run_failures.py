@@ -299,9 +299,12 @@ try:
             if sys.argv[1] == "here":
                 ray.shutdown()
             else:
-                threading.Thread(target=ray.shutdown).start()
+                shutting_down = threading.Thread(target=ray.shutdown)
+                shutting_down.start()
 except ClusterError as error:
     print(error, flush=True)
+if sys.argv[1] != "here":
+    shutting_down.join()
 print("inits", len(inits), ray.is_initialized(), flush=True)
 print(job, flush=True)
 """

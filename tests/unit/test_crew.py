@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,9 @@ class Away(Crew):
 
     def __init__(self, away_s: float) -> None:
         self._options = JobOptions(parallelism=1, num_gpus=1)
-        self.session = SimpleNamespace(check=lambda: None, lost=True)  # type: ignore[assignment]
+        self.session = SimpleNamespace(  # type: ignore[assignment]
+            check=lambda: None, calling=nullcontext
+        )
         self._back_s = time.monotonic() + away_s
 
     def _ready(self, refs: list[Any], deadline_s: float) -> list[Any]:
@@ -41,6 +44,7 @@ def no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "fits_nowhere", lambda _: True)
     monkeypatch.setattr(cluster, "fits_nowhere", lambda _: True)
     monkeypatch.setattr(cluster, "capacity", lambda: "It has nothing.")
+    monkeypatch.setattr(crew.ray, "kill", lambda *_, **__: None)
     monkeypatch.setattr(crew.ray, "get", lambda _: keyshard.__version__)
 
 
