@@ -79,7 +79,8 @@ class LaneDesk:
             return work
         if not may_start:
             return None
-        while (work := self.lanes.next(now)) is not None:
+        paused = not self.circuit.closed
+        while (work := self.lanes.next(now, untried_first=paused)) is not None:
             if not self._parking.claims(work):
                 self.circuit.started(_lane(work))
                 return work

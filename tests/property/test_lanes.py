@@ -245,6 +245,29 @@ def test_a_range_starves_while_a_lane_has_nothing_to_do() -> None:
     assert not lanes.starving, "the first key goes on"
 
 
+def test_keys_that_failed_hide_no_key_that_did_not() -> None:
+    lanes = Lanes(1, 1, lambda _: 0)
+    for entry, key in enumerate(KEYS[:2]):
+        lanes.add(WHERE, 0, EntryId(1, entry), [message(entry, 0, key)])
+    for _ in range(2):
+        work = lanes.next(0.0)
+        assert work
+        lanes.again(work, 0.0, "no", counted=False)
+    again = lanes.next(0.0)
+    assert again
+    lanes.again(again, 0.0, "no", counted=False)
+    assert lanes.starving
+    assert lanes.runnable == 1
+    lanes.add(WHERE, 0, EntryId(1, 2), [message(2, 0, KEYS[2])])
+    assert not lanes.starving
+    lanes.validate()
+    last = lanes.next(0.0, untried_first=True)
+    assert last
+    assert last.message.key == KEYS[2], "though the others lined up before it"
+    lanes.completed(last)
+    assert lanes.next(0.0, untried_first=True), "and then they come"
+
+
 def test_a_free_lane_of_one_range_is_not_used_by_another() -> None:
     lanes = Lanes(2, 1, lambda slot: range_index(slot, 2))
     low = [key for key in map(str, range(50)) if key_slot(key) < 32_768][:3]

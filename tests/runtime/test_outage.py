@@ -16,7 +16,7 @@ from handler_place import Place
 from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.lanes.circuit import KEYS_MIN
+from keyshard.core.lanes.circuit import KEYS_MIN, PAUSE_S
 
 QUICK = RetryPolicy(wait=tenacity.wait_fixed(0.15), stop=tenacity.stop_after_attempt(3))
 
@@ -118,6 +118,20 @@ def test_a_bad_key_at_the_head_does_not_keep_good_ones_from_being_tried(place: P
     with place.running(place.source(parallelism=1), database.handle, retry=QUICK, lanes=2) as run:
         wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == count))
         assert run.source.status()["parkedKeys"] == 6
+
+
+def test_a_good_key_behind_more_bad_ones_than_a_round_tries_is_found(place: Place) -> None:
+    """Issue: 300 bad keys waited in the lanes of a range, so no other message came there."""
+    database = Database(place)
+    place.cluster.publish(place.topic, *[Stored(b"poison", key=f"bad-{n}") for n in range(300)])
+    with place.running(place.source(parallelism=1), database.handle, retry=QUICK) as run:
+        wait_until(lambda: "_running" in run.source.__dict__)
+        circuit = lambda: run.source.status()["circuit"]  # noqa: E731
+        wait_until(lambda: (circuit()["nextProbeInSeconds"] or 0) > PAUSE_S)
+        place.publish(keys=1, per_key=1)
+        wait_until(lambda: place.errors or place.count == 1)
+        wait_until(lambda: place.errors or run.source.status()["parkedKeys"] == 300)
+    assert not place.errors
 
 
 @pytest.mark.parametrize("count", [KEYS_MIN, 1_000])

@@ -95,17 +95,26 @@ class Lanes:
         entry.owner = queue.owner
         self._ranges[entry.owner].entries[entry] = None
 
-    def next(self, now_s: float) -> Work | None:
-        """The message to handle now; ``None`` when every lane is busy or has nothing to do."""
+    def next(self, now_s: float, *, untried_first: bool = False) -> Work | None:
+        """The message to handle now; ``None`` when every lane is busy or has nothing to do.
+
+        Args:
+            now_s: The time.
+            untried_first: Whether a range prefers keys whose head did not fail.
+        """
         while self._later.heap and (due := self._later.pop(now_s)) is not None:
             self._make_ready(due)
         look_at, lanes = self._look_at, self.lanes
         while look_at:
             owner = look_at.popleft()
             owner.listed = False
-            if owner.running >= lanes or not owner.ready:
+            ready, failed = owner.ready, owner.failed
+            if owner.running >= lanes or not (ready or failed):
                 continue
-            queue = heapq.heappop(owner.ready)[2]
+            if not failed or (ready and (untried_first or ready[0] < failed[0])):
+                queue = heapq.heappop(ready)[2]
+            else:
+                queue = heapq.heappop(failed)[2]
             work = queue.work[0]
             slot = work.message.slot
             if (slot is not None and self._held[slot]) or (
@@ -124,7 +133,7 @@ class Lanes:
         """
         for key in keys:
             queue = self._keys.get(key) if isinstance(key, str) else None
-            if queue is None or queue.running or queue.first_failed_s is not None:
+            if queue is None or queue.running or queue.reason is not None:
                 continue
             owner, entry = self._ranges[queue.owner], queue.work[0].entry
             begun = entry is not None and entry.begun
@@ -274,7 +283,7 @@ class Lanes:
         """
         self.owner_of = owner_of
         queues, keyless = list(self.queues()), self._keyless.values()
-        ready = [queue for owner in self._ranges for _, _, queue in owner.ready]
+        ready = list(self._ready())
         entries = [entry for owner in self._ranges for entry in owner.entries]
         self._ranges = [LaneRange() for _ in range(ranges)]
         self._look_at.clear()
@@ -293,12 +302,7 @@ class Lanes:
         for queue in self.running:
             self._ranges[queue.owner].running += 1
         for queue in ready:
-            self._readied += 1
-            item = (max(queue.work[0].number, queue.behind), self._readied, queue)
-            self._ranges[queue.owner].ready.append(item)
-        for owner in self._ranges:
-            heapq.heapify(owner.ready)
-            self._list(owner)
+            self._make_ready(queue)
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -309,20 +313,23 @@ class Lanes:
 
     @property
     def hungry(self) -> bool:
-        """Whether some range has few keys ready, so that more messages may fill its lanes."""
+        """Whether some range has few keys ready, so that more messages may fill its lanes.
+
+        Keys that failed do not count: while handlers pause, the others are to be found.
+        """
         enough = KEYS_READY_MIN * self.lanes
         return any(len(owner.ready) < enough for owner in self._ranges)
 
     @property
     def starving(self) -> bool:
-        """Whether some range has a free lane and no key for it."""
+        """Whether some range has a free lane and no key for it, but for those that failed."""
         return any(not owner.ready and owner.running < self.lanes for owner in self._ranges)
 
     @property
     def runnable(self) -> int:
         """Messages that :meth:`next` could give at once, at least; for waking workers."""
         return sum(
-            min(len(owner.ready), self.lanes - owner.running)
+            min(owner.startable, self.lanes - owner.running)
             for owner in self._look_at
             if owner.running < self.lanes
         )
@@ -332,7 +339,7 @@ class Lanes:
         owner = self._ranges[index]
         oldest = next(iter(owner.entries), None)
         return RangeCounts(
-            len(owner.ready), owner.running, owner.waiting, owner.done,
+            owner.startable, owner.running, owner.waiting, owner.done,
             None if oldest is None else oldest.published,
         )  # fmt: skip
 
@@ -346,8 +353,7 @@ class Lanes:
 
     def queues(self) -> Iterator[KeyQueue]:
         """Every queue that has a message, running ones included."""
-        ready = (queue for owner in self._ranges for _, _, queue in owner.ready)
-        every = chain(self._keys.values(), ready, self._aside, self.running, self._later)
+        every = chain(self._keys.values(), self._ready(), self._aside, self.running, self._later)
         return iter(dict.fromkeys(every))
 
     def validate(self) -> None:
@@ -385,10 +391,13 @@ class Lanes:
             queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
         return queue
 
+    def _ready(self) -> Iterator[KeyQueue]:
+        """Keys that wait for a lane."""
+        return (queue for owner in self._ranges for _, _, queue in (*owner.ready, *owner.failed))
+
     def _startable(self, *, held: bool) -> Iterator[KeyQueue]:
         """Keys that wait for a lane, and if asked for those that do while their slots are held."""
-        for owner in self._ranges:
-            yield from (q for _, _, q in owner.ready if held or not self._is_held(q))
+        yield from (queue for queue in self._ready() if held or not self._is_held(queue))
         if held:
             yield from filter(self._is_held, self._aside)
 
@@ -413,11 +422,12 @@ class Lanes:
         owner = self._ranges[queue.owner]
         self._readied += 1
         number = max(queue.work[0].number, queue.behind)
-        heapq.heappush(owner.ready, (number, self._readied, queue))
+        ready = owner.ready if queue.reason is None else owner.failed
+        heapq.heappush(ready, (number, self._readied, queue))
         self._list(owner)
 
     def _list(self, owner: LaneRange) -> None:
-        if not owner.listed and owner.ready and owner.running < self.lanes:
+        if not owner.listed and owner.startable and owner.running < self.lanes:
             owner.listed = True
             self._look_at.append(owner)
 

@@ -78,8 +78,10 @@ class LaneRange:
     """What waits in one range."""
 
     ready: list[tuple[int, int, KeyQueue]] = field(default_factory=list)
-    """Heap of the keys whose head may be started, by the number of the head: a key with many
-    messages keeps up with the others, and does not work alone at the end."""
+    """Heap of the keys whose head may be started and did not fail, by the number of the head: a key
+    with many messages keeps up with the others, and does not work alone at the end."""
+    failed: list[tuple[int, int, KeyQueue]] = field(default_factory=list)
+    """The same of the keys whose head failed, and whose time has come."""
     running: int = 0
     listed: bool = False
     """Whether it is among the ranges to look at."""
@@ -89,6 +91,11 @@ class LaneRange:
     """Messages that are done, since the ranges are as they are."""
     entries: dict[Entry, None] = field(default_factory=dict)
     """Entries that are not completed, in order of receipt."""
+
+    @property
+    def startable(self) -> int:
+        """Keys whose head may be started."""
+        return len(self.ready) + len(self.failed)
 
 
 class RangeCounts(NamedTuple):
