@@ -1,4 +1,4 @@
-"""What do other keys wait while many parked keys are let out at once? Needs no broker.
+"""How long do other keys wait while many parked keys are let out at once? Needs no broker.
 
 The dead-letter topic of the in-memory broker has one dead letter of each parked key. After
 ``unpark(all)``, messages of other keys come one after the other; their latency is from publish to

@@ -125,7 +125,7 @@ OPTIONS = (
     Option(
         "mode",
         "malformed",
-        "What becomes of a value that the schema does not fit: `FAILFAST` ends the query and names "
+        "Handling of values that do not fit the schema: `FAILFAST` ends the query and names "
         "topic, message, field and reason; `PERMISSIVE` gives nulls, and the bytes in column "
         "`_corrupt_record`; `DROPMALFORMED` leaves the row out, whichever columns are selected; "
         "for that, it decodes every value. The payload (`valueFormat` `raw`, or `value binary` "

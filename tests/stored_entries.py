@@ -153,7 +153,7 @@ def plain(value: bytes | None = b"v", key: str | None = "k") -> dict[str, Any]:
 
 
 def memory_of(messages: Sequence[dict[str, Any]], producer: bytes = b"producer") -> int:
-    """What messages count with against the limit of an entry, bytes."""
+    """Bytes that messages count against the limit of an entry."""
     found = 0
     for one in messages:
         keys = keys_of(one, 2, 6, 7)

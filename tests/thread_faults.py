@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class InjectedError(RuntimeError):
-    """What nobody expects."""
+    """An unexpected error."""
 
 
 class Step(NamedTuple):
@@ -21,7 +21,7 @@ class Step(NamedTuple):
     thread: str
     """Its name, without numbers."""
     function: str
-    """What is called: module and qualified name."""
+    """The function: module and qualified name."""
 
 
 class Calls:

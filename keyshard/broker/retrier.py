@@ -107,7 +107,7 @@ class Retrier:
             self._changed.notify()
 
     def _hire(self) -> None:
-        """Have a thread that waits for what is due; under the lock."""
+        """Start a thread that waits for due jobs, if none waits; under the lock."""
         if not self._idle and len(self._threads) < THREADS_MAX:
             name = f"{self._name}-{len(self._threads)}"
             self._idle += 1

@@ -55,7 +55,7 @@ def schema_of(
                 _log.debug("the broker is asked for a schema, since its interface fails: %s", exc)
         from keyshard.broker.wire.schema import ask_schema  # noqa: PLC0415
 
-        if tries_s is not None:  # it says best what is wrong with a URL
+        if tries_s is not None:  # its error names the mistake in a URL
             missing_topics(connection, Credentials(connection), ())
         return ask_schema(connection, topic, version, answer_s)
 

@@ -326,7 +326,7 @@ UNREADABLE: Mapping[str, type[UnreadableEntryError]] = {
     "on_corrupt": CorruptEntryError,
     "on_encrypted": EncryptedMessageError,
 }
-"""Options that choose what becomes of unreadable entries, and the kind of each."""
+"""Options for unreadable entries, and the kind of entry that each is about."""
 _BY_CLIENT = {
     "on_corrupt": "pulsar-client acknowledges entries that it cannot read, and tells nobody",
     "on_encrypted": (

@@ -313,8 +313,8 @@ class Rescaler:
                 what = f"The ranges changed hands, and the window did not follow: {_text(newest)}"
             else:
                 what = (
-                    f"The ranges did not change hands ({_text(why)}), and the owners of before "
-                    f"could not have them again: {_text(newest)}. Parts of the ring have no "
+                    f"The ranges did not change hands ({_text(why)}), and the previous "
+                    f"owners could not take them back: {_text(newest)}. Parts of the ring have no "
                     "consumer"
                 )
             error = RescaleError(f"{what}, so the source ends. Nothing is lost; start it again.")

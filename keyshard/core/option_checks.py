@@ -18,7 +18,7 @@ C = TypeVar("C", bound=type)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A question that names the nearest of the names there are, in whatever case it is written.
+    """A question that names the nearest known name, in any case.
 
     Args:
         name: What was given.
@@ -31,7 +31,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Only names of options that there are."""
+    """Refuse unknown names of options."""
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known, f"It has: {', '.join(sorted(known))}.")

@@ -33,7 +33,7 @@ class TopicPattern:
     def __post_init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                # Python warns of what it will read otherwise, and Pulsar does already.
+                # Python warns of syntax that it will read differently. Pulsar does so already.
                 warnings.simplefilter("error", FutureWarning)
                 compiled = re.compile(self.regex)
         except (re.error, FutureWarning, OverflowError, RecursionError) as exc:

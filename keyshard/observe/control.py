@@ -231,8 +231,8 @@ def _source_of(told: Any, path: Path) -> RunningSource:
         }:
             return RunningSource(subscription, service_url, topics, pid, path)
     raise ControlError(
-        f"{path} answers {shown(told)}, which is not how a source of keyshard names itself. End "
-        "the process that listens there, or remove the file."
+        f"The process that listens at {path} is no source of keyshard: it answers {shown(told)}. "
+        "End the process, or remove the file."
     )
 
 

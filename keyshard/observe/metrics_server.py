@@ -30,7 +30,7 @@ from keyshard.threads import begin
 REQUEST_S = 10.0
 """Longest wait for a request to arrive or for an answer to be taken, seconds."""
 REQUESTS_MAX = 16
-"""Requests answered at the same time; what is above finds the connection closed."""
+"""Requests answered at the same time; connections beyond that are closed."""
 _JOIN_S = 2.0
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart, same
 from keyshard.schemas.projection import cast, check, check_told, columns_of
 
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
-"""What becomes of a value that cannot be decoded: an error, nulls beside its bytes, nothing."""
+"""Handling of a value that cannot be decoded: an error, nulls beside its bytes, no row."""
 CORRUPT = "_corrupt_record"
 """Column of the bytes that could not be decoded; null in other rows."""
 RAW = TopicSchema("BYTES")

@@ -31,7 +31,7 @@ class Troubles:
         self._known: dict[TopicPartition, _Trouble] = {}
 
     def look(self, now_s: float, troubles: Mapping[TopicPartition, str]) -> None:
-        """Take what is known now; to be called every second."""
+        """Log changes since the last call; to be called every second."""
         for where in [where for where in self._known if where not in troubles]:
             if self._known.pop(where).named_s is not None:
                 _log.warning("the broker serves %s again", where)

@@ -16,14 +16,14 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What reading a shape took."""
+    """Memory and time that reading a shape took."""
 
     shape: Shape
     peak: int
     """The highest peak of a process, bytes."""
     rows: int
     problem: str
-    """What is wrong; empty for nothing."""
+    """The failure; empty if there is none."""
 
 
 def measure(shape: Shape) -> Measured:

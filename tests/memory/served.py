@@ -211,7 +211,7 @@ class Served:
             return next(self._numbers.setdefault(topic, itertools.count()))
 
     def backlog(self, topic: str, ring: HashRange) -> Backlog:
-        """What a range of a topic partition has."""
+        """Backlog of a range of a topic partition."""
         shape = self.shape
         with self._lock:
             found = self._backlogs.get((topic, ring))

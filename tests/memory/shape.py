@@ -1,4 +1,4 @@
-"""What is drawn: messages, entries, and who reads them."""
+"""Shapes that are drawn: messages, entries, and the way they are read."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Shape:
 
     @property
     def limit(self) -> int:
-        """What a process of the source may take, bytes."""
+        """Memory that a process of the source may take, bytes."""
         return 2 * self.window_bytes + 200_000_000
 
     def entry(self, key: str, *, small: bool) -> tuple[bytes, int]:
-        """What is stored of an entry, and how many messages it has."""
+        """Stored bytes of an entry, and its number of messages."""
         draw = random.Random(self.value_bytes)
         value_bytes, count = (100, 1) if small else (self.value_bytes, self.entry_messages)
         value = draw.randbytes(value_bytes) if self.random_bytes else bytes(value_bytes)

@@ -18,13 +18,13 @@ from tests.helpers import exactly
 
 LEDGER = 7
 SAID = b"said by the script"
-"""What a broker says with each refusal."""
+"""Text of each refusal."""
 _PRODUCER, _SEND, _CLOSE_PRODUCER = 5, 6, 15
 _RAW = {_PRODUCER: "producer", _SEND: "send", _CLOSE_PRODUCER: "close_producer"}
 """Commands that the transport does not speak itself, by their numbers."""
 
 Script = Callable[["Session", str, Any], bool]
-"""What is done to a command of a connection; whether that was all."""
+"""Answers a command of a connection; returns whether it was answered."""
 
 
 def entry(key: str, number: int) -> bytes:
@@ -48,7 +48,7 @@ class Member:
 
 @dataclass(eq=False)
 class Cluster:
-    """What its brokers have in common; ``lock`` is held while any of it changes."""
+    """State that its brokers share; ``lock`` is held while any of it changes."""
 
     brokers: list[ScriptedBroker] = field(default_factory=list)
     partitions: int = 0

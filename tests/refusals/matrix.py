@@ -175,7 +175,7 @@ class Run:
         self.ended = True
 
     def told(self) -> str:
-        """What its status says of the broker; empty also while it starts or has ended."""
+        """Text on the broker in its status; empty also while it starts or has ended."""
         try:
             window = self.source.status()["window"]
         except KeyShardError:

@@ -1,4 +1,4 @@
-"""What the control socket tells of dead letters, on the in-memory broker."""
+"""Dead letters over the control socket, on the in-memory broker."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ RETURNED: dict[str, Callable[[], object]] = HOSTILE | {
     "the class Reject": lambda: Reject,
     "the class RetryLater": lambda: RetryLater,
 }
-"""What a handler returns instead of raising it."""
+"""Exceptions that a handler returns instead of raising them."""
 
 
 @pytest.mark.parametrize("executor", ["threads", "async", "awaitable"])

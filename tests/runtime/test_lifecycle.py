@@ -67,7 +67,7 @@ class Host:
 
     @property
     def told(self) -> str:
-        """What the processes wrote to standard error."""
+        """Standard error of the processes."""
         return (self.folder / "stderr").read_text()
 
     @property

@@ -49,7 +49,7 @@ class Program:
         wait_until(lambda: (self._folder / name).exists() or self.process.poll() is not None, 30)
 
     def end(self) -> str:
-        """What it wrote; it ends in time, with status 0."""
+        """Its output; it has to end in time, with status 0."""
         try:
             self.process.wait(ENDS_S)
         except subprocess.TimeoutExpired:

@@ -169,7 +169,7 @@ def test_topics_come_and_a_source_stops_while_consumers_are_away(make_world: Mak
 
 
 def newest(world: RescaleWorld) -> RangeConsumer:
-    """Who received something last: not every range has a key."""
+    """The consumer that received last: not every range has a key."""
     return max(consumers(world), key=lambda one: one.reception._heard_s)
 
 

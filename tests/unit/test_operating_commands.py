@@ -311,7 +311,7 @@ def test_no_dead_letter_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> N
 
 
 class Terminal(io.StringIO):
-    """What a person types."""
+    """Answers of a person."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Who asks a worker or a door, who answers, and what may be asked: proofs, limits, setups."""
+"""Questions to workers and to those that start them: proofs, limits, setups."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_a_program_without_the_token_is_told_nothing(said: bytes) -> None:
     with answered_by(lambda _: said) as stranger:
         asker = Asker(at(LOOPBACK, stranger.port), "s3cret", "door")
         for _ in range(2):
-            with pytest.raises(WorkerUnreachableError, match=r"does not know the token.*nothing"):
+            with pytest.raises(
+                WorkerUnreachableError, match=r"does not know the token.*No question was sent"
+            ):
                 asker.ask("start", 10.0, packed="the password")
         asker.close()
     heard = b"".join(stranger.heard)
@@ -202,7 +204,7 @@ AUTHENTICATIONS = [
 
 @pytest.mark.parametrize("authentication", AUTHENTICATIONS)
 def test_a_setup_is_data_and_comes_as_it_was(authentication: Any) -> None:
-    """What a door took from the network was unpickled, which runs whatever the sender likes."""
+    """A setup from the network was unpickled, which runs any code of its sender."""
     connection = Connection(
         "pulsar+ssl://h:1", "https://h:2", authentication=authentication, listener_name="out",
         operation_timeout_ms=7_000, connection_timeout_ms=5_000, tls_hostname_verification=False,

@@ -16,7 +16,7 @@ SCHEMA = "KEYSHARD_SCHEMA"
 
 
 def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
-    """What is wrong; empty where nothing is."""
+    """The defect; empty if there is none."""
     sent = {one.number: one for one in made.sent}
     counted = Counter(int(row["n"]) for row in out.rows)
     problems = [f"{number} came {times} times" for number, times in counted.items() if times > 1]

@@ -48,7 +48,7 @@ class Published:
         return self.topic.kind
 
     def told(self) -> str:
-        """What somebody wants to know of it."""
+        """Facts that a report shows."""
         bad = sorted(one.number for one in self.sent if one.may_be_malformed)
         return (
             f"{self.read_as}: {self.kind}, {self.topic.partitions} partitions, versions "
@@ -59,7 +59,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a topic is read."""
+    """A way to read a topic."""
 
     way: str
     mode: str

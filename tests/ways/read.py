@@ -35,7 +35,7 @@ _COUNTS = ("malformedDropped", "encryptedSkipped", "corruptSkipped")
 
 @dataclass(slots=True)
 class Outcome:
-    """What a way in did."""
+    """Outcome of one way in."""
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     """With ``n``, the number of the message, where the columns tell it."""
@@ -263,7 +263,7 @@ _WAYS: dict[str, Callable[[Reader, Published, Reading, int, Outcome], None]] = {
 
 
 def _counts(query: StreamingQuery) -> dict[str, int]:
-    """What the newest progress counts as left out."""
+    """Rows that the newest progress counts as left out."""
     counts: dict[str, int] = {}
     for progress in query.recentProgress:
         told = json.loads(progress.sources[0].latestOffset or "{}")

@@ -83,7 +83,7 @@ class Member:
     position: int
     permits: int = 0
     queue: int = 0
-    """What it may be sent at most."""
+    """Most messages that it may be sent."""
     excess: int = 0
     """What it may be sent beyond that, because a batch declared fewer than no messages."""
     parked: int = 0

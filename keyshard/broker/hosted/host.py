@@ -76,7 +76,7 @@ class _Hosted:
 
     @property
     def is_full(self) -> bool:
-        """Whether it gives nothing before more is taken."""
+        """Whether it gives nothing until more is taken."""
         (given, given_bytes), (taken, taken_bytes) = self.given, self.taken
         most, most_bytes = self.ahead_max
         return given - taken >= most or given_bytes - taken_bytes >= most_bytes
@@ -299,7 +299,7 @@ class Host:
                     hosted.using.release()
 
     def _tell(self, hosted: _Hosted, connected: bool, trouble: str) -> None:
-        """It was seen with or without a connection, and with some trouble or none."""
+        """Record whether it has a connection, and its trouble if it has any."""
         with self._changed:
             changed = connected != hosted.connected
             if hosted.closed or (not changed and words_of(trouble) == words_of(hosted.trouble)):

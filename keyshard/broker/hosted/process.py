@@ -96,7 +96,9 @@ class Setup:
                     return cls(connection, lease_s, level, keeps, token)
         except (ValueError, RecursionError):
             pass
-        raise ConfigError("The setup of a worker is not what a source of keyshard sends.")
+        raise ConfigError(
+            "The setup of a worker is malformed. Check that a source of keyshard sent it."
+        )
 
 
 class Lease:
@@ -232,7 +234,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Log once that a stranger asks."""
+        """Log once that somebody asks without the token."""
         try:
             yield
         except flight.FlightUnauthenticatedError:

@@ -126,7 +126,7 @@ class Verifier:
         self._own = secrets.token_hex(_NONCE_BYTES)
         self._lock = threading.Lock()
         self._came: dict[str, tuple[int, set[int]]] = {}
-        """Of each asker the number up to which all came, and later ones that did."""
+        """For each asker: the number up to which all questions came, and later ones that came."""
 
     def introduce(self, body: Body) -> bytes:
         """Answer a server's first question, of anybody.

@@ -31,7 +31,7 @@ class Delivery(NamedTuple):
     gave_all: bool = False
     """Nothing came, though it was connected for a while: an entry that it left open may stay so."""
     trouble: str = ""
-    """With ``connected``: what is wrong with its connection."""
+    """With ``connected``: the trouble of its connection."""
 
     @property
     def goes_on(self) -> bool:

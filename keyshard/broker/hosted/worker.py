@@ -98,7 +98,7 @@ class Asker:
         return answer
 
     def _meet(self, timeout_s: float) -> None:
-        """Let the server show that it knows the token, before anything else is said."""
+        """Let the server prove that it knows the token, before anything else is sent."""
         with self._meeting:
             if not self._met:
                 introduction = self._prover.introduction()
@@ -118,8 +118,8 @@ class Asker:
 
     def _stranger(self) -> WorkerUnreachableError:
         return WorkerUnreachableError(
-            f"The program at {self._endpoint} does not know the token of the {self.name}: it is "
-            "another program, or of another run or release of keyshard. It was told nothing."
+            f"The program at {self._endpoint} does not know the token of the {self.name}. It is "
+            "another program, or of another run or release of keyshard. No question was sent."
         )
 
 

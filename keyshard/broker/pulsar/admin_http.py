@@ -95,7 +95,7 @@ class AdminHttp:
         self._connection = connection
         self._credentials = Credentials(connection)
         auth: httpx.Auth = _Authorization(self._credentials)
-        # While they are here, they are left out of what others say.
+        # Texts of others are printed without them.
         self._own = Secret(url.password, url.username), Secret(url.password or url.username)
         if url.userinfo:
             auth = httpx.BasicAuth(url.username, url.password)

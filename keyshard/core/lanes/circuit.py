@@ -48,7 +48,7 @@ PROBES = 3
 """Keys that are tried in the first round of probes; twice as many in each that follows, so that the
 keys that do succeed are found soon, wherever they wait. Also the most controls of a round."""
 MEMORY_S = 60.0
-"""Time after which a failure says nothing any more, seconds."""
+"""Time after which a failure is no evidence any more, seconds."""
 RECENT_S = 15.0
 """Time for which keys that succeeded before are compared, seconds; about what the default retries
 take."""
@@ -102,7 +102,7 @@ class Circuit:
         self._unrefuted: dict[Hashable, tuple[float, float]] = {}
         """Keys whose failure nothing refuted, and when they failed first and last; newest last."""
         self._suspected_s: float | None = None
-        """Since when those are enough for an outage, while it is closed."""
+        """Time since which those suffice for an outage, while it is closed."""
         self._worked_s = float("-inf")
         """Latest start of an attempt that succeeded."""
         self._worked_before_s = float("-inf")
@@ -239,7 +239,7 @@ class Circuit:
 
     @property
     def held_until_s(self) -> float:
-        """Until when keys wait whose failed attempt did not count; 0 for no time of its own."""
+        """End of the wait of keys whose failed attempt did not count; 0 if there is none."""
         return 0.0 if self._suspected_s is None else self._suspected_s + QUIET_S
 
     def counts_on(self, first_s: float | None) -> bool:

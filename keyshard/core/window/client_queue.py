@@ -41,7 +41,7 @@ class ClientQueue:
     messages_max: int
     """Messages that the queue may hold, however small they are."""
     adapts: bool = False
-    """Whether the client follows the size of messages by itself: then nothing is decided here."""
+    """Whether the client sizes its queue by itself: then nothing is decided here."""
     size: int = field(init=False)
     """Messages that the client may ask for ahead."""
     _message_bytes: float = field(init=False, default=0.0)
@@ -82,7 +82,7 @@ class ClientQueue:
 
 @dataclass(slots=True)
 class SentAhead:
-    """Messages that a broker may send ahead so that they take so much memory.
+    """Number of messages that a broker may send ahead within a share of memory.
 
     It begins small, and at most doubles with each delivery: before, nobody knows how large messages
     are. A larger message counts at once, a smaller one little by little.

@@ -180,7 +180,7 @@ class Socket(Source):
         self.changed()
 
     def shutdown(self, how: int) -> None:
-        """What :meth:`close` does, for this end."""
+        """No effect; :meth:`close` closes this end."""
 
     def close(self) -> None:
         self.closed()

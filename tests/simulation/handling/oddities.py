@@ -150,7 +150,7 @@ class Oddities:
         return True
 
     def broken(self, program: Program) -> str:
-        """What does not hold at the end."""
+        """Promises that do not hold at the end."""
         refused = {
             name: kind for name, kind in self._refused.items()
             if not self._world.starts.lies_before(name)

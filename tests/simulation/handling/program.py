@@ -411,7 +411,7 @@ class Program:
 
     @property
     def openings(self) -> int:
-        """How often the circuit breaker opened in this life."""
+        """Openings of the circuit breaker in this life."""
         run = self._running()
         return 0 if run is None else int(run._desk.circuit.openings)
 
