@@ -49,8 +49,8 @@ class LetterReader:
         self._near_bytes = 0
 
     def scan(self, start: EntryId, last: EntryId) -> Scan:
-        """Reads a stretch of the dead-letter topic."""
-        return Scan(self._broker, self.where, start, last)
+        """Reads a stretch of the dead-letter topic; what cannot be read is no letter."""
+        return Scan(self._broker, self.where, start, last, unreadable={})
 
     def whole(self, message: Message) -> Letter | None:
         """The letter that a message of the topic is; ``None`` when it is none, or parts are gone.

@@ -28,7 +28,7 @@ from keyshard.core.dead_letter.letters import (
 from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError
+from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError, UnreadableEntryError
 from keyshard.reading.scan import Scan
 
 FIRST = EntryId(0, 0)
@@ -71,8 +71,9 @@ def fold(
     start = state.begin or FIRST
     found: list[EntryId] = []
     stays: set[EntryId] = set()
+    unreadable: dict[EntryId, UnreadableEntryError] = {}
     if last is not None and start <= last:
-        with Scan(broker, where, start, last) as scan:
+        with Scan(broker, where, start, last, unreadable=unreadable) as scan:
             for message in read(scan, where, config.replay_timeout_ms / 1000):
                 position = position_of(message)
                 found.append(position)
@@ -87,6 +88,9 @@ def fold(
                     state.parts[position] = parts_of(message)
                 if taken is _STAYS:
                     stays.add(position)
+    for position, error in unreadable.items():
+        state.passed(position)
+        _malformed(state, position, error.message.partition(". ")[0])
     state.settle()
     _name_malformed(state, where)
     claimed, state.claimed = state.claimed, None
@@ -97,6 +101,12 @@ def fold(
     state.parts = {at: entries for at, entries in state.parts.items() if at in stays}
     stays.update(*state.parts.values())
     return [position for position in found if position not in stays]
+
+
+def _malformed(state: Parked, position: EntryId, why: str) -> None:
+    """Count a message that should be a letter or a marker."""
+    if len(state.malformed) < MALFORMED_MAX:
+        state.malformed[position] = why[:MALFORMED_CHARS_MAX]
 
 
 def _name_malformed(state: Parked, where: TopicPartition) -> None:
@@ -116,7 +126,7 @@ def _name_malformed(state: Parked, where: TopicPartition) -> None:
 def has_parked(broker: Broker, where: TopicPartition, config: SourceConfig) -> bool:
     """Whether letters of parked keys of a source rest in a topic; raises as :func:`fold`."""
     state = Parked()
-    with Scan(broker, where, FIRST, None) as scan:
+    with Scan(broker, where, FIRST, None, unreadable={}) as scan:
         for message in read(scan, where, config.replay_timeout_ms / 1000):
             _take(state, message, config.subscription)
     state.settle()
@@ -220,8 +230,8 @@ def _take(state: Parked, message: Message, subscription: str) -> str:
         found = _checked(message)
     except ValueError as exc:
         state.passed(position)
-        if own and len(state.malformed) < MALFORMED_MAX:
-            state.malformed[position] = str(exc)[:MALFORMED_CHARS_MAX]
+        if own:
+            _malformed(state, position, str(exc))
         return _BROKEN if own else _NOT_OURS
     if found is None or found.subscription != subscription:
         state.passed(position)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from keyshard.arrow.messages import messages_of
 from keyshard.broker.port import Consumer
 from keyshard.core.message import Message
-from keyshard.errors import KeyShardError
+from keyshard.errors import KeyShardError, UnreadableEntryError
 from keyshard.threads import begin
 
 JOIN_S = 2.0
@@ -68,7 +68,10 @@ class LetterReturns:
             self._fail(error)
 
     def _round(self) -> None:
-        blocks = self._consumer.receive(0)
+        try:
+            blocks = self._consumer.receive(0)
+        except UnreadableEntryError:
+            return  # It stays unacknowledged; a start names it.
         for block in blocks:
             for message in messages_of(self._consumer.topic_partition, block):
                 self._take(message)

@@ -107,6 +107,30 @@ def test_a_malformed_letter_is_named_and_kept_and_stops_no_start(
     assert not world.errors
 
 
+@pytest.mark.parametrize("kind", ["encrypted", "corrupt"])
+def test_an_unreadable_entry_is_a_malformed_letter_and_stops_neither_a_start_nor_a_replay(
+    world: World, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue: every start ended at one, and named an option that is not about dead letters."""
+    letters = world.open()
+    letters.send(letter(1))
+    topic = world.where.topic
+    world.cluster.publish(topic, Stored(b"?", key="k"), **{kind: True})
+    letters.send(letter(2))
+    world.die()
+    again = world.open()
+    assert again.keys.malformed == 1
+    assert "1 message of " in caplog.text
+    caplog.clear()
+    world.cluster.publish(topic, Stored(b"?", key="k"), **{kind: True})
+    time.sleep(0.02)
+    assert world.kept == 4, "nothing of it is acknowledged"
+    assert replay(again) == [1, 2]
+    assert world.kept >= 2
+    assert "not received any more" not in caplog.text
+    assert not world.errors
+
+
 def test_parts_that_are_no_letter_are_named_when_it_is_replayed(world: World) -> None:
     letters = world.open()
     letters.send(large(3, 6_000_000))

@@ -69,6 +69,12 @@ class Oddities:
                 self._world.cluster.publish(where, self._malformed(subscription))
                 program.malformed += own
                 program.record.note(f"FAULT a malformed dead letter of {subscription}")
+            if self._among.random() < 0.2:
+                kind = self._among.choice(_KINDS)
+                message = Message(b"no letter", key="k0")
+                self._world.cluster.publish(where, message, **{kind: True})
+                program.malformed += 1
+                program.record.note(f"FAULT {kind} entry among dead letters")
             if self._random.random() < 0.3:
                 self._world.cluster.publish(where, Message(b"no letter", key="k0"))
                 program.record.note("FAULT no dead letter at all")
