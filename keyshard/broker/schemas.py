@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from keyshard.broker.connect import connect_admin
@@ -17,7 +17,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import AuthorizationError, BrokerError
+from keyshard.errors import BrokerError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -46,8 +46,10 @@ def schema_of(
     def ask() -> TopicSchema | None:
         if connection.in_memory or connection.admin_url is not None:
             try:
-                first_s = None if tries_s is None else ANSWER_S
-                with closing(connect_admin(connection, first_s)) as admin:
+                if tries_s is not None:
+                    with _answering(connection) as admin:
+                        return admin.schema(topic, version)
+                with closing(connect_admin(connection)) as admin:
                     return admin.schema(topic, version)
             except BrokerError as exc:
                 if connection.in_memory or version is None:
@@ -98,9 +100,20 @@ def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:
     """
 
     def asked() -> T:
-        with closing(connect_admin(connection, ANSWER_S)) as admin:
-            with suppress(AuthorizationError):  # an answer, too
-                admin.cluster()
+        with _answering(connection) as admin:
             return ask(admin)
 
     return retry_until(asked, first_tries_s(connection))
+
+
+@contextmanager
+def _answering(connection: Connection) -> Iterator[Admin]:
+    """An admin interface that has answered soon; what else it is asked may take longer."""
+    with closing(connect_admin(connection, ANSWER_S)) as admin:
+        try:
+            admin.cluster()
+        except BrokerError as exc:
+            if exc.retriable:
+                raise
+            _log.debug("the admin interface answers, but not which clusters there are: %s", exc)
+        yield admin
