@@ -292,14 +292,15 @@ class Receiver:
 
     def _take(self, range_consumer: RangeConsumer, blocks: Sequence[EntryBlock]) -> Rest | None:
         """Hand over what is whole; what cannot be judged comes again."""
-        if not range_consumer.queue.suits(
+        queue = range_consumer.queue
+        if not queue.adapts and not queue.suits(
             sum(block.rows for block in blocks), sum(block.column_bytes for block in blocks)
         ):
             # Nothing of it was taken: the new consumer gets it again.
             self._reopen(range_consumer)
             return None
         entries: list[EntryBlock] = []
-        polled = range_consumer.queue.polled
+        polled = queue.polled
         try:
             for i, block in enumerate(blocks):
                 after_gap = polled or i == 0

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import add
 from typing import Any
 
 import pyarrow as pa
@@ -420,11 +421,11 @@ class Host:
             self._changed.notify_all()
 
     def _give(self, hosted: _Hosted, delivery: Delivery) -> None:
-        rows, size_bytes = Taken().plus(delivery)
+        more = Taken().plus(delivery)
         with self._changed:
             if hosted.closed:
                 return
-            self._waiting.append((delivery, rows, size_bytes))
+            self._waiting.append((delivery, *more))
             if delivery.blocks:
                 last = delivery.blocks[-1]
                 hosted.open = last.indices[-1] != last.batch_size - 1
@@ -432,7 +433,7 @@ class Host:
                     self._open.add(hosted.number)
                 else:
                     self._open.discard(hosted.number)
-            hosted.given = hosted.given.plus(delivery)
+            hosted.given = Taken(*map(add, hosted.given, more))
             if hosted.is_full:
                 self._full.add(hosted.number)
             elif delivery.goes_on:
