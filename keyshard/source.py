@@ -324,7 +324,8 @@ class KeyShardSource(SourceConfig):
         """
         from keyshard.arrow.columns import columns_of  # noqa: PLC0415
         from keyshard.broker.schemas import first_tries_s, topics_of  # noqa: PLC0415
-        from keyshard.reading.structured import Decoder, plan_decoding  # noqa: PLC0415
+        from keyshard.reading.decoding_plan import plan_decoding  # noqa: PLC0415
+        from keyshard.reading.structured import Decoder  # noqa: PLC0415
         from keyshard.schemas.codecs import keys_apart  # noqa: PLC0415
 
         connection = self.how_to_connect()

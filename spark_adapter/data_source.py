@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
-from keyshard.reading.structured import Decoding
+from keyshard.reading.decoding_plan import Decoding
 from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
 from spark_adapter.bounded_options import is_of_streams, parse_bounded
 from spark_adapter.options import parse_options

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 from keyshard.arrow.buffers import numbers, texts
 from keyshard.core.metadata_columns import KEY_BYTES, MESSAGE_ID_BYTES
 from keyshard.errors import ConfigError, SchemaError
-from keyshard.reading.structured import CORRUPT
+from keyshard.reading.decoding_plan import CORRUPT
 from spark_adapter.batch_reader import KeyShardBatchReader
 from spark_adapter.bounded_options import parse_bounded
 from spark_adapter.data_source import KeyShardDataSource

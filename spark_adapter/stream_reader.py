@@ -33,7 +33,7 @@ from pyspark.sql.streaming.datasource import (
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.own_process import collect_rarely
-from keyshard.reading.structured import Ledgers
+from keyshard.reading.decoding_plan import Ledgers
 from keyshard.threads import owned_by
 from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
 from spark_adapter.hosting import keep_content

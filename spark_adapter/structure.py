@@ -36,15 +36,15 @@ from keyshard.core.metadata_columns import (
     check_known,
 )
 from keyshard.errors import ConfigError, SchemaError
-from keyshard.reading.structured import (
+from keyshard.reading.decoding_plan import (
     CORRUPT,
     DROPMALFORMED,
     WITHOUT_SCHEMA,
-    Decoder,
     Decoding,
     check_same,
     plan_decoding,
 )
+from keyshard.reading.structured import Decoder
 from keyshard.schemas.casting import cast, null_in
 from keyshard.schemas.projection import without_time_of_day
 

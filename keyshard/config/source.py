@@ -74,7 +74,7 @@ class SourceConfig:
     """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
     by default instead of by key, so the order of their keys is not kept."""
     on_corrupt: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
-    """What becomes of entries that cannot be read. ``fail``: the source ends with an error.
+    """Handling of entries that cannot be read. ``fail``: the source ends with an error.
     ``skip``: they are acknowledged, counted and left out. ``park`` (``source.run`` only): what is
     stored of each becomes a rejected dead letter, then the entry is acknowledged. ``skip`` and
     ``park`` need ``transport`` ``wire``: pulsar-client acknowledges such entries and tells

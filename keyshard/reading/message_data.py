@@ -12,14 +12,8 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.message import Message
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.errors import MalformedMessageError, SchemaError, UnfitHandlerError
-from keyshard.reading.structured import (
-    WITHOUT_SCHEMA,
-    Decoding,
-    check_same,
-    keep_newest,
-    plan_decoding,
-    writer_of,
-)
+from keyshard.reading.decoding_plan import WITHOUT_SCHEMA, Decoding, check_same, plan_decoding
+from keyshard.reading.structured import keep_newest, writer_of
 from keyshard.redaction import first_line, shown
 from keyshard.schemas.codec import Codec, decode_rows
 from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart

@@ -23,7 +23,8 @@ from keyshard import Connection, KeyShardSource
 from keyshard.broker.schemas import schema_of
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import BrokerUnavailableError, SchemaError
-from keyshard.reading.structured import check_same, plan_decoding, writer_of
+from keyshard.reading.decoding_plan import check_same, plan_decoding
+from keyshard.reading.structured import writer_of
 from keyshard.testing.devbroker import DevBroker
 from written_data import write
 

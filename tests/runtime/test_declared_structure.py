@@ -24,8 +24,9 @@ from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
+from keyshard.reading.decoding_plan import CORRUPT, plan_decoding
 from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import CORRUPT, Decoder, plan_decoding
+from keyshard.reading.structured import Decoder
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.pulsar_source import PulsarDataSource
 from spark_adapter.structure import Rows

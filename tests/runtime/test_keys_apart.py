@@ -19,8 +19,9 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError, UnfitHandlerError
+from keyshard.reading.decoding_plan import plan_decoding
 from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import Decoder, plan_decoding
+from keyshard.reading.structured import Decoder
 
 _names = itertools.count()
 KINDS = {"key.schema.type": "STRING", "value.schema.type": "STRING"}

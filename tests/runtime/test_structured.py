@@ -24,17 +24,10 @@ from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
-from keyshard.reading import message_data, structured
+from keyshard.reading import decoding_plan, message_data, structured
+from keyshard.reading.decoding_plan import CORRUPT, Decoding, Ledgers, check_same, plan_decoding
 from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import (
-    CORRUPT,
-    Decoder,
-    Decoding,
-    Ledgers,
-    check_same,
-    plan_decoding,
-    writer_of,
-)
+from keyshard.reading.structured import Decoder, writer_of
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
 FIRST = {"type": "record", "name": "R", "fields": FIELDS}
@@ -564,7 +557,7 @@ def test_a_topic_may_be_another_where_its_entries_have_a_ledger_that_none_had() 
 def test_what_is_kept_of_ledgers_has_a_limit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query or handler that runs for months meets a new ledger every few minutes."""
     for module, name in (
-        (structured, "SEEN_MAX"), (structured, "VERSIONS_MAX"), (message_data, "LEDGERS_MAX"),
+        (decoding_plan, "SEEN_MAX"), (structured, "VERSIONS_MAX"), (message_data, "LEDGERS_MAX"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, 4)
     monkeypatch.setattr(structured, "_other_versions", {})
