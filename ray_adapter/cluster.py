@@ -125,9 +125,9 @@ class Session:
             ClusterError: Ray was shut down.
         """
         with Session._changed:
-            self.check()
             Session._calls += 1
         try:
+            self.check()  # through Ray Client, a question to its server
             yield
         finally:
             with Session._changed:
