@@ -21,7 +21,7 @@ from keyshard.core.dead_letter.letters import (
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError
 from tests.simulation.handling.faults import Step
-from tests.simulation.handling.promises import Promises
+from tests.simulation.handling.promises import Name, Promises
 from tests.simulation.network import Client, Consumer, Network
 from tests.simulation.network import _Reader as CutReader
 from tests.simulation.record import OwnedRange, Record, parse_value
@@ -171,6 +171,8 @@ class LetterWriter:
         self._inner = inner
         self.unconfirmed = False
         """Whether the confirmation of what is sent now is lost."""
+        self._newest: tuple[Name, ...] = ()
+        """The message whose letter was stored last."""
 
     def send(
         self,
@@ -196,6 +198,7 @@ class LetterWriter:
         host.at(Step.RELEASED if is_marker else Step.STORED)
         if self.unconfirmed:
             self.unconfirmed = False
+            host.promises.left(self._newest)  # It is sent again.
             raise BrokerUnavailableError("The simulated confirmation is lost.")
         return position
 
@@ -228,6 +231,10 @@ class LetterWriter:
         seq = _seq(message.value)
         host.promises.stored(position, found, seq)
         host.stored(found, seq)
+        self._newest = ()
+        if isinstance(found, Letter):
+            message = found.message
+            self._newest = (Name(message.topic, message.partition, message.message_id),)
 
 
 def _seq(value: bytes | None) -> int:

@@ -120,6 +120,8 @@ class Promises:
         message = found.message
         name = Name(message.topic, message.partition, message.message_id)
         if found.kind is not LetterKind.PARKED:
+            if self._handled.get(name) == self._disturbances:
+                self._break(f"{name} is a letter again, though nothing was forgotten")
             self.kept[position] = name
             self.completed(name)
             return
