@@ -32,8 +32,8 @@ OF_WIRE = (
         edits=(
             Edit(
                 PERMITS,
-                "        self._used += messages - granted_before\n",
-                "        self._used += 2 * messages - granted_before\n",
+                "        self._used = self.ahead - held\n",
+                "        self._used = self.ahead - held + messages\n",
             ),
         ),
         killers=(killer(CONNECTION, "test_permits_are_given_back_as_entries_are_taken"),),
@@ -58,7 +58,7 @@ OF_WIRE = (
     Mutant(
         name="lend a silent broker one more for ever",
         promise="However long nothing comes, the queue is exceeded by a few messages only.",
-        edits=(Edit(PERMITS, "        if -self._used >= LENT_MAX:\n            return 0\n", ""),),
+        edits=(Edit(PERMITS, "        if self._lent >= LENT_MAX:\n            return 0\n", ""),),
         killers=(
             killer("unit/test_wire_permits", "test_what_was_lent_is_subtracted_from_what_is_used"),
         ),
@@ -74,8 +74,8 @@ OF_WIRE = (
             ),
             Edit(
                 "keyshard/broker/wire/connection.py",
-                "                handle = self._handles.pop(command.consumer_id, None)\n",
-                "                handle = self._handles.get(command.consumer_id)\n",
+                "            handle = self._taken_off(command.consumer_id)\n",
+                "            handle = self._handles.get(command.consumer_id)\n",
             ),
         ),
         killers=(killer(CONNECTION, "test_what_is_late_for_a_subscription_is_for_nobody"),),
