@@ -56,8 +56,11 @@ class Feeder:
         self._wake = wake
         self._done_before = 0
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
         """Feed what is needed now; waits a moment when that is nothing, or nothing came.
+
+        Returns:
+            Whether nothing more can be received, because the share of a topic partition is full.
 
         Raises:
             KeyShardError: What ended the source.
@@ -68,17 +71,19 @@ class Feeder:
             starving, hungry = lanes.starving, lanes.hungry
             done, self._done_before = lanes.done - self._done_before, lanes.done
         rows = ROWS_AT_ONCE if starving else min(ROWS_AT_ONCE, ROWS_PER_DONE * done)
+        fed = False
         if hungry and rows:
-            self._feed(BUSY_WAIT_S if busy else IDLE_WAIT_S, rows)
+            fed = self._feed(BUSY_WAIT_S if busy else IDLE_WAIT_S, rows)
         else:
             self._coordinator.check()
         if not starving:
             time.sleep(FED_WAIT_S)
+        return not fed and self._coordinator.handed_out.full
 
-    def _feed(self, wait_s: float, rows: int) -> None:
+    def _feed(self, wait_s: float, rows: int) -> bool:
         taken = self._coordinator.handed_out.take(wait_s, rows)
         if not taken:
-            return
+            return False
         made = messages_of_each([(where, block) for where, _, block in taken])
         entries = zip(taken, made, strict=True)
         while portion := list(islice(entries, ENTRIES_AT_ONCE)):
@@ -87,3 +92,4 @@ class Feeder:
                     self._lanes.add(topic_partition, index, block.id, messages)
                 self._wake()
             time.sleep(0)
+        return True

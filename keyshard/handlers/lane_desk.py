@@ -9,10 +9,10 @@ import time
 from collections.abc import Hashable
 
 from keyshard.config.handlers import HandlerConfig
-from keyshard.core.lanes.circuit import Circuit
+from keyshard.core.lanes.circuit import ON_TRIAL_MAX, Circuit
 from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.core.lanes.retrying import Setback
 from keyshard.core.lanes.tally import Tally
 from keyshard.errors import HandlerFailedError, KeyShardError, UnfitHandlerError
@@ -51,6 +51,9 @@ class LaneDesk:
         self._retry = handling.retry
         self._outcomes = outcomes
         self._policy_failed = False
+        self._on_trial: list[KeyQueue] = []
+        self._trial_told = 0
+        """Opening of which it is logged that keys are on trial."""
         self._openings = 0
         """Openings of the circuit that were logged."""
         self._has_weather = handling.on_failure != "stop"
@@ -79,12 +82,34 @@ class LaneDesk:
             return work
         if not may_start:
             return None
-        paused = not self.circuit.closed
-        while (work := self.lanes.next(now, untried_first=paused)) is not None:
+        while (work := self._next_waiting(now)) is not None:
             if not self._parking.claims(work):
                 self.circuit.started(_lane(work))
                 return work
         return None
+
+    def _next_waiting(self, now_s: float) -> Work | None:
+        work = self._next_on_trial(now_s)
+        return work or self.lanes.next(now_s, untried_first=self.pauses)
+
+    def _next_on_trial(self, now_s: float) -> Work | None:
+        """The oldest keys that fail go first in a round, once only they can make room."""
+        if not self.circuit.judges(now_s):
+            return None
+        may_try = self.circuit.may_try
+        kept = [queue for queue in self._on_trial if queue.work and queue.reason is not None]
+        # One that runs since a round before hangs; it does not keep others from making room.
+        kept = [queue for queue in kept if not queue.running or not may_try(_name(queue))]
+        if len(kept) < ON_TRIAL_MAX:
+            oldest = [one for one in self.lanes.oldest_failed(ON_TRIAL_MAX) if one not in kept]
+            kept += oldest[: ON_TRIAL_MAX - len(kept)]
+        self._on_trial = kept
+        keys = [_name(queue) for queue in kept]
+        self.circuit.put_on_trial(keys)
+        if keys and self._trial_told != self.circuit.openings:
+            self._trial_told = self.circuit.openings
+            _log.warning("keys that fail fill the window: %s", self.circuit)
+        return self.lanes.next_failed([queue for queue in kept if may_try(_name(queue))], now_s)
 
     def _may_start(self, now_s: float) -> bool:
         """Ask the circuit; an opening is logged."""
@@ -173,6 +198,20 @@ class LaneDesk:
             )
         )
 
+    def look(self, *, is_full: bool) -> None:
+        """What the run sees each turn, with ``changed`` held.
+
+        Args:
+            is_full: Whether nothing more can be received for now.
+        """
+        is_stuck = is_full and self.lanes.all_failed
+        self.circuit.stuck(time.monotonic(), is_stuck=is_stuck)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether handlers pause; ``changed`` is held."""
+        return not self.circuit.closed
+
     def wake(self) -> None:
         """Let workers start what is runnable; called with ``changed`` held."""
         if not self._may_start(time.monotonic()) and not any(True for _ in self.circuit.controls()):
@@ -194,6 +233,9 @@ class LaneDesk:
 
 
 def _lane(work: Work) -> Hashable:
+    return _name(work.queue)
+
+
+def _name(queue: KeyQueue) -> Hashable:
     """What tells keys apart; a message without one is alone in its queue."""
-    queue = work.queue
     return queue if queue.key is None else queue.key

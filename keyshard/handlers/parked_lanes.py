@@ -54,6 +54,10 @@ class RunningLanes(Protocol):
     tally: Tally
     """Guarded too."""
 
+    @property
+    def pauses(self) -> bool:
+        """Whether handlers pause; ``changed`` is held."""
+
     def wake(self) -> None:
         """Something may be runnable; ``changed`` is held."""
 
@@ -238,7 +242,19 @@ class ParkedLanes:
             self._run.lanes.completed(work)
             if work.queue.key is not None:
                 self._go_on(work.queue.key)
+                self._claim_next(work.queue.key)
             self._run.wake()
+
+    def _claim_next(self, key: str) -> None:
+        """While handlers pause, no worker asks for the next message of a parked key."""
+        queue = self._run.lanes.queue(key) if self._run.pauses and not self._closed else None
+        if queue is None or queue.running:
+            return
+        head = queue.work[0].message
+        if self.keys.course(key, _where(head), head.message_id) in {Course.LETTER, Course.DONE}:
+            work = self._run.lanes.next_of([key], time.monotonic())
+            if work is not None:
+                self.claims(work)
 
     def _runs_again(self, work: Work, key: str, where: TopicPartition) -> None:
         """Say that newer letters count as done no more, and then let an older message run."""

@@ -338,8 +338,9 @@ class HandlerRun:
 
     def _turn(self) -> None:
         self._turned_s = time.monotonic()
-        self._feeder.turn()
+        is_full = self._feeder.turn()
         with self.changed:
+            self._desk.look(is_full=is_full)
             self._desk.wake()
             waits = self.lanes.completed_entries or self._committer.behind
         if waits and time.monotonic() >= self._commit_at_s:

@@ -16,7 +16,7 @@ from handler_place import Place
 from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.lanes.circuit import KEYS_MIN, PAUSE_S
+from keyshard.core.lanes.circuit import KEYS_MIN, ON_TRIAL_MAX, PAUSE_S
 
 QUICK = RetryPolicy(wait=tenacity.wait_fixed(0.15), stop=tenacity.stop_after_attempt(3))
 
@@ -118,6 +118,65 @@ def test_a_bad_key_at_the_head_does_not_keep_good_ones_from_being_tried(place: P
     with place.running(place.source(parallelism=1), database.handle, retry=QUICK, lanes=2) as run:
         wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == count))
         assert run.source.status()["parkedKeys"] == 6
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A circuit breaker that waits for fractions of its times."""
+    monkeypatch.setattr("keyshard.core.lanes.circuit.STUCK_S", 0.5)
+    monkeypatch.setattr("keyshard.core.lanes.circuit.PAUSE_S", 0.05)
+    monkeypatch.setattr("keyshard.core.lanes.circuit.PAUSE_MAX_S", 0.1)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("per_key", [1, 5])
+def test_keys_that_fail_and_fill_the_window_make_room_for_others(
+    place: Place, per_key: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue: the source stood still for ever, though messages of good keys waited behind."""
+    database, bad = Database(place), 40
+    poison = [Stored(b"poison", key=f"bad-{n}") for n in range(bad)] * per_key
+    place.cluster.publish(place.topic, *poison)
+    count = place.publish(keys=10, per_key=2)
+    source = place.source(window_rows_max=20, parallelism=2, receiver_queue_size=1)
+    with place.running(source, database.handle, retry=QUICK) as run:
+        wait_until(lambda: place.errors or place.count == count)
+        wait_until(lambda: place.errors or run.source.status()["parkedKeys"] == bad)
+        wait_until(lambda: place.errors or place.backlog() == 0)
+    assert not place.errors
+    assert "keys that fail fill the window" in caplog.text
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_outage_that_fills_the_window_parks_few_keys_at_a_time(place: Place) -> None:
+    database = Database(place)
+    patient = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(20))
+    count = place.publish(keys=60, per_key=2)
+    database.away_for(60.0)
+    source = place.source(window_rows_max=20, parallelism=2, receiver_queue_size=1)
+    with place.running(source, database.handle, retry=patient) as run:
+        wait_until(lambda: "_running" in run.source.__dict__)
+
+        wait_until(lambda: place.errors or run.source.status()["parkedKeys"])
+        status = run.source.status()
+        assert status["circuit"]["keysOnTrial"] <= ON_TRIAL_MAX
+        assert 0 < status["parkedKeys"] <= ON_TRIAL_MAX, "of 60 that fail"
+        database.away_for(0.0)
+        wait_until(lambda: place.errors or place.backlog() == 0)
+        run.source.unpark(all=True)
+        wait_until(lambda: place.errors or place.count == count)
+    assert not place.errors
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_outage_parks_nothing_while_there_is_room(place: Place) -> None:
+    database = Database(place)
+    count = place.publish(keys=60, per_key=1)
+    database.away_for(2.0)
+    with place.running(place.source(), database.handle, retry=QUICK) as run:
+        wait_until(lambda: place.errors or place.count == count)
+        assert run.source.status()["counters"]["parked"] == 0
+    assert not place.errors
 
 
 def test_a_good_key_behind_more_bad_ones_than_a_round_tries_is_found(place: Place) -> None:

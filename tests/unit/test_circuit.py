@@ -10,10 +10,12 @@ from keyshard.core.lanes.circuit import (
     KEYS_MAX,
     KEYS_MIN,
     MEMORY_S,
+    ON_TRIAL_MAX,
     PAUSE_MAX_S,
     PAUSE_S,
     PROBES,
     QUIET_S,
+    STUCK_S,
     Circuit,
     CircuitState,
 )
@@ -338,9 +340,33 @@ def test_probes_come_to_a_key_that_succeeds_soon_wherever_it_waits() -> None:
     assert now < 30.0
 
 
+def test_failures_count_while_it_is_stuck_but_only_of_keys_on_trial() -> None:
+    circuit = opened()
+    circuit.stuck(1.0, is_stuck=True)
+    circuit.stuck(2.0, is_stuck=True)
+    assert not circuit.judges(0.99 + STUCK_S)
+    now = 1.0 + STUCK_S
+    assert circuit.judges(now)
+    circuit.put_on_trial(["old"])
+    assert circuit.failed("old", now, "no")
+    assert not circuit.failed("new", now, "no")
+    circuit.validate()
+    assert "they fill the window" in str(circuit)
+    assert circuit.status(now)["keysOnTrial"] == 1
+    circuit.stuck(now, is_stuck=False)
+    assert not circuit.failed("old", now, "no"), "another key came, which may succeed"
+    circuit.stuck(now, is_stuck=True)
+    assert not circuit.judges(now)
+    first, *_ = probe(circuit, now)
+    assert works(circuit, first, now)
+    assert not circuit.status(now)["keysOnTrial"]
+    circuit.stuck(now, is_stuck=True)
+    circuit.validate()
+
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["start", "succeed", "fail", "undecided", "control"]),
+        st.sampled_from(["start", "succeed", "fail", "undecided", "control", "stuck", "trial"]),
         st.integers(0, 200),
         st.floats(0.0, 20.0),
     )
@@ -363,8 +389,15 @@ def test_whatever_happens_its_facts_agree_and_a_probe_comes(
             for control in circuit.controls():
                 circuit.started(control, control=True)
                 break
+        elif what == "stuck":
+            circuit.stuck(now, is_stuck=bool(key % 8))
+        elif what == "trial":
+            if circuit.judges(now):
+                circuit.put_on_trial(range(key % (ON_TRIAL_MAX + 1)))
         elif what == "fail":
-            circuit.failed(key, now, "no", None if key % 3 else now - seconds)
+            paused, judges = not circuit.closed, circuit.judges(now)
+            counts = circuit.failed(key, now, "no", None if key % 3 else now - seconds)
+            assert not (paused and counts) or (judges and key < ON_TRIAL_MAX)
         else:
             circuit.undecided(key, now)
         circuit.validate()

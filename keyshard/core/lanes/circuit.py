@@ -18,6 +18,10 @@ probing    the last probe of the round fails, or the round      open, for twice 
            takes too long                                       long as before
 =========  ===================================================  ==========
 
+If no other key can be received either, because the window is full of keys that fail, nothing could
+ever succeed. So after a time the failures of a few keys count: they are *on trial*, and are parked
+when their retries are used up, which makes room for others.
+
 While it is not closed, or failures are unrefuted, a key that succeeded before and does not fail
 needs no pause: it is a *control*, tried at once, one at a time, before all keys that wait. Its
 success closes the circuit, as that of a probe does, and refutes the failures.
@@ -28,7 +32,7 @@ under one lock. Its memory is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from enum import Enum
 from itertools import islice
 from typing import TypedDict
@@ -58,6 +62,12 @@ PAUSE_MAX_S = 10.0
 """Longest pause, seconds."""
 CALM_S = 30.0
 """Time after a closing in which a new opening goes on with the last pause, seconds."""
+STUCK_S = 60.0
+"""Time for which every key at hand must fail, and no other can be received, until the failures of
+keys on trial count, seconds. An outage that ends before parks nothing."""
+ON_TRIAL_MAX = PROBES
+"""Most keys that are on trial at the same time: in an outage that lasts, no more are parked in the
+time that all retries of one key take."""
 
 _NEVER = (0.0, False)
 
@@ -79,6 +89,7 @@ class CircuitStatus(TypedDict):
     nextProbeInSeconds: float | None
     keysFailing: int
     keysTried: int
+    keysOnTrial: int
     error: str
 
 
@@ -122,6 +133,9 @@ class Circuit:
         """Those whose attempt runs."""
         self._control: Hashable | None = None
         self._controls_left = 0
+        self._stuck_s: float | None = None
+        """Since when nothing at hand could succeed, while it is not closed."""
+        self._on_trial: set[Hashable] = set()
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -150,6 +164,25 @@ class Circuit:
             return iter(())
         latest, newest = self._latest, islice(reversed(self._known), KEYS_MAX)
         return (key for key in newest if not latest.get(key, _NEVER)[1])
+
+    def stuck(self, now_s: float, *, is_stuck: bool) -> None:
+        """Whether every key at hand failed, and no other can be received; told again and again."""
+        if self.closed or not is_stuck:
+            self._stuck_s = None
+        elif self._stuck_s is None:
+            self._stuck_s = now_s
+
+    def judges(self, now_s: float) -> bool:
+        """Whether it is stuck for so long that the failures of keys on trial count."""
+        return self._stuck_s is not None and now_s - self._stuck_s >= STUCK_S
+
+    def put_on_trial(self, keys: Collection[Hashable]) -> None:
+        """These keys, at most ``ON_TRIAL_MAX``, are on trial from now on, and no others."""
+        self._on_trial = set(keys)
+
+    def may_try(self, key: Hashable) -> bool:
+        """Whether a key is not tried in this round of probes yet."""
+        return key not in self._tried
 
     def started(self, key: Hashable, *, control: bool = False) -> None:
         """A handler is called, after :meth:`may_start` or as one of :meth:`controls`."""
@@ -192,6 +225,8 @@ class Circuit:
         self._probes.clear()
         self._in_round.clear()
         self._control, self._to_start, self._controls_left = None, 0, 0
+        self._stuck_s = None
+        self._on_trial.clear()
         self._suspect(now_s)
         return True
 
@@ -218,7 +253,7 @@ class Circuit:
                 del unrefuted[next(iter(unrefuted))]
         if self.state is not CircuitState.CLOSED:
             self._ended(key, now_s)
-            return False
+            return key in self._on_trial and self.judges(now_s)
         self._forget(key)
         self._suspect(now_s)
         if self._failing >= KEYS_MIN and self._failing >= SHARE_MIN * len(self._latest):
@@ -271,15 +306,22 @@ class Circuit:
             ),
             "keysFailing": failing,
             "keysTried": tried,
+            "keysOnTrial": len(self._on_trial),
             "error": self.error if is_open else "",
         }
 
     def __str__(self) -> str:
         failing, tried = self.keys
+        parks = "no key is parked meanwhile"
+        if self._on_trial:
+            parks = (
+                "they fill the window, so no other key can be received, and a few of them are "
+                f"parked when their retries are used up ({len(self._on_trial)} at a time)"
+            )
         return (
             f"{failing} of the {tried} keys tried last fail, so the cause is not a single message. "
             f"A few keys are tried again, every {PAUSE_MAX_S:.0f} s at the latest, until one "
-            f"succeeds; no key is parked meanwhile. Newest error: {self.error}"
+            f"succeeds; {parks}. Newest error: {self.error}"
         )
 
     def validate(self) -> None:
@@ -294,7 +336,9 @@ class Circuit:
         assert self._control is None or self._control in self._probes
         enough = len(self._unrefuted) >= KEYS_MIN
         assert (self._suspected_s is not None) == (self.closed and enough)
+        assert len(self._on_trial) <= ON_TRIAL_MAX
         if self.closed:
+            assert (self._stuck_s, self._on_trial) == (None, set())
             assert (len(self._in_round), self._to_start) == (0, 0)
         assert PAUSE_S <= self._pause_s <= PAUSE_MAX_S
 

@@ -139,12 +139,23 @@ class Lanes:
             begun = entry is not None and entry.begun
             if owner.running >= self.lanes or self._is_held(queue) or self._draining > begun:
                 continue
-            others = [one for one in owner.ready if one[2] is not queue]
-            if len(others) < len(owner.ready):
-                heapq.heapify(others)
-                owner.ready = others
+            if _without(owner.ready, queue):
                 return self._start(queue, now_s)
         return None
+
+    def next_failed(self, queues: Iterable[KeyQueue], now_s: float) -> Work | None:
+        """As :meth:`next_of`, of keys whose head has failed."""
+        for queue in queues:
+            owner = self._ranges[queue.owner]
+            may_start = owner.running < self.lanes and not self._draining
+            if may_start and not self._is_held(queue) and _without(owner.failed, queue):
+                return self._start(queue, now_s)
+        return None
+
+    def oldest_failed(self, count: int) -> list[KeyQueue]:
+        """The keys with the oldest heads of those whose head has failed, and may start."""
+        failed = (queue for owner in self._ranges for _, _, queue in owner.failed)
+        return heapq.nsmallest(count, failed, key=lambda queue: queue.work[0].number)
 
     def completed(self, work: Work) -> None:
         """A message is done: handled, rejected, or parked."""
@@ -326,6 +337,11 @@ class Lanes:
         return any(not owner.ready and owner.running < self.lanes for owner in self._ranges)
 
     @property
+    def all_failed(self) -> bool:
+        """Whether there are keys that wait for a lane or a time, and the head of each failed."""
+        return self.waiting > 0 and not any(owner.ready for owner in self._ranges)
+
+    @property
     def runnable(self) -> int:
         """Messages that :meth:`next` could give at once, at least; for waking workers."""
         return sum(
@@ -437,3 +453,13 @@ class Lanes:
         owner = self._ranges[queue.owner]
         owner.running -= 1
         self._list(owner)
+
+
+def _without(heap: list[tuple[int, int, KeyQueue]], queue: KeyQueue) -> bool:
+    """Take a key out of a heap; whether it was there."""
+    others = [one for one in heap if one[2] is not queue]
+    if len(others) == len(heap):
+        return False
+    heapq.heapify(others)
+    heap[:] = others
+    return True
