@@ -22,8 +22,6 @@ LANE_THREADS_MAX = 8
 THREADS_MAX = 256
 """Threads of one retrier."""
 
-_random = random.Random()
-
 Steps = Generator[Hashable, None, bool]
 """An attempt that waits in several places. Before each of them it yields the name of the lane that
 it waits in; it returns whether it succeeded."""
@@ -173,4 +171,4 @@ class Retrier:
 
 
 def _jittered(wait_s: float) -> float:
-    return wait_s * (0.5 + _random.random() / 2)
+    return wait_s * (0.5 + random.random() / 2)
