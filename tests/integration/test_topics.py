@@ -109,8 +109,17 @@ def stored(api: httpx.Client, prefix: str) -> set[str]:
 
 
 def delete(api: httpx.Client, topic: str, partitioned: bool) -> None:
+    """Delete a topic; again where a busy broker refuses it, because consumers come back."""
     path = f"{topic}/partitions" if partitioned else topic
-    api.delete(path, params={"force": "true"}).raise_for_status()
+
+    def deleted() -> bool:
+        try:
+            answer = api.delete(path, params={"force": "true"})
+        except httpx.ReadTimeout:
+            return False
+        return answer.is_success or answer.status_code == httpx.codes.NOT_FOUND
+
+    wait_until(deleted, DEADLINE_S)
 
 
 def test_topics_come_grow_and_go_and_nothing_is_missed_or_twice(
@@ -144,7 +153,8 @@ def test_topics_come_grow_and_go_and_nothing_is_missed_or_twice(
         threading.Event().wait(1.2)
         assert not stored(api, plain) | stored(api, parted)
         assert job.status("partitionsGone") == 4
-        assert job.status("discoveryError") == ""
+        # A round that a busy broker does not answer in time is made again.
+        job.pump(lambda: job.status("discoveryError") == "")
         job.pump(lambda: backlog(dev_broker, first, 8) == backlog(dev_broker, late, 2) == 0)
         assert stream.next_batch(timeout_s=0) is None
     assert total(job, plain) == total(job, parted) == LOAD.messages

@@ -331,6 +331,6 @@ def test_a_stop_does_not_wait_for_an_outage_to_end(place: Place, executor: str) 
         run.source.stop()
         began_s = time.monotonic()
         run.thread.join(25)
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 20.0, "it does not wait for its drain of 30 s"
     assert not place.errors
     assert place.backlog() == 200

@@ -174,8 +174,8 @@ def test_hosts_of_the_service_url_are_asked_side_by_side(
     silent.accepts = False
     gone.close()
     began_s = time.monotonic()
-    consumer_of(connect(silent, gone, well))
-    assert time.monotonic() - began_s < 2.0
+    consumer_of(connect(silent, gone, well, operation_timeout_ms=30_000))
+    assert time.monotonic() - began_s < 8.0, "the silent one has 10 s"
     assert "lookup" in well.asked
 
 
@@ -240,7 +240,7 @@ def test_a_frozen_broker_does_not_hold_up_reconnects_to_a_healthy_one(
     monkeypatch.setattr(retrying, "LONGEST_WAIT_S", 0.2)
     healthy, frozen = cluster.broker(), cluster.broker()
     cluster.owner_of = lambda topic: int("frozen" in topic)
-    broker = connect(healthy, operation_timeout_ms=30_000, connection_timeout_ms=2_000)
+    broker = connect(healthy, operation_timeout_ms=30_000, connection_timeout_ms=4_000)
     parts = split_ring(frozen_consumers)
     held = [
         consumer_of(broker, TopicPartition("persistent://public/default/frozen"), part)
@@ -254,7 +254,7 @@ def test_a_frozen_broker_does_not_hold_up_reconnects_to_a_healthy_one(
     healthy.cut_all()
     began_s = time.monotonic()
     wait_until(lambda: all(one.is_connected() for one in free))
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 3.5, "before the first attempt on the frozen one ends"
     cluster.owner_of = lambda _: 0
     wait_until(lambda: all(one.is_connected() for one in held), 30.0)
 
@@ -490,4 +490,4 @@ def test_a_broker_that_only_listens_costs_attempts_little(
         one.join()
     listening.close()
     assert len(errors) == 20
-    assert time.monotonic() - began_s < 3.0
+    assert time.monotonic() - began_s < 6.0, "one after the other, they take 8 s"
