@@ -239,30 +239,6 @@ def test_bad_keys_beside_good_ones_are_parked_and_hold_up_nobody(
     assert max(waited) < 1.5 * count + KEYS_MIN, "good keys wait for nobody"
 
 
-def test_a_good_key_behind_bad_ones_that_take_longer_than_a_suspicion_pauses_nobody(
-    place: Place,
-) -> None:
-    """Issue: it waited behind 100 bad keys for 2 s, so handlers paused after 1 s."""
-
-    def handle(message: Message) -> None:
-        if message.key is not None and message.key.startswith("bad"):
-            threading.Event().wait(0.02)
-            raise ValueError("poison")
-        place.note(message)
-
-    place.publish(keys=1, per_key=1)
-    bad, good = [Stored(b"", key=f"bad-{n}") for n in range(100)], [Stored(b"", key="key-0")] * 60
-    once = RetryPolicy(stop=tenacity.stop_after_attempt(1))
-    with place.running(place.source(parallelism=1), handle, retry=once, lanes=1) as run:
-        wait_until(lambda: place.errors or place.count == 1)
-        place.cluster.publish(place.topic, *bad, *good)
-        wait_until(lambda: place.errors or place.backlog() == 0, 90)
-        status = run.source.status()
-    assert not place.errors
-    assert status["circuit"]["openings"] == 0
-    assert status["parkedKeys"] == len(bad)
-
-
 def test_a_probe_that_hangs_stops_no_other_key(place: Place) -> None:
     """Issue: the circuit breaker waited for a hung probe, and every key with it."""
     hung, released = threading.Event(), threading.Event()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from keyshard.broker import retrier
 from keyshard.broker.port import Reader
 from keyshard.broker.wire import broker, connection, receipts, subscribed
 from keyshard.broker.wire.broker import WireBroker
@@ -70,7 +69,6 @@ class Frames:
             (subscribed, "_ids", itertools.count(1)),
             (broker, "close_at_exit", lambda _: None),
             (broker, "weakref", _Ordered),
-            (retrier, "_random", Random(f"{self._seed}:retrier")),
             *((module, "Future", answer) for module in (connection, subscribed, receipts)),
         ]
         before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 SHARE = 0.2
 """Share of the runs that have a trial."""
+FILLS = 0.3
+"""Share of the trials of poison keys in which these fill the window."""
 HEALTHY_S = 5.0
 """Longest time from the publishing of a message of a key that never fails until it is handled,
 seconds."""
 PARK_S = 30.0
 """Longest time until all poison keys are parked, seconds; about twice what all retries of the
 default policy take."""
+MADE_ROOM_S = 120.0
+"""Longest time until a few keys are parked that fill the window, seconds: twice ``STUCK_S``, and
+twice the retries of the default policy one round of probes after another."""
 RECOVERY_S = 15.0
 """Longest time from the end of an outage until its messages are handled, seconds: the longest pause
 of the circuit breaker, and a half."""
@@ -61,12 +66,19 @@ class Trial:
         """Whether there is one."""
         self._outage = random.random() < 0.3
         self._healthy = [f"g{at}" for at in range(random.choice((1, 3, 8)))]
-        # If poison keys fill the window or the broker's limit, no other key is received.
-        room = shape.options["window_rows_max"] // sum(shape.topics)
-        room = min(room, shape.unacked_limits.per_consumer) // 2
+        # If poison keys fill the broker's limit, no other key is received.
+        share = shape.options["window_rows_max"] // sum(shape.topics)
+        room = min(share, shape.unacked_limits.per_consumer) // 2
         self._repeats = 1 if room < KEYS_MIN * 3 else random.choice((1, 3))
         keys = random.choice((1, KEYS_MIN - 1, KEYS_MIN, 12, 40))
-        self._poison = [f"p{at}" for at in range(max(1, min(keys, room // self._repeats)))]
+        keys = max(1, min(keys, room // self._repeats))
+        fills = random.random() < FILLS and 3 * share < 2 * shape.unacked_limits.per_consumer
+        self._fills = fills and not self._outage
+        """Whether poison keys fill the window, so that they must make room for others."""
+        if self._fills:
+            keys = random.choice((KEYS_MIN, 9))
+            self._repeats = 2 * share * sum(shape.topics) // keys + 1
+        self._poison = [f"p{at}" for at in range(keys)]
         self._hang_s = random.choice((0.0, 5.0, 30.0))
         # A lane and a worker are left for the other keys.
         places = min(shape.lanes, shape.workers or shape.lanes, max(1, room)) - 1
@@ -107,11 +119,14 @@ class Trial:
         if self._outage:
             self._run_outage()
         else:
-            self._go_on(self._poison_rests, PARK_S, "until all poison keys are parked")
+            within_s = MADE_ROOM_S * len(self._poison) if self._fills else PARK_S
+            self._go_on(self._poison_rests, within_s, "until all poison keys are parked")
         if self._hangs and self._stops:
             for program in world.programs:
                 program.stop()
         self._failing = set()
+        for program in world.programs:
+            program.record.add("faults_stopped")
         if self._outage or self._stops:
             return
         for program in world.programs:
@@ -149,6 +164,7 @@ class Trial:
         """Publish messages of keys that never fail, and judge how long they take."""
         world = self._world
         end_s = world.scheduler.now_s + within_s
+        longest_s = MADE_ROOM_S * len(self._poison) if self._fills else HEALTHY_S
         openings = {program: program.openings for program in world.programs}
         while not all(map(is_done, world.programs)):
             if world.scheduler.now_s > end_s:
@@ -158,10 +174,10 @@ class Trial:
             while world.scheduler.now_s < until_s:
                 world.look()
             for program in world.programs:
-                if program.openings != openings[program]:
+                if program.openings != openings[program] and not self._fills:
                     world.breaks(f"{program.name}: poison keys opened the circuit breaker")
-                if late := self._late(program, HEALTHY_S):
-                    world.breaks(f"{late[0]} never fails, and waits for {HEALTHY_S:.0f} s")
+                if late := self._late(program, longest_s):
+                    world.breaks(f"{late[0]} never fails, and waits for {longest_s:.0f} s")
 
     def _late(self, program: Program, seconds: float) -> list[str]:
         """Messages of keys that do not fail that were published so long ago and are not done."""
