@@ -20,7 +20,9 @@ from ray_adapter.portions import Entries, Piece, Waiting, entries_done
 UNTAKEN_MAX = 2
 """Calls of an actor whose results the caller has not taken, with the one that runs."""
 BYTES_MAX = 64 * 1024 * 1024
-"""Payload of one call of an actor, unless one entry has more, bytes."""
+"""Content of one call of an actor, unless one entry has more, bytes."""
+CALLS_SHARE = 4
+"""All calls at a time copy at most the window divided by this, for each copy that they make."""
 LOOK_S = 0.2
 """Longest sleep between two looks at what is waited for, seconds."""
 
@@ -63,14 +65,18 @@ class Exchange:
         seats: One for each actor.
         max_rows: Most rows of a call.
         max_wait_s: Longest wait of an idle actor for more rows after the first, seconds.
+        window_bytes_max: What the window of the source holds, bytes.
     """
 
-    def __init__(self, seats: Sequence[Seat], max_rows: int, max_wait_s: float) -> None:
+    def __init__(
+        self, seats: Sequence[Seat], max_rows: int, max_wait_s: float, window_bytes_max: int
+    ) -> None:
         self.changed = threading.Condition()
         self.seats = list(seats)
         self.waiting = Waiting(len(seats))
         self._max_rows = max_rows
         self._max_wait_s = max_wait_s
+        self._window_bytes_max = window_bytes_max
         self._done: deque[Done] = deque()
         self._to_commit: Entries = {}
         self._held = False
@@ -130,12 +136,17 @@ class Exchange:
             while not (self.ending or seat.retired):
                 wait_s = self._until_rows_s(seat)
                 if wait_s <= 0:
-                    seat.pieces = self.waiting.pop(seat.index, self._max_rows, BYTES_MAX)
+                    seat.pieces = self.waiting.pop(seat.index, self._max_rows, self._bytes_max)
                     seat.since_s = time.monotonic()
                     seat.untaken += 1
                     return seat.pieces
                 self.changed.wait(wait_s)
             return ()
+
+    @property
+    def _bytes_max(self) -> int:
+        """Content of a call: a call copies what remains in the window."""
+        return min(BYTES_MAX, self._window_bytes_max // (CALLS_SHARE * len(self.seats)))
 
     def _until_rows_s(self, seat: Seat) -> float:
         rows = self.waiting.rows[seat.index]

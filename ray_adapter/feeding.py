@@ -48,13 +48,21 @@ class Feeder:
             KeyShardError: The actor cannot be had again, or its answer.
             GivenUp: The job has stopped.
         """
-        while pieces := self._exchange.next_rows(self._seat):
-            rows, results = self._handled(pieces)
-            whole = whole_pieces(pieces, rows)
-            done = pieces[:whole]
-            self._exchange.deliver(
-                self._seat, Done(self._seat, done, results[: rows_of(done)]), pieces[whole:]
-            )
+        while self._fed():
+            pass
+
+    def _fed(self) -> bool:
+        """One call, of which nothing stays here: its rows leave the window when they are taken."""
+        pieces = self._exchange.next_rows(self._seat)
+        if not pieces:
+            return False
+        rows, results = self._handled(pieces)
+        whole = whole_pieces(pieces, rows)
+        done = pieces[:whole]
+        self._exchange.deliver(
+            self._seat, Done(self._seat, done, results[: rows_of(done)]), pieces[whole:]
+        )
+        return True
 
     def _handled(self, pieces: Sequence[Piece]) -> tuple[int, list[Any]]:
         """How many rows were handled, from the first on, and their results."""

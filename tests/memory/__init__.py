@@ -7,5 +7,5 @@ holds one entry whatever the window is, so no shape has more consumers than fit 
 
 Ways: ``embedded`` and ``hosted`` (two worker processes) read batches in the process of the source;
 ``spark`` is the stream process of a query, with its tasks in it; ``batch`` is a bounded read, whose
-plan says that entries are small.
+plan says that entries are small; ``ray`` is a job, its actors, or the task of a bounded read.
 """

@@ -13,7 +13,7 @@ from tests.memory.runner import Measured, measure
 from tests.memory.shape import WAYS, drawn
 
 COLUMNS = (
-    ("seed", 10), ("way", 9), ("window", 7), ("ranges", 6), ("parts", 5), ("value", 8),
+    ("seed", 10), ("way", 12), ("window", 7), ("ranges", 6), ("parts", 5), ("value", 8),
     ("key", 6), ("props", 11), ("msgs", 6), ("zip", 4), ("small", 5), ("rows", 9), ("peak", 6),
     ("limit", 6),
 )  # fmt: skip
@@ -23,7 +23,7 @@ def line(seed: int, found: Measured) -> str:
     """A line of the table; sizes of windows, peaks and limits in MB."""
     one = found.shape
     cells = (
-        seed, one.way, one.window_bytes // 10**6, one.ranges, one.partitions, one.value_bytes,
+        seed, one.named, one.window_bytes // 10**6, one.ranges, one.partitions, one.value_bytes,
         one.key_bytes, f"{one.properties}x{one.property_bytes}", one.entry_messages,
         f"{one.compression}{'r' if one.random_bytes else '0'}", one.small_first, found.rows,
         found.peak // 10**6, one.limit // 10**6,

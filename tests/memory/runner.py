@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tests.memory.served import Served
 from tests.memory.shape import Shape
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,9 @@ class Session:
         for _ in range(min(ROUND_ENTRIES, member.permits)):
             if member.again:
                 number = member.again.popleft()
-                stored = backlog.unacknowledged[number]
+                stored = backlog.unacknowledged.get(number)
+                if stored is None:
+                    continue  # acknowledged by who had it before
             else:
                 small = (member.next_entry if member.reads else backlog.sent) < backlog.small_first
                 stored = backlog.small if small else backlog.large

@@ -13,7 +13,7 @@ ENTRY_BYTES_MAX = 4 * MIB
 """Largest entry, unpacked: what brokers take by default is 5 MiB."""
 CONSUMERS_BYTES_MAX = 80 * MIB
 """Most bytes of one entry for each consumer of a drawn shape."""
-WAYS = ("embedded", "hosted", "spark", "batch")
+WAYS = ("embedded", "hosted", "spark", "batch", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,22 @@ class Shape:
     """Whether values are random, or compress to almost nothing."""
     small_first: int
     """Entries of one message of 100 bytes at the beginning of each range."""
+    arrow: bool = False
+    """Whether the handler of a job of Ray takes Arrow."""
+    reads: bool = False
+    """Whether Ray reads what topics hold, instead of running a job."""
 
     @property
     def limit(self) -> int:
         """Memory that a process of the source may take, bytes."""
         return 2 * self.window_bytes + 200_000_000
+
+    @property
+    def named(self) -> str:
+        """The way, and for Ray what runs there."""
+        if self.way != "ray":
+            return self.way
+        return f"ray {'read' if self.reads else 'arrow' if self.arrow else 'job'}"
 
     def entry(self, key: str, *, small: bool) -> tuple[bytes, int]:
         """Stored bytes of an entry, and its number of messages."""
@@ -90,4 +101,6 @@ def drawn(seed: int, ways: tuple[str, ...] = WAYS) -> Shape:
         compression=draw.choice([NONE, NONE, LZ4, ZSTD]),
         random_bytes=draw.random() < 0.6,
         small_first=draw.choice([0, 0, 0, 300]),
+        arrow=draw.random() < 0.5,
+        reads=draw.random() < 0.4,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +19,10 @@ from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Span, Split
 from keyshard.reading.split_reader import read_split
 from keyshard.worker.flight import read_batch
+from tests.memory.gauge import ENOUGH_S, memory, wait
 from tests.memory.served import LEDGER
 from tests.memory.shape import Shape
 
-ENOUGH_S = 2.5
-"""Longest time in which something is received, seconds."""
-STILL_S = 0.4
-"""Time without anything received after which the window counts as full, seconds."""
 ENTRIES = 100_000
 
 
@@ -35,7 +31,7 @@ def main() -> None:
     url, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
     Path("/proc/self/clear_refs").write_text("5")
     base = memory("VmRSS", "self")
-    told = {"batch": batch, "spark": spark}.get(shape.way, stream)(url, shape)
+    told = {"batch": batch, "spark": spark, "ray": on_ray}.get(shape.way, stream)(url, shape)
     print(json.dumps({"peak": memory("VmHWM", "self") - base, "base": base} | told))
 
 
@@ -90,15 +86,11 @@ def spark(url: str, shape: Shape) -> dict[str, Any]:
     return {"rows": found, "workers": 0}
 
 
-def wait(status: Callable[[], dict[str, Any]]) -> None:
-    """Until nothing more is received."""
-    end_s = time.monotonic() + ENOUGH_S
-    rows, since_s = -1, time.monotonic()
-    while time.monotonic() < end_s and time.monotonic() - since_s < STILL_S:
-        found = status()["rowsReceived"]
-        if found != rows:
-            rows, since_s = found, time.monotonic()
-        time.sleep(0.02)
+def on_ray(url: str, shape: Shape) -> dict[str, Any]:
+    """A job and a read on Ray, which is imported where it is needed."""
+    from tests.memory.on_ray import on_ray  # noqa: PLC0415
+
+    return on_ray(source_of(url, shape), shape)
 
 
 class OneLedger:
@@ -127,12 +119,6 @@ def batch(url: str, shape: Shape) -> dict[str, Any]:
             if time.monotonic() > end_s:
                 break
     return {"rows": rows, "workers": 0, "batch": size}
-
-
-def memory(name: str, pid: str) -> int:
-    """Resident memory of a process, bytes: ``VmRSS`` now, ``VmHWM`` its peak."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":
