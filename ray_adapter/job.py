@@ -60,9 +60,8 @@ class Job:
         self._ending, self._rescaling = threading.Lock(), threading.Lock()
         self._started, self._committed = threading.Event(), threading.Event()
         seats = [Seat(index, None) for index in range(options.parallelism)]
-        self._exchange = Exchange(
-            seats, options.max_rows, options.max_wait_s, source.window_bytes_max
-        )
+        limits = options.max_rows, options.max_wait_s, source.window_bytes_max
+        self._exchange = Exchange(seats, *limits)
         self._crew = Crew(handler, options, lambda: self._exchange.stopping, MessageData.of(source))
         self._run = EntryRun(
             source.coordinator(), source, options.checkpoint,
