@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from keyshard.broker.port import Broker, Consumer, Producer
 from keyshard.broker.retry import retry_until
@@ -12,7 +13,12 @@ from keyshard.core.dead_letter.letters import HEAD, PART, PARTS, PREFIX, Letter
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letter.keeper import LetterKeeper
-from keyshard.errors import MessageTooLargeError, RangeConflictError
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    MessageTooLargeError,
+    RangeConflictError,
+)
 
 PART_BYTES = 1024 * 1024
 """Size of the parts of a letter that is too large; a quarter where that is still too large."""
@@ -127,9 +133,19 @@ class DeadLetterWriter:
         event_ms: int = 0,
     ) -> EntryId:
         def attempt() -> EntryId:
-            return self._open_producer().send(
-                value, key=key, ordering_key=ordering_key, properties=properties, event_ms=event_ms
-            )
+            producer = self._open_producer()
+            try:
+                return producer.send(
+                    value, key=key, ordering_key=ordering_key, properties=properties,
+                    event_ms=event_ms,
+                )  # fmt: skip
+            except BrokerError as exc:
+                if exc.retriable:
+                    self._drop(producer)
+                elif producer is not self._producer:
+                    # Another thread has dropped it meanwhile.
+                    raise BrokerUnavailableError(exc.message) from exc
+                raise
 
         try:
             return retry_until(attempt, self.timeout_s, stop=self._stopping)
@@ -144,3 +160,15 @@ class DeadLetterWriter:
                     self._where, send_timeout_ms=self._config.operation_timeout_ms
                 )
             return self._producer
+
+    def _drop(self, producer: Producer) -> None:
+        """Let the next attempt open another producer, which the broker may refuse by name.
+
+        One that is refused when it comes back only says that time is up.
+        """
+        with self._lock:
+            if self._producer is not producer:
+                return
+            self._producer = None
+        with suppress(BrokerError):  # what it sends is sent again
+            producer.close()

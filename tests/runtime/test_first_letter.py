@@ -20,6 +20,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letter.dead_letters import DeadLetters
 from keyshard.dead_letter.opening import open_dead_letters
 from keyshard.errors import (
+    AuthorizationError,
     BrokerUnavailableError,
     DataLossTrimmedError,
     NotRunningError,
@@ -176,6 +177,46 @@ def test_a_topic_that_was_created_for_a_letter_that_never_came_is_empty(world: W
     assert again.keys.parking.states() == {}
     again.send(letter(0))
     assert world.cluster.backlog(WHERE, "unit-parked") == 1
+
+
+def test_a_producer_that_may_not_come_back_ends_a_letter_by_name() -> None:
+    """The client of one that waits to come back only says that time is up."""
+    revoked = Revoked(MemoryCluster())
+    source = config("orders", acknowledge_timeout_ms=3_000)
+    letters = open_dead_letters(revoked, WHERE.topic, source, fail=print)
+    letters.send(letter(0))
+    revoked.refuses = True
+    with pytest.raises(AuthorizationError, match="produce"):
+        letters.send(letter(1))
+    assert revoked.open_producers == 0
+    letters.close()
+    revoked.close()
+
+
+class Revoked(MemoryBroker):
+    """One whose producers send nothing, and that makes no other, once it refuses."""
+
+    refuses = False
+    open_producers = 0
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        if self.refuses:
+            raise AuthorizationError("The role lacks produce.")
+        self.open_producers += 1
+        made = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        send, close = made.send, made.close
+
+        def refused(*values: Any, **options: Any) -> Any:
+            if self.refuses:
+                raise BrokerUnavailableError("Time is up.")
+            return send(*values, **options)
+
+        def closed() -> None:
+            self.open_producers -= 1
+            close()
+
+        made.send, made.close = refused, closed  # type: ignore[method-assign]
+        return made
 
 
 def test_first_letters_at_the_same_time_are_all_kept(world: World) -> None:
