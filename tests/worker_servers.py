@@ -1,7 +1,9 @@
-"""The server of a worker process, in the process of the test."""
+"""The server of a worker process, and workers, in the process of the test."""
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +11,12 @@ from contextlib import contextmanager
 from pyarrow import flight
 
 from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.process import LOOPBACK, Setup, WorkerServer
+from keyshard.broker.hosted.process import LOOPBACK, Setup, WorkerServer, at
+from keyshard.broker.hosted.worker import LEASE_S, Worker
+from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
+
+TIMEOUT_S = 10.0
 
 
 @contextmanager
@@ -29,3 +35,30 @@ def worker_server(
         client.close()
         server.shutdown()
         thread.join(10)
+
+
+class LocalWorker(Worker):
+    """A host and its server in this process; asked over loopback, as any other."""
+
+    def __init__(self, broker: Broker, *, keeps: bool = False, lease_s: float = LEASE_S) -> None:
+        self.host = Host(broker, keeps=keeps)
+        setup = Setup(Connection("pulsar://nobody"), lease_s, level=30)
+        self._server = WorkerServer(self.host, setup)
+        self._thread = threading.Thread(target=self._server.serve, daemon=True)
+        self._thread.start()
+        hello = {"endpoint": at(LOOPBACK, self._server.port), "pid": os.getpid(), "host": "here"}
+        hello["reading"] = self._server.reading_token
+        super().__init__(json.dumps(hello), setup.token, "local worker")
+
+    def kill(self) -> None:
+        self._client.close()
+
+    def leave(self) -> None:
+        self.host.close()
+
+    def end(self, timeout_s: float) -> None:
+        del timeout_s
+        self.leave()
+        self._server.shutdown()
+        self._thread.join(TIMEOUT_S)
+        self._client.close()

@@ -16,7 +16,9 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
 from tests.helpers import exactly
 
-LEDGER = 7
+LEDGER, LETTER_LEDGER = 7, 8
+LETTERS = "-DLQ"
+"""How the name of the dead-letter topic ends; nothing in it is delivered."""
 SAID = b"said by the script"
 """Text of each refusal."""
 _PRODUCER, _SEND, _CLOSE_PRODUCER = 5, 6, 15
@@ -55,6 +57,8 @@ class Cluster:
     keys: list[str] = field(default_factory=list)
     """Key of each entry; a topic partition has those whose number it is, modulo the partitions."""
     acked: set[int] = field(default_factory=set)
+    letters: list[int] = field(default_factory=list)
+    """Entries whose messages were stored as dead letters."""
     members: list[Member] = field(default_factory=list)
     owner_of: Callable[[str], int] = lambda _: 0
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -75,8 +79,9 @@ class Cluster:
                 number = member.position
                 member.position += 1
                 mine = member.hash_range
-                elsewhere = self.partitions and not member.topic.endswith(
-                    f"-partition-{number % self.partitions}"
+                elsewhere = member.topic.endswith(LETTERS) or (
+                    self.partitions
+                    and not member.topic.endswith(f"-partition-{number % self.partitions}")
                 )
                 if elsewhere or (
                     mine is not None
@@ -98,6 +103,8 @@ class Session:
 
     def __init__(self, broker: ScriptedBroker, stream: socket.socket) -> None:
         self.broker, self.cluster, self.stream = broker, broker.cluster, stream
+        self.carried = b""
+        """What came behind the newest command."""
         self._sending = threading.Lock()
         broker.sessions.append(self)  # before a client can know of it
         threading.Thread(target=self._serve, name="scripted", daemon=True).start()
@@ -157,6 +164,7 @@ class Session:
                 self.broker.thawed.wait()
                 (length,) = struct.unpack_from(">I", frame)
                 data = frame[4 : 4 + length]
+                self.carried = frame[4 + length :]
                 (kind,) = {fields_of(data)[1]}
                 name, content = NAMES.get(kind, ""), None  # type: ignore[arg-type]
                 if kind in _RAW:
@@ -226,7 +234,7 @@ class Session:
         self.cluster.dispatch()
 
     def _ack(self, given: Any) -> None:
-        self.cluster.acked.update(one.entry for one in given.message_id)
+        self.cluster.acked.update(one.entry for one in given.message_id if one.ledger == LEDGER)
         told = api.AckResponse(consumer_id=given.consumer_id, request_id=given.request_id)
         self.send("ack_response", told)
 
@@ -235,7 +243,12 @@ class Session:
         self.send("success", api.Success(request_id=asked.request_id))
 
     def _get_last_message_id(self, asked: Any) -> None:
-        last = api.MessageId(ledger=LEDGER, entry=(len(self.cluster.keys) - 1) % 2**64)
+        of_letters = any(
+            one.session is self and one.consumer_id == asked.consumer_id
+            for one in self.cluster.members if one.topic.endswith(LETTERS)
+        )  # fmt: skip
+        count = 0 if of_letters else len(self.cluster.keys)
+        last = api.MessageId(ledger=LEDGER, entry=(count - 1) % 2**64)
         self.send("get_last_message_id_response", api.GetLastMessageIdResponse(
             request_id=asked.request_id, last_message_id=last
         ))  # fmt: skip
@@ -244,7 +257,11 @@ class Session:
         self.send_raw(17, {1: asked[3], 2: b"scripted-producer", 3: (1 << 64) - 1, 4: b""})
 
     def _send(self, sent: Any) -> None:
-        where = message({1: LEDGER, 2: sent[2]})
+        # Magic number, checksum, length of the metadata, metadata, and the value of a letter: the
+        # number of its entry, which is the value of the message.
+        (length,) = struct.unpack_from(">I", self.carried, 6)
+        self.cluster.letters.append(int(self.carried[10 + length :]))
+        where = message({1: LETTER_LEDGER, 2: len(self.cluster.letters) - 1})
         self.send_raw(7, {1: sent[1], 2: sent[2], 3: where})
 
     def _close_producer(self, asked: Any) -> None:

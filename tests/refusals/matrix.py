@@ -10,36 +10,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
-from keyshard import KeyShardSource
-from keyshard.broker import retrier
-from keyshard.broker.pulsar import first_question
-from keyshard.broker.wire import cluster as clusters
-from keyshard.broker.wire import keep_alive, receipts, subscribed
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
-from keyshard.core import refusals
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import KeyShardError
-from keyshard.worker import reconnector
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
+from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, until
 
 NAMED_S = 10.0
 """Longest time until a refusal ends a run or is in its status, seconds."""
-GOES_ON_S = 20.0
-"""Longest time until a run goes on once the broker is well, seconds."""
 CODES = tuple(range(26))
 """All numbers of ``ServerError``."""
 PASSING = {0, 1, 2, 5, 6, 11, 13, 14, 19}
 """Those that pass by themselves, or by what somebody else does."""
+UNTOLD = {10, 12, 17, 20, 21, 23, 24}
+"""Those that pulsar-client takes for passing when it opens a producer; no broker answers so."""
+TOPIC_NOT_FOUND = 11
+"""Named by keyshard's own words."""
 SILENT, FROZEN, HALF, LISTENS, ASTRAY = "silent", "frozen", "half a frame", "listens", "astray"
 """No answer to the request; to none; a part of one; to no connection; a look-up of a dead broker.
 """
-TOPIC = "persistent://public/default/t"
+ANOTHER = "another worker"
+IN_WORKER = " in a worker"
+"""How moments end that consumers see which a worker has."""
+ATTEMPTS = 3
+"""Attempts to begin a cell: on a machine with much else to do the short waits may be too short."""
 WORKERS = 6
 """Cells that run at the same time."""
 
@@ -62,13 +61,23 @@ def _cells() -> Iterator[Cell]:
         "reopen": ("lookup", "subscribe"),
         "rescale": ("lookup", "subscribe"),
         "running": ("ack",),
+        "first in a worker": ("lookup", "subscribe"),
+        "return in a worker": ("connect", "lookup", "subscribe"),
+        "reopen in a worker": ("lookup", "subscribe"),
+        "replace in a worker": ("lookup", "subscribe"),
+        ANOTHER: ("connect", "lookup", "subscribe"),
+        "rescale in a worker": ("subscribe",),
+        "running in a worker": ("ack",),
+    }
+    letters = {
+        "first letter": ("partitioned_metadata", "lookup", "producer", "send"),
+        "next letter": ("send",),
+        "producer's return": ("connect", "lookup", "producer", "send"),
     }
     handles = {"reader": ("lookup", "subscribe", "get_last_message_id"),
                "producer": ("producer",)}  # fmt: skip
-    for moment, requests in (sources | handles).items():
-        # An acknowledgement without any answer stays in the status until the connection ends.
-        silent = () if moment == "running" else (SILENT,)
-        yield from (Cell(moment, *one) for one in product(requests, (*CODES, *silent)))
+    for moment, requests in (sources | letters | handles).items():
+        yield from (Cell(moment, *one) for one in product(requests, (*CODES, SILENT)))
     for moment in ("first", "return"):
         yield from (Cell(moment, "connect", how) for how in (LISTENS, FROZEN))
         yield Cell(moment, "lookup", ASTRAY)
@@ -76,23 +85,7 @@ def _cells() -> Iterator[Cell]:
 
 
 CELLS = tuple(_cells())
-
-
-@contextmanager
-def hurried() -> Iterator[None]:
-    """Waits that are short."""
-    changes: list[tuple[Any, str, Any]] = [
-        (refusals, "REFUSED_S", 0.4), (refusals, "UNAUTHENTICATED_S", 0.8),
-        (retrier, "LONGEST_WAIT_S", 0.2), (keep_alive, "PING_AFTER_S", 0.2),
-        (keep_alive, "UNRESPONSIVE_S", 0.5), (subscribed, "WAITS_S", 1.0),
-        (reconnector, "LOOK_S", 0.1), (reconnector, "AWAY_S", (0.3, 0.6)),
-        (receipts, "UNCONFIRMED_S", 1.0), (clusters, "RETIRE_AGE_S", 0.5),
-        (first_question, "ANSWER_S", 1.0),
-    ]  # fmt: skip
-    with ExitStack() as patches:
-        for change in changes:
-            patches.enter_context(patch.object(*change))
-        yield
+LETTER_MOMENTS = ("first letter", "next letter", "producer's return")
 
 
 def run_cells(cells: tuple[Cell, ...]) -> Iterator[tuple[Cell, str, str]]:
@@ -101,24 +94,29 @@ def run_cells(cells: tuple[Cell, ...]) -> Iterator[tuple[Cell, str, str]]:
         yield from pool.map(_outcome, cells)
 
 
-def _outcome(cell: Cell) -> tuple[Cell, str, str]:
+class NotBegunError(AssertionError):
+    """The moment of a cell did not come: nothing was refused yet."""
+
+
+def _check_begun(run: Run) -> None:
+    if run.ended:
+        raise NotBegunError(f"it does not begin: {run.error}")
+
+
+def _outcome(cell: Cell, attempts: int = ATTEMPTS) -> tuple[Cell, str, str]:
     cluster = Cluster()
     broker = cluster.broker()
     try:
         if cell.moment in ("reader", "producer"):
             return cell, _of_handle(cell, broker), ""
-        return cell, _of_source(cell, cluster, broker), ""
+        of = _of_letters if cell.moment in LETTER_MOMENTS else _of_source
+        return cell, of(cell, cluster, broker), ""
     except AssertionError as exc:
-        return cell, "", str(exc)
+        if not isinstance(exc, NotBegunError) or attempts == 1:
+            return cell, "", str(exc)
     finally:
         cluster.close()
-
-
-def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"{what} within {timeout_s:.0f} s"
-        time.sleep(0.01)
+    return _outcome(cell, attempts - 1)
 
 
 def _spoil(cell: Cell, broker: ScriptedBroker) -> None:
@@ -148,100 +146,71 @@ def _astray(session: Session, name: str, command: Any) -> bool:
 # -- sources --------------------------------------------------------------------------------------
 
 
-class Run:
-    """A source that acknowledges what comes, in a thread."""
-
-    def __init__(self, broker: ScriptedBroker) -> None:
-        self.source = KeyShardSource(
-            TOPIC, subscription="s", parallelism=2, starting_position="earliest",
-            subscribe_timeout_ms=1_500,
-            connection=Connection(
-                broker.url, operation_timeout_ms=1_000, connection_timeout_ms=500
-            ),
-        )  # fmt: skip
-        self.rows = 0
-        self.error: BaseException | None = None
-        self.ended = False
-        self._thread = threading.Thread(target=self._run, name="refused", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for batch in self.source.batches(max_rows=100, max_wait_s=0.01):
-                self.rows += batch.records.num_rows
-                batch.ack()
-        except BaseException as exc:  # noqa: BLE001 - judged by the cell
-            self.error = exc
-        self.ended = True
-
-    def told(self) -> str:
-        """Text on the broker in its status; empty also while it starts or has ended."""
-        try:
-            window = self.source.status()["window"]
-        except KeyShardError:
-            return ""
-        return window["connectionError"] if window else ""
-
-    def close(self) -> None:
-        end_s = time.monotonic() + GOES_ON_S
-        while self._thread.is_alive() and time.monotonic() < end_s:
-            try:
-                self.source.stop()
-            except KeyShardError:
-                time.sleep(0.01)
-            self._thread.join(0.2)
-        assert not self._thread.is_alive(), "it does not stop"
-
-
 def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
-    if cell.moment == "first":
+    workers = "processes:1" if IN_WORKER in cell.moment or cell.moment == ANOTHER else "embedded"
+    moment = cell.moment.removesuffix(IN_WORKER)
+    if moment == "first":
         _spoil(cell, broker)
-        run = Run(broker)
+        run = Run(broker, workers)
         try:
             until(lambda: run.ended or run.told(), NAMED_S, "no error by name")
-            return _went_on(run, cluster, broker)
+            return _went_on(cell, run, cluster, broker)
         finally:
             broker.is_well()
             run.close()
-    run = Run(broker)
+    run = Run(broker, workers)
     try:
         cluster.publish(6)
         until(lambda: run.rows == 6 or run.ended, GOES_ON_S, "it does not begin")
-        assert not run.ended, f"it does not begin: {run.error}"
+        _check_begun(run)
         _spoil(cell, broker)
-        moved = _disturb(cell, run, cluster, broker)
-        until(lambda: run.ended or run.told() or moved(), NAMED_S, "not named")
-        told = run.told()
-        if isinstance(cell.answer, int) and told and cell.answer != 11:
-            assert SAID.decode() in told, f"not in the broker's words: {told}"
+        moved = _disturb("ack" if cell.request == "ack" else moment, run, cluster, broker)
+        until(lambda: run.ended or _is_named(cell, run) or moved(), NAMED_S, "not named")
         if _ends(cell):
             until(lambda: run.ended, NAMED_S, "it does not end")
-        return _went_on(run, cluster, broker)
+        return _went_on(cell, run, cluster, broker)
     finally:
         broker.is_well()
         run.close()
 
 
+def _is_named(cell: Cell, run: Run) -> bool:
+    """Whether its status says what the broker says."""
+    told = run.told()
+    if not isinstance(cell.answer, int) or cell.answer == TOPIC_NOT_FOUND:
+        return bool(told)
+    return SAID.decode() in told
+
+
 def _ends(cell: Cell) -> bool:
     """Whether a refusal that stays ends a run that has begun."""
-    if cell.moment == "rescale" or not isinstance(cell.answer, int):
+    if cell.moment.startswith("rescale") or not isinstance(cell.answer, int):
         return False
     return cell.answer in (3, 4) if cell.request == "connect" else cell.answer not in PASSING
 
 
 def _disturb(
-    cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker
+    moment: str, run: Run, cluster: Cluster, broker: ScriptedBroker
 ) -> Callable[[], object]:
     """Bring about the moment; tells whether that is over, where it has an end of its own."""
-    if cell.moment == "return":
+    if moment == "return":
         broker.cut_all()
-    elif cell.moment == "running" and cell.request == "ack":
+    elif moment == "ack":
         cluster.publish(2)
-    elif cell.moment == "reopen":
+    elif moment == ANOTHER:
+        for one in run.source.__dict__["_running"]._coordinator.broker._workers:
+            one._worker.kill()
+    elif moment == "replace":
+        for one in run.source.__dict__["_running"]._coordinator.broker._workers:
+            host = one._worker.host
+            for hosted in [*host._hosted.values()]:
+                hosted.lacking = True
+                host._retrier.until_true(partial(host._replaced, hosted))
+    elif moment == "reopen":
         worker = run.source.__dict__["_running"]._coordinator.worker
         (one, *_) = worker.range_consumers.by_partition[TopicPartition(TOPIC)]
         worker._reconnector.reopen(one)
-    elif cell.moment == "rescale":
+    elif moment == "rescale":
         ends: list[KeyShardError | None] = []
 
         def rescale() -> None:
@@ -256,9 +225,13 @@ def _disturb(
     return lambda: False
 
 
-def _went_on(run: Run, cluster: Cluster, broker: ScriptedBroker) -> str:
+def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> str:
     """How it ended, or that it goes on once the broker is well."""
     broker.is_well()
+    if (cell.request, cell.answer) == ("ack", SILENT):
+        assert not run.ended, f"ended by {run.error!r}"
+        # It is named, and not sent again while its connection stands.
+        broker.cut_all()
     if not run.ended:
         before = run.rows
         cluster.publish(6)
@@ -270,6 +243,45 @@ def _went_on(run: Run, cluster: Cluster, broker: ScriptedBroker) -> str:
         return "went on"
     assert isinstance(run.error, KeyShardError), f"ended by {run.error!r}"
     return run.error.code
+
+
+# -- dead letters ---------------------------------------------------------------------------------
+
+
+def _of_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
+    """A source whose every message becomes a dead letter, which the broker does not take."""
+    run = LetterRun(broker)
+    try:
+        if cell.moment != "first letter":
+            cluster.publish(2)
+            until(lambda: {0, 1} <= cluster.acked or run.ended, GOES_ON_S, "no letters")
+        else:
+            until(lambda: run.ended or cluster.members[2:], GOES_ON_S, "it does not begin")
+        _check_begun(run)
+        _spoil(cell, broker)
+        if cell.moment == "producer's return":
+            broker.cut_all()
+        cluster.publish(2)
+        until(lambda: run.ended or run.told(), NAMED_S, "not named")
+        if _ends_letters(cell):
+            until(lambda: run.ended, NAMED_S, "it does not end")
+        outcome = _went_on(cell, run, cluster, broker)
+        lost = cluster.acked - set(cluster.letters)
+        assert not lost, f"acknowledged and no letters: {lost}"
+    finally:
+        broker.is_well()
+        run.close()
+    return outcome
+
+
+def _ends_letters(cell: Cell) -> bool:
+    # Why nothing is confirmed that it sends, the client of a producer does not say.
+    if not isinstance(cell.answer, int) or cell.request == "send":
+        return False
+    if cell.moment == "producer's return" and cell.request in ("connect", "lookup"):
+        return _ends(cell)  # the consumers come back first
+    passing = PASSING | UNTOLD | ({25} if cell.request != "producer" else set())
+    return cell.answer not in passing
 
 
 # -- handles --------------------------------------------------------------------------------------

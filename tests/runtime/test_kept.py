@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hosted_harness import LocalWorker
 from pyarrow import flight
 
 from helpers import config, keys_of, received, wait_until
@@ -21,6 +20,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import BatchReleasedError
 from keyshard.worker.flight import BatchServer, read_batch
+from worker_servers import LocalWorker
 
 ALL = tuple(COLUMNS.names)
 ROWS = 1_000

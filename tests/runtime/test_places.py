@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hosted_harness import LocalWorker
 
 from helpers import wait_until
 from keyshard import HandlerConfig, KeyShardSource
@@ -20,6 +19,7 @@ from keyshard.config.workers import WORKERS_MAX, Workers
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ConfigError
+from worker_servers import LocalWorker
 
 Install = Callable[..., None]
 

@@ -1,0 +1,128 @@
+"""Sources that consume from a scripted broker in threads, with waits that are short."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from keyshard import KeyShardSource, Message, Reject
+from keyshard.broker import retrier
+from keyshard.broker.hosted import host, hosting, places
+from keyshard.broker.pulsar import first_question
+from keyshard.broker.wire import cluster as clusters
+from keyshard.broker.wire import keep_alive, receipts, subscribed
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.config.connection import Connection
+from keyshard.config.workers import Workers
+from keyshard.core import health, refusals
+from keyshard.errors import KeyShardError
+from keyshard.worker import reconnector
+from tests.refusals.broker import ScriptedBroker
+from tests.worker_servers import LocalWorker
+
+GOES_ON_S = 20.0
+"""Longest time until a run goes on once the broker is well, seconds."""
+LEASE_S = 60.0
+"""Longest time without a question to a worker, seconds: many cells share the processor."""
+TOPIC = "persistent://public/default/t"
+
+
+@contextmanager
+def hurried() -> Iterator[None]:
+    """Waits that are short, and worker processes that are threads of this one."""
+    changes: list[tuple[Any, str, Any]] = [
+        (refusals, "REFUSED_S", 0.4), (refusals, "UNAUTHENTICATED_S", 0.8),
+        (retrier, "LONGEST_WAIT_S", 0.2), (keep_alive, "PING_AFTER_S", 0.2),
+        (keep_alive, "UNRESPONSIVE_S", 0.5), (subscribed, "WAITS_S", 1.0),
+        (reconnector, "LOOK_S", 0.1), (reconnector, "AWAY_S", (0.3, 0.6)),
+        (receipts, "UNCONFIRMED_S", 1.0), (clusters, "RETIRE_AGE_S", 0.5),
+        (first_question, "ANSWER_S", 1.0), (hosting, "START_AGAIN_S", 0.1),
+        (host, "REOPEN_WAIT_S", 0.2), (places, "start_of", _in_threads),
+        (health, "STALL_S", 1.0),
+    ]  # fmt: skip
+    with ExitStack() as patches:
+        for change in changes:
+            patches.enter_context(patch.object(*change))
+        yield
+
+
+def _in_threads(connection: Connection, _: Workers) -> places.Start:
+    return lambda _stop: LocalWorker(WireBroker(connection), lease_s=LEASE_S)
+
+
+def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} within {timeout_s:.0f} s"
+        time.sleep(0.01)
+
+
+class Run:
+    """A source that acknowledges what comes, in a thread."""
+
+    def __init__(self, broker: ScriptedBroker, workers: str = "embedded") -> None:
+        self.source = KeyShardSource(
+            TOPIC, subscription="s", parallelism=2, starting_position="earliest",
+            subscribe_timeout_ms=1_500, workers=workers,
+            connection=Connection(
+                broker.url, operation_timeout_ms=1_000, connection_timeout_ms=500
+            ),
+        )  # fmt: skip
+        self.rows = 0
+        self.error: BaseException | None = None
+        self.ended = False
+        self._thread = threading.Thread(target=self._run, name="refused", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._consume()
+        except BaseException as exc:  # noqa: BLE001 - judged by the cell
+            self.error = exc
+        self.ended = True
+
+    def _consume(self) -> None:
+        for batch in self.source.batches(max_rows=100, max_wait_s=0.01):
+            self.rows += batch.records.num_rows
+            batch.ack()
+
+    def told(self) -> str:
+        """Text on the broker in its status; empty also while it starts or has ended."""
+        try:
+            window = self.source.status()["window"]
+        except KeyShardError:
+            return ""
+        return window["connectionError"] if window else ""
+
+    def close(self) -> None:
+        end_s = time.monotonic() + GOES_ON_S
+        while self._thread.is_alive() and time.monotonic() < end_s:
+            try:
+                self.source.stop()
+            except KeyShardError:
+                time.sleep(0.01)
+            self._thread.join(0.2)
+        assert not self._thread.is_alive(), "it does not stop"
+
+
+class LetterRun(Run):
+    """A source whose handler rejects every message: each becomes a dead letter."""
+
+    def _consume(self) -> None:
+        self.source.run(self._reject, drain_timeout_s=0.5)
+
+    def _reject(self, _: Message) -> None:
+        self.rows += 1
+        raise Reject("it never succeeds")
+
+    def told(self) -> str:
+        """Text on the broker, or on a range that stalls."""
+        try:
+            stalled = [one["stalled"] for one in self.source.status()["ranges"]]
+        except KeyShardError:
+            return ""
+        return super().told() or next((one["reason"] for one in stalled if one), "")
