@@ -328,7 +328,9 @@ class Admin(Protocol):
 
     def created(self, topic_partition: TopicPartition) -> str: ...
 
-    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool: ...
+    def remove_leftover(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> bool | None: ...
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str

@@ -18,6 +18,7 @@ received from it before the round: what was delivered stays known, for it may co
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ from keyshard.errors import AdminError, BrokerError, KeyShardError
 from keyshard.threads import begin
 
 LEFTOVER_ROUNDS = 3
-"""Rounds in which a deleted topic partition is looked after: a reconnect may be under way."""
+"""Fewest rounds in which a deleted topic partition is looked after: a consumer may come back."""
+LEFTOVER_S = 5.0
+"""Shortest time for which it is, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +120,7 @@ class Discovery:
         self._partitioned: set[str] = set()
         self._created: dict[TopicPartition, str] = {}
         self._leftovers: dict[TopicPartition, int] = {}
+        self._leftover_rounds = max(LEFTOVER_ROUNDS, math.ceil(LEFTOVER_S / interval_s))
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.discovered = 0
@@ -132,7 +136,7 @@ class Discovery:
     def start(self, known: Iterable[TopicPartition], gone: Iterable[TopicPartition] = ()) -> None:
         """Begin, with what is consumed already and what was found deleted at the start."""
         self._known.update(known)
-        self._leftovers.update(dict.fromkeys(gone, LEFTOVER_ROUNDS))
+        self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         self._partitioned.update(
             tp.topic for tp in (*self._known, *self._leftovers) if tp.partition >= 0
         )
@@ -174,11 +178,13 @@ class Discovery:
             self._drop(gone, again=False)
         with errors.kept():
             self._drop(self._recreated(self._known), again=True)
+        leftovers = set(self._leftovers)
         with errors.kept():
-            self._clean()
+            # What was deleted just now is among those that exist, which were looked up before.
+            leftovers -= self._clean()
         for topic in topics:
             with errors.kept():
-                self._add(existing.get(topic, ()))
+                self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
         self._owner.tidy()
         with errors.kept():
             self._look_at_subscriptions()
@@ -252,7 +258,7 @@ class Discovery:
         self._owner.shrink(gone, again=again)
         self._known -= gone
         self.gone += len(gone)
-        self._leftovers.update(dict.fromkeys(gone, LEFTOVER_ROUNDS))
+        self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         for topic_partition in sorted(gone):
             self._created.pop(topic_partition, None)
             _log.warning(
@@ -281,17 +287,24 @@ class Discovery:
             _log.debug("no creation time of %s: %s", topic_partition, exc)
             return ""
 
-    def _clean(self) -> None:
-        """Delete what reconnects of ours created, for as long as one may be under way."""
+    def _clean(self) -> set[TopicPartition]:
+        """Delete what reconnects of ours created, for as long as one may be under way.
+
+        Returns:
+            Topic partitions that belong to others, who created them again.
+        """
+        stay: set[TopicPartition] = set()
         for topic_partition in sorted(self._leftovers):
             self._leftovers[topic_partition] -= 1
             if self._stays(topic_partition):
                 self._leftovers[topic_partition] = 0
+                stay.add(topic_partition)
                 _log.warning("%s exists again and belongs to others: it stays", topic_partition)
             else:
                 self._owner.forget(topic_partition)
             if self._leftovers[topic_partition] <= 0:
                 del self._leftovers[topic_partition]
+        return stay
 
     def _stays(self, topic_partition: TopicPartition) -> bool:
         """Whether somebody else has a deleted topic partition again; else deletes what is left."""
@@ -301,10 +314,12 @@ class Discovery:
             return True
         if self._admin is None:
             return False
-        return not self._admin.remove_leftover(topic_partition, self._subscription)
+        is_gone = self._admin.remove_leftover(topic_partition, self._subscription)
+        # A consumer of the subscription may be one of ours that came back late and is to be closed.
+        return is_gone is False or (is_gone is None and self._leftovers[topic_partition] <= 0)
 
-    def _add(self, existing: Collection[TopicPartition]) -> None:
-        new = sorted(tp for tp in existing if tp not in self._known and tp not in self._leftovers)
+    def _add(self, existing: Iterable[TopicPartition]) -> None:
+        new = sorted(tp for tp in existing if tp not in self._known)
         if not new:
             return
         self._owner.grow(new)

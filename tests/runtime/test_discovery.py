@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from helpers import received, wait_until
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import StartPosition
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, SubscriptionInUseError
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recording_broker import RecordingBroker
@@ -157,6 +160,26 @@ def test_a_deleted_topic_stays_deleted_and_the_others_go_on(world: World, partit
         assert world.names() == {"stays"}
 
 
+def test_a_consumer_that_comes_back_late_does_not_keep_a_deleted_topic(world: World) -> None:
+    """Issue: it was taken for somebody else's, so the deleted topic was consumed again."""
+    world.cluster.create_topic("t")
+    broker = MemoryBroker(world.cluster)
+    with closing(broker), world.running(world.source("t")) as coordinator:
+        world.cluster.delete_topic(PREFIX + "t")
+        coordinator.discovery.round()
+        assert world.names() == set()
+        late = broker.subscribe(
+            TopicPartition(PREFIX + "t"), "unit", HashRange(0, 9), start=StartPosition.EARLIEST,
+            consumer_name="late", receiver_queue_size=1,
+        )  # fmt: skip
+        coordinator.discovery.round()
+        assert world.names() == {"t"}
+        late.close()
+        coordinator.discovery.round()
+        assert world.names() == set()
+        assert coordinator.status()["partitionsGone"] == 1
+
+
 @pytest.mark.parametrize("partitions", [0, 3])
 def test_a_topic_that_comes_back_is_read_from_its_beginning(world: World, partitions: int) -> None:
     world.cluster.create_topic("t", partitions)
@@ -193,7 +216,7 @@ class CutsMeanwhile(MemoryAdmin):
         self.cut()
         return super().partition_count(topic)
 
-    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         self.cut()
         return super().remove_leftover(topic_partition, subscription)
 

@@ -80,17 +80,21 @@ class MemoryAdmin:
             found = self._cluster.subscriptions(topic_partition)
             return {name: _stats(one) for name, one in found.items()}
 
-    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         with self._cluster.lock:
             where = self._topic_of(topic_partition)
             if where is None:
                 return True
             found = self._cluster.subscriptions(topic_partition)
-            if set(found) != {subscription} or found[subscription].connected:
-                return False
             # A partition of a topic that has its metadata is no leftover.
-            if len(self._cluster.log(topic_partition)) or where != topic_partition.name:
+            if (
+                set(found) != {subscription}
+                or len(self._cluster.log(topic_partition))
+                or where != topic_partition.name
+            ):
                 return False
+            if found[subscription].connected:
+                return None
             self._cluster.delete_topic(where)
             return True
 

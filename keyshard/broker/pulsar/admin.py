@@ -119,10 +119,11 @@ class PulsarAdmin:
         answer = self._checked(path, self._request("GET", path))
         return self._understood(path, answer, lambda found: str(found.get("creationDate")))
 
-    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool:
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
 
-        It stays when it holds an entry, or anybody but our closed consumers was there.
+        It stays when it holds an entry, or anybody but consumers of ours was there. ``None``: a
+        consumer of the subscription is connected, which may be ours and about to be closed.
         """
         path = _path(topic_partition.name)
         stats = self._get(f"{path}/stats?subscriptionBacklogSize=false", missing={})
@@ -133,10 +134,11 @@ class PulsarAdmin:
             stats.get("publishers")
             or stats.get("msgInCounter")
             or set(subscriptions) != {subscription}
-            or subscriptions[subscription]["consumers"]
             or self._get(f"{path}/internalStats", missing={}).get("numberOfEntries")
         ):
             return False
+        if subscriptions[subscription]["consumers"]:
+            return None
         answer = self._request("DELETE", path)
         return answer.is_success or _says_missing(answer)
 

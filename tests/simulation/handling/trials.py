@@ -73,7 +73,7 @@ class Trial:
         keys = random.choice((1, KEYS_MIN - 1, KEYS_MIN, 12, 40))
         keys = max(1, min(keys, room // self._repeats))
         fills = random.random() < FILLS and 3 * share < 2 * shape.unacked_limits.per_consumer
-        self._fills = fills and not self._outage
+        self._fills = fills and not self._outage and shape.on_failure == "park"
         """Whether poison keys fill the window, so that they must make room for others."""
         if self._fills:
             keys = random.choice((KEYS_MIN, 9))
@@ -119,7 +119,9 @@ class Trial:
         if self._outage:
             self._run_outage()
         else:
-            within_s = MADE_ROOM_S * len(self._poison) if self._fills else PARK_S
+            # Where keys do not park, every message of a key takes all retries.
+            times = 1 if world.shape.on_failure == "park" else self._repeats
+            within_s = MADE_ROOM_S * len(self._poison) if self._fills else PARK_S * times
             self._go_on(self._poison_rests, within_s, "until all poison keys are parked")
         if self._hangs and self._stops:
             for program in world.programs:
