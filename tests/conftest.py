@@ -73,11 +73,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means: one for each core, and one for what waits.
+    """What ``-n auto`` means: one for each core, and two for what waits.
 
     Each has brokers, a Spark or a Ray beside it: more keep each other waiting until deadlines pass.
     """
-    return min(len(os.sched_getaffinity(0)) + 1, PROCESSES_MAX)
+    return min(len(os.sched_getaffinity(0)) + 2, PROCESSES_MAX)
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
