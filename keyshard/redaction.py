@@ -153,6 +153,11 @@ def scrubbed(error: _Error) -> _Error:
         if one is None:
             break
         one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+        if isinstance(one, OSError):
+            # It prints these, not its arguments.
+            for name in ("strerror", "filename", "filename2"):
+                if isinstance(said := getattr(one, name), str):
+                    setattr(one, name, redacted(said))
         one = one.__cause__ or one.__context__
     return error
 

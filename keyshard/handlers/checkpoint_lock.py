@@ -61,15 +61,15 @@ class CheckpointLock:
         return (facts.st_dev, facts.st_ino)
 
     def _locked(self, path: Path) -> TextIO:
-        if not path.parent.exists():
-            raise CheckpointError(
-                f"The checkpoint {path} cannot be written: the folder {path.parent} does not "
-                "exist. Create it; if it lies on a volume, mount that first."
-            )
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"The checkpoint {path} cannot be written: it is no file.")
         try:
-            file = self._path.open("a+", encoding="utf-8")
+            if not path.parent.exists():
+                raise CheckpointError(
+                    f"The checkpoint {path} cannot be written: the folder {path.parent} does not "
+                    "exist. Create it; if it lies on a volume, mount that first."
+                )
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"The checkpoint {path} cannot be written: it is no file.")
+            file = self._path.open("a+", encoding="utf-8", errors="replace")
         except OSError as exc:
             raise CheckpointError(
                 f"The checkpoint {path} cannot be written: {exc}. Name a file in a folder that "

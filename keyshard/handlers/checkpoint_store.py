@@ -14,7 +14,7 @@ from keyshard.config.handlers import checkpoint_url
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError
 from keyshard.handlers.checkpoint_lock import CheckpointLock
-from keyshard.redaction import redacted, shown
+from keyshard.redaction import redacted, scrubbed, shown
 
 _log = logging.getLogger(__name__)
 _USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
@@ -90,7 +90,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"The checkpoint {self._url} cannot be written: {exc}. Name a place that this "
                 "process may write to."
-            ) from exc
+            ) from scrubbed(exc)
         try:
             self._files.rm_file(path)
         except Exception as exc:  # noqa: BLE001 - who may write there may not remove
@@ -107,7 +107,9 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except Exception as exc:
-            raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
+            raise CheckpointError(
+                f"Could not read the checkpoint {self._url}: {exc}."
+            ) from scrubbed(exc)
         try:
             return Checkpoint.from_json(text)
         except CheckpointError as exc:
@@ -132,12 +134,13 @@ class CheckpointStore:
             raise CheckpointError(
                 f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
                 "acknowledged; it comes again."
-            ) from exc
+            ) from scrubbed(exc)
         return len(text)
 
 
 def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    # The lock leaves one writer, so a file of one that crashed is written anew.
+    new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from keyshard.core.position.checkpoint import Checkpoint
@@ -178,6 +180,70 @@ def test_a_place_that_cannot_be_written_is_named_at_the_start(tmp_path: Path, pl
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(CheckpointError, match=r"orders\.json cannot be written"):
         CheckpointStore(f"{tmp_path}/{place}").open()
+
+
+@pytest.mark.parametrize("place", ["{}.json", "{}/orders.json"])
+def test_a_name_that_is_too_long_is_named_at_the_start(tmp_path: Path, place: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written: .*too long"):
+        CheckpointStore(tmp_path / place.format("a" * 300)).open()
+
+
+@pytest.mark.parametrize("length", range(240, 256))
+def test_what_can_be_opened_can_be_saved(tmp_path: Path, length: int) -> None:
+    store = CheckpointStore(tmp_path / ("a" * length))
+    try:
+        store.open()
+    except CheckpointError:
+        return
+    store.save(ONE)
+    store.close()
+
+
+def test_a_crashed_writer_leaves_nothing_behind_for_ever(tmp_path: Path) -> None:
+    """Each crash within a write left one more file, under the name of its process."""
+    path = tmp_path / "orders.json"
+    for _ in range(2):
+        program = (
+            "import os, sys\n"
+            "from keyshard.core.position.checkpoint import Checkpoint\n"
+            "from keyshard.handlers.checkpoint_store import CheckpointStore\n"
+            "store = CheckpointStore(sys.argv[1])\n"
+            "store.open()\n"
+            "os.fsync = lambda _: os._exit(0)\n"
+            "store.save(Checkpoint('local', 'one', 4, {}))\n"
+        )
+        subprocess.run([sys.executable, "-c", program, path], check=True, timeout=20)
+    store = CheckpointStore(path)
+    assert store.open() is None
+    store.save(ONE)
+    store.close()
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, f"{path.name}.lock"}
+
+
+class _Refusing(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A store whose errors show the URL."""
+
+    protocol = "refusing"
+
+    def pipe_file(self, path: str, *_: object) -> None:
+        raise OSError(5, "refused", path)
+
+    cat_file = pipe_file
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path
+
+
+@pytest.mark.parametrize("what", ["open", "load", "save"])
+def test_no_traceback_shows_the_password_of_a_store(what: str) -> None:
+    fsspec.register_implementation("refusing", _Refusing, clobber=True)
+    store = CheckpointStore("refusing://ann:geheim@host/orders.json")
+    with pytest.raises(CheckpointError) as caught:
+        getattr(store, what)(*([ONE] if what == "save" else []))
+    told = "".join(traceback.format_exception(caught.value))
+    assert "refused" in told
+    assert "geheim" not in told
 
 
 def test_an_object_store_is_tried_at_the_start(
