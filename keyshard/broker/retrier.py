@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 
+from keyshard.errors import ThreadStartError
 from keyshard.threads import begin, owner
 
 FIRST_WAIT_S = 0.05
@@ -108,8 +109,13 @@ class Retrier:
         """Start a thread that waits for due jobs, if none waits; under the lock."""
         if not self._idle and len(self._threads) < THREADS_MAX:
             name = f"{self._name}-{len(self._threads)}"
+            try:
+                self._threads.append(begin(name, self._run, fail=self._owner))
+            except ThreadStartError:
+                if not self._threads:
+                    raise
+                return  # Those that run come back for more.
             self._idle += 1
-            self._threads.append(begin(name, self._run, fail=self._owner))
 
     def _run(self) -> None:
         while True:

@@ -145,9 +145,13 @@ def logs(
     found = _running(data)
     folder = Path(found[0].data_dir) if len(found) == 1 else registry.data_dir(data)
     path = folder / "broker.log"
-    if not path.exists():
-        raise DevBrokerError(f"There is no log at {path}: no broker was started there.")
-    with path.open(errors="replace") as log:
+    try:
+        opened = path.open(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        raise DevBrokerError(f"There is no log at {path}: no broker was started there.") from None
+    except OSError as exc:
+        raise DevBrokerError(f"The log {path} cannot be read: {exc.strerror}.") from None
+    with opened as log:
         for line in deque(log, maxlen=lines):
             typer.echo(line, nl=False)
         while follow:

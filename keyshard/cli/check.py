@@ -150,7 +150,11 @@ def _run_live(
 
     if topic is None:
         raise ConfigError("--live needs --topic: the topic to publish to, best a new one.")
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}. Name a new file.") from None
+    if exists:
         raise ConfigError(f"{path} exists. Name a new file, or check it without --live.")
     plan = LiveCheck(
         topic=topic,

@@ -22,6 +22,7 @@ from keyshard.cli.output import (
 from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
+    from keyshard.core.ring.assignment import Assignment
     from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
     from keyshard.observe.status_types import Status
 
@@ -83,6 +84,8 @@ def rescale(  # noqa: PLR0917 - one argument per option
 ) -> None:
     """Cut the ring of a running source anew, while it runs."""
 
+    from keyshard.core.ring.assignment import assign
+
     if (ranges is None) != balance:
         raise ConfigError("Give the number of ranges, or --balance to keep it.")
     of_dry_run = {
@@ -105,37 +108,31 @@ def rescale(  # noqa: PLR0917 - one argument per option
             "by the load when it is done."
         )
     show = partial(
-        _show, ranges=ranges, start=start, handler_ms=handler_ms, lanes=lanes, workers=workers,
+        _show, ranges=ranges, handler_ms=handler_ms, lanes=lanes, workers=workers,
         as_json=as_json,
     )  # fmt: skip
     if start is not None:
-        show(None)
+        show(assign(start), None)
         return
     source = source_of(subscription, service_url, client_conf, pid)
     status: Status = source.ask("status")
     with source.read():
-        show(status)
+        show(_assignment_of(status), status)
 
 
 def _show(
+    before: Assignment,
     status: Status | None,
     *,
     ranges: int,
-    start: int | None,
     handler_ms: float | None,
     lanes: int | None,
     workers: int | None,
     as_json: bool,
 ) -> None:
     """What would move, and the most that handlers could do before and after it."""
-    from keyshard.core.ring.assignment import assign
     from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
 
-    if status is not None:
-        before = _assignment_of(status)
-    else:
-        assert start is not None, "without a source it is given"
-        before = assign(start)
     made = RescalePlan.make(before, ranges)
     lanes = lanes or (status and status["lanes"]) or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
@@ -159,7 +156,7 @@ def _moved(told: dict[str, Any]) -> str:
     return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."
 
 
-def _assignment_of(status: Status) -> Any:
+def _assignment_of(status: Status) -> Assignment:
     from keyshard.core.ring.hash_range import HashRange
 
     return tuple(

@@ -87,10 +87,11 @@ class CheckpointStore:
         try:
             self._files.pipe_file(path, b"")
         except Exception as exc:
+            scrubbed(exc)
             raise CheckpointError(
                 f"The checkpoint {self._url} cannot be written: {exc}. Name a place that this "
                 "process may write to."
-            ) from scrubbed(exc)
+            ) from exc
         try:
             self._files.rm_file(path)
         except Exception as exc:  # noqa: BLE001 - who may write there may not remove
@@ -107,9 +108,8 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except Exception as exc:
-            raise CheckpointError(
-                f"Could not read the checkpoint {self._url}: {exc}."
-            ) from scrubbed(exc)
+            scrubbed(exc)
+            raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
         try:
             return Checkpoint.from_json(text)
         except CheckpointError as exc:
@@ -131,10 +131,11 @@ class CheckpointStore:
             else:
                 self._files.pipe_file(self._path, text.encode())
         except Exception as exc:
+            scrubbed(exc)
             raise CheckpointError(
                 f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
                 "acknowledged; it comes again."
-            ) from scrubbed(exc)
+            ) from exc
         return len(text)
 
 

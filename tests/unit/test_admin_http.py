@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 
 import httpx
 import pytest
@@ -21,6 +21,7 @@ from keyshard.errors import (
     AuthenticationError,
     AuthorizationError,
     BrokerUnavailableError,
+    KeyShardError,
     TlsError,
 )
 
@@ -325,3 +326,36 @@ def test_statistics_and_settings_that_are_none_are_an_error_by_name(
         if not isinstance(answer, (dict, list)):
             with pytest.raises(AdminError, match="unexpected"):
                 admin.settings()
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 500])
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"null", b"7", b"[null]", b"[1, \"a\"]", b"[" * 100_000, b"9" * 5_000, b"\xff", b"1e999",
+        b'{"partitions": 1e999, "ledgerId": 1e999, "entryId": 1, "type": "A", "version": 1e999}',
+        b'{"subscriptions": 3, "ledgers": [{"ledgerId": 1e999}], "own": 1e999}',
+        b'{"subscriptions": {"s": 3}}', b'{"subscriptions": {"s": {"consumers": []}}}',
+    ],
+    ids=lambda told: repr(told[:20]),
+)  # fmt: skip
+def test_an_answer_of_any_shape_has_a_meaning_or_is_an_error_by_name(
+    answers: Callable[[Answer], None], told: bytes, status: int
+) -> None:
+    """Numbers without end and lists without end were raw errors; so were lists that are none."""
+    answers(lambda _: httpx.Response(status, content=told))
+    where = TopicPartition("persistent://public/default/t", 1)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        for ask in (
+            admin.version, admin.settings, admin.cluster,
+            lambda: admin.namespaces("a"), lambda: admin.topics("a", "b"),
+            lambda: admin.partition_count(where.topic), lambda: admin.create(where.topic, 3),
+            lambda: admin.created(where), lambda: admin.remove_leftover(where, "s"),
+            lambda: admin.subscription(where, "s"), lambda: admin.begins_whole(where, "s"),
+            lambda: admin.unacknowledged_limits(where.topic), lambda: admin.ledgers(where),
+            lambda: admin.broker_state(where, "s"), lambda: admin.last_written(where),
+            lambda: admin.held_back_behind(where), lambda: admin.position_at(where, 5),
+            lambda: admin.schema(where.topic),
+        ):  # fmt: skip
+            with suppress(KeyShardError):
+                ask()

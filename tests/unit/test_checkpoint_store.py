@@ -184,7 +184,7 @@ def test_a_place_that_cannot_be_written_is_named_at_the_start(tmp_path: Path, pl
 
 @pytest.mark.parametrize("place", ["{}.json", "{}/orders.json"])
 def test_a_name_that_is_too_long_is_named_at_the_start(tmp_path: Path, place: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot be written: .*too long"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*too long"):
         CheckpointStore(tmp_path / place.format("a" * 300)).open()
 
 

@@ -163,6 +163,47 @@ def test_a_socket_that_answers_garbage_is_one_sentence(
     assert err.count("\n") == 1, err
 
 
+def test_a_source_whose_status_is_nothing_plans_no_rescale(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = ControlServer("s", "pulsar://a", "t", {"status": lambda _: None})
+    try:
+        code, out, err = run(capsys, "rescale", "4", "--dry-run")
+    finally:
+        server.close()
+    assert (code, out) == (1, "")
+    assert err.startswith("[KEYSHARD_CONTROL]")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("broker", "stop", "--data", "k\udcff"),
+        ("broker", "status", "--data", "loop"),
+        ("broker", "logs", "--data", "a" * 300),
+        ("broker", "logs", "--data", "."),
+        ("produce", "k\udcff"),
+        ("check", "--live", "--topic", "t", "--history", "a" * 300),
+    ],
+    ids=lambda command: " ".join(command)[:30].encode(errors="replace").decode(),
+)
+def test_names_that_nothing_can_have_are_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "broker.log").mkdir()
+    code, out, err = run(capsys, *command)
+    assert code in (1, 2)
+    assert out == ""
+    assert err.startswith("[KEYSHARD_"), err
+    assert err.count("\n") == 1, err
+
+
 def _hostile_line(random: Random, events: list[dict[str, Any]]) -> str:
     event = spoiled(random, random.choice(events), 1)
     text = json.dumps(event)

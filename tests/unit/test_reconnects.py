@@ -35,6 +35,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     ConfigError,
     KeyShardError,
+    ThreadStartError,
 )
 from keyshard.threads import owned_by
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
@@ -491,3 +492,67 @@ def test_a_broker_that_only_listens_costs_attempts_little(
     listening.close()
     assert len(errors) == 20
     assert time.monotonic() - began_s < 6.0, "one after the other, they take 8 s"
+
+
+def test_attempts_go_on_where_the_system_starts_no_thread_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that did not start was counted as one that waits: no other was started again."""
+    start, full = threading.Thread.start, threading.Event()
+
+    def limited(thread: threading.Thread) -> None:
+        if full.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    retrier = Retrier()
+    made: list[int] = []
+
+    def attempt(number: int) -> Callable[[], bool]:
+        return lambda: made.append(number) is None
+
+    full.set()
+    with pytest.raises(ThreadStartError):
+        retrier.until_true(attempt(1))
+    full.clear()
+    retrier.until_true(attempt(2))
+    wait_until(lambda: sorted(made) == [1, 2])
+    full.set()
+    for number in (3, 4, 5):
+        retrier.until_true(attempt(number))
+    wait_until(lambda: sorted(made) == [1, 2, 3, 4, 5])
+    retrier.close()
+    retrier.join(5)
+
+
+def test_a_broker_that_only_pings_does_not_keep_the_first_question_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_question, "ANSWER_S", 0.3)
+    ping = bytes.fromhex("00000009000000050812920100")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def flood() -> None:
+            peer, _ = listening.accept()
+            peer.settimeout(0)
+            end_s = time.monotonic() + 5
+            with peer:
+                while time.monotonic() < end_s:
+                    with suppress(BlockingIOError):
+                        peer.recv(1 << 16)
+                    try:
+                        peer.send(ping * 1_000)
+                    except BlockingIOError:
+                        time.sleep(0.001)
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=flood, daemon=True)
+        thread.start()
+        connection = Connection(f"pulsar://127.0.0.1:{listening.getsockname()[1]}")
+        began_s = time.monotonic()
+        with pytest.raises(BrokerUnavailableError, match="does not answer"):
+            first_question.missing_topics(connection, Credentials(connection), [])
+        assert time.monotonic() - began_s < 4
+        thread.join(10)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from keyshard.broker.port import BEGINS
-from keyshard.broker.pulsar.admin_http import TIMEOUT_S, AdminHttp
+from keyshard.broker.pulsar.admin_http import TIMEOUT_S, UNEXPECTED, AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.message import MessageId
@@ -23,6 +23,7 @@ from keyshard.core.position.entry import (
 from keyshard.core.position.ledger import Ledger, last_written_of, ledgers_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
+from keyshard.redaction import shown
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,8 +75,7 @@ class PulsarAdmin:
 
     def cluster(self) -> str:
         """Name of the cluster; the first where it knows several."""
-        names = self._get("clusters")
-        return str(min(names)) if names else ""
+        return self._get("clusters", lambda names: str(min(names)) if names else "")
 
     def partition_count(self, topic: str) -> int | None:
         """Partitions of a topic: 0 for one that is not partitioned, ``None`` for none at all."""
@@ -100,8 +100,8 @@ class PulsarAdmin:
 
     def namespaces(self, tenant: str) -> set[str]:
         """Names of the namespaces of a tenant, without it; refused where the tenant is not."""
-        found = self._get(f"namespaces/{quote(tenant, safe='')}")
-        return {str(name).partition("/")[2] for name in found}
+        names = self._get(f"namespaces/{quote(tenant, safe='')}", _names)
+        return {name.partition("/")[2] for name in names}
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
         """Full names of all persistent topics of a namespace, without their partitions.
@@ -109,15 +109,14 @@ class PulsarAdmin:
         A topic that is not partitioned but is called ``...-partition-N`` is left out.
         """
         path = _namespace(tenant, namespace)
-        stored = {str(name) for name in self._get(path)}
+        stored = self._get(path, _names)
         plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
-        return plain | {str(name) for name in self._get(f"{path}/partitioned")}
+        return plain | self._get(f"{path}/partitioned", _names)
 
     def created(self, topic_partition: TopicPartition) -> str:
         """When its storage was created: another text after it was deleted and created again."""
         path = f"{_path(topic_partition.name)}/internal-info"
-        answer = self._checked(path, self._request("GET", path))
-        return self._understood(path, answer, lambda found: str(found.get("creationDate")))
+        return self._get(path, lambda found: str(found.get("creationDate")))
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """Delete what a reconnect of ours created of a deleted topic; whether it is gone now.
@@ -126,18 +125,14 @@ class PulsarAdmin:
         consumer of the subscription is connected, which may be ours and about to be closed.
         """
         path = _path(topic_partition.name)
-        stats = self._get(f"{path}/stats?subscriptionBacklogSize=false", missing={})
-        if not stats:
+        stats = f"{path}/stats?subscriptionBacklogSize=false"
+        told = self._told(stats, lambda found: _use_of(found, subscription))
+        if told is None:
             return True
-        subscriptions = stats["subscriptions"]
-        if (
-            stats.get("publishers")
-            or stats.get("msgInCounter")
-            or set(subscriptions) != {subscription}
-            or self._get(f"{path}/internalStats", missing={}).get("numberOfEntries")
-        ):
+        used, connected = told
+        if used or self._told(f"{path}/internalStats", lambda found: found.get("numberOfEntries")):
             return False
-        if subscriptions[subscription]["consumers"]:
+        if connected:
             return None
         answer = self._request("DELETE", path)
         return answer.is_success or _says_missing(answer)
@@ -169,7 +164,8 @@ class PulsarAdmin:
     def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
         """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
         path = f"{_subscription_path(topic_partition, subscription)}/properties"
-        others = {name: text for name, text in self._get(path).items() if name != BEGINS}
+        properties = self._get(path, lambda found: {name: str(found[name]) for name in found})
+        others = {name: text for name, text in properties.items() if name != BEGINS}
         self._checked(path, self._request("PUT", path, json=others))
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
@@ -272,14 +268,9 @@ class PulsarAdmin:
         """Close the connections."""
         self._http.close()
 
-    def _get(self, path: str, missing: Any = None) -> Any:
-        response = self._request("GET", path)
-        if missing is not None and _says_missing(response):
-            return missing
-        try:
-            return self._checked(path, response).json()
-        except ValueError as exc:
-            raise self._failed(path, exc) from None
+    def _get(self, path: str, read: Callable[[Any], T]) -> T:
+        """What is read of an answer about what exists."""
+        return self._understood(path, self._checked(path, self._request("GET", path)), read)
 
     def _told(self, path: str, read: Callable[[Any], T]) -> T | None:
         """What is read of an answer; ``None``: what is asked about does not exist."""
@@ -291,7 +282,7 @@ class PulsarAdmin:
     def _understood(self, path: str, response: httpx.Response, read: Callable[[Any], T]) -> T:
         try:
             return read(response.json())
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        except UNEXPECTED as exc:
             raise AdminError(
                 f"GET {path} at {self._http.url} says something unexpected: {exc!r}. Check "
                 "admin_url, or leave it out to do without the checks it allows."
@@ -320,6 +311,20 @@ class PulsarAdmin:
         return self._http.request(method, f"/admin/v2/{path}", **content)
 
 
+def _names(found: list[Any]) -> set[str]:
+    if not isinstance(found, list):
+        raise TypeError(f"{shown(found)} is no list of names")
+    return set(map(str, found))
+
+
+def _use_of(stats: Mapping[str, Any], subscription: str) -> tuple[bool, bool]:
+    """Whether anybody used a topic but one subscription; whether that has a consumer now."""
+    subscriptions = stats["subscriptions"]
+    others = set(subscriptions) != {subscription}
+    used = bool(stats.get("publishers") or stats.get("msgInCounter") or others)
+    return used, not others and bool(subscriptions[subscription]["consumers"])
+
+
 def _number(found: object) -> int | None:
     return None if found is None else int(str(found))
 
@@ -346,7 +351,7 @@ def _reason(response: httpx.Response) -> str | None:
     """Why Pulsar refuses a request; ``None``: it is not Pulsar that does."""
     try:
         return str(response.json()["reason"])
-    except (ValueError, KeyError, TypeError):
+    except UNEXPECTED:
         return None
 
 

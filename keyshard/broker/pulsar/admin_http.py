@@ -26,6 +26,8 @@ CONNECT_S = 3.0
 """Longest time to be connected, seconds."""
 REDIRECTS_MAX = 5
 """Brokers that may send a request to another one."""
+UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of reading an answer that has an unexpected shape."""
 _REFUSED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 _LACKS = re.compile(r"operation \[(\w+)\] on \w+ \[([^\]]+)\](?: on policy \[(\w+)\])?")
 _CONSUMING = ("CONSUME", "LOOKUP", "GET_METADATA", "GET_STATS", "GET_TOPICS")
@@ -154,7 +156,7 @@ class AdminHttp:
             return
         try:
             reason = str(answer.json()["reason"])
-        except (ValueError, KeyError, TypeError):
+        except UNEXPECTED:
             # The filter before the interface; what may not be done is said as JSON.
             raise not_accepted(
                 f"The admin interface at {self.url}", self._credentials.who(),

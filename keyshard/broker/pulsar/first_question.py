@@ -141,7 +141,10 @@ class _Asking:
     def _exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            self._stream.settimeout(max(0.001, self._deadline - time.monotonic()))
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._stream.settimeout(left_s)
             part = self._stream.recv(size - len(data))
             if not part:
                 raise ConnectionResetError("it closed the connection")

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from keyshard.errors import DevBrokerError
+from keyshard.redaction import shown
 from keyshard.testing.devbroker.cache import cache_dir
 from keyshard.testing.devbroker.process import kill_group, start_ticks
 
@@ -34,8 +35,20 @@ class BrokerRecord:
 
 
 def data_dir(named: Path | None) -> Path:
-    """The data directory a person named, or the default one."""
-    return (named if named is not None else cache_dir() / "broker").expanduser().resolve()
+    """The data directory a person named, or the default one.
+
+    Raises:
+        DevBrokerError: No directory can have this name.
+    """
+    folder = named if named is not None else cache_dir() / "broker"
+    try:
+        found = folder.expanduser().resolve()
+        os.fsencode(found).decode()
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise DevBrokerError(
+            f"The data directory {shown(str(folder))} cannot be used: {exc}. Name another one."
+        ) from exc
+    return found
 
 
 def remember(

@@ -24,6 +24,7 @@ from keyshard.broker.pulsar.credentials import Credentials
 from keyshard.broker.pulsar.first_question import missing_topics
 from keyshard.broker.pulsar.refusals import lacks
 from keyshard.config.connection import Connection
+from keyshard.core.option_checks import check_text
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
 
@@ -231,6 +232,7 @@ def create_partitioned_topic(connection: Connection | str, topic: str, partition
         BrokerUnavailableError: The interface cannot be reached.
     """
     _between("partitions", partitions, 1, PARTITIONS_MAX)
+    check_text("topic", topic, "name a topic")
     if isinstance(connection, str):
         connection = Connection(admin_url=connection)
     with closing(PulsarAdmin(connection)) as admin, _hinted():
