@@ -123,7 +123,9 @@ def sleeper(tmp_path: Path, *, deaf: bool = False, detached: bool = False) -> pr
     script = "trap '' TERM; " if deaf else ""
     command = ["/bin/sh", "-c", f"{script}echo up; exec sleep 600"]
     log = tmp_path / "log"
-    started = process.BrokerProcess(command, os.environ, log, detached=detached)
+    started = process.BrokerProcess(command, os.environ, log)
+    if detached:
+        started.let_go()
     until(lambda: log.read_text() == "up\n")
     return started
 
@@ -167,6 +169,47 @@ def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         parent.kill()
     until(lambda: process.start_ticks(pid) is None)
     until(lambda: not data.exists())
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_detached_broker_outlives_its_starter_once_it_is_ready(
+    tmp_path: Path, ready: bool
+) -> None:
+    """A start that was ended left a broker behind that no command knew of."""
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from keyshard.testing.devbroker import devbroker\n"
+        "from keyshard.testing.devbroker.readiness import Outcome\n"
+        "class Slow(devbroker.DevBroker):\n"
+        "    def _command(self, home): return ['/bin/sh', '-c', 'echo $$; exec sleep 600']\n"
+        "    def _environment(self, home, java): return dict(os.environ)\n"
+        "def wait(*_, **__):\n"
+        "    if sys.argv[2] == 'False': time.sleep(600)\n"
+        "    return Outcome.READY\n"
+        "devbroker.wait_until_ready = wait\n"
+        "data = Path(sys.argv[1])\n"
+        "Slow('4.0.8', 6650, 8080, data, detached=True)._launch(data, data, 0, 0.0)\n"
+        "print(flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    log = tmp_path / "broker.log"
+    command = [sys.executable, "-c", script, str(tmp_path), str(ready)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        until(lambda: log.exists() and log.read_text().endswith("\n"))
+        pid = int(log.read_text())
+        if ready:
+            parent.stdout.readline()
+        parent.terminate()
+    try:
+        if ready:
+            time.sleep(0.5)
+            assert process.start_ticks(pid) is not None
+        else:
+            until(lambda: process.start_ticks(pid) is None)
+    finally:
+        process.kill_group(pid)
 
 
 def test_a_record_of_another_process_is_not_believed(tmp_path: Path) -> None:

@@ -219,7 +219,6 @@ class DevBroker(ProcessOwner):
             self._command(home),
             self._environment(home, java),
             self.log_path,
-            detached=self._detached,
             remove_if_orphaned=self.data_dir if self._temporary else None,
         )
         outcome = Outcome.LATE
@@ -233,6 +232,8 @@ class DevBroker(ProcessOwner):
         finally:
             if outcome is Outcome.READY:
                 self._process = process
+                if self._detached:
+                    process.let_go()
             else:
                 process.kill()
         return outcome

@@ -41,16 +41,14 @@ class BrokerProcess:
         env: Mapping[str, str],
         log_path: Path,
         *,
-        detached: bool = False,
         remove_if_orphaned: Path | None = None,
     ) -> None:
-        """Start the process.
+        """Start the process; it is killed when this one ends, unless it was let go.
 
         Args:
             command: Program and arguments.
             env: Its whole environment.
             log_path: File that its output is appended to.
-            detached: Whether it shall live on when this process ends; else it is killed then.
             remove_if_orphaned: Directory to remove when it is killed because this process ended.
         """
         with log_path.open("ab") as log:
@@ -62,7 +60,9 @@ class BrokerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._watchdog = None if detached else _start_watchdog(self.pid, remove_if_orphaned)
+        self._watchdog: subprocess.Popen[bytes] | None = _start_watchdog(
+            self.pid, remove_if_orphaned
+        )
 
     @property
     def pid(self) -> int:
@@ -93,6 +93,10 @@ class BrokerProcess:
             DevBrokerError: It is still there at the deadline.
         """
         kill_group(self.pid, reap=self._process.poll)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let it live on when this process ends. Idempotent."""
         if self._watchdog is not None:
             _dismiss(self._watchdog)
             self._watchdog = None
