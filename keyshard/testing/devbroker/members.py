@@ -47,6 +47,14 @@ class ClusterMember(ProcessOwner):
         """File with its output."""
         return self.folder / "process.log"
 
+    def log_has(self, text: bytes) -> bool:
+        """Whether a running process has written a text since it was asked, or started, last."""
+        if not self.is_running():
+            return False
+        found = LogWatch(self.log_path, self._log_from).has(text)
+        self._log_from = self.log_path.stat().st_size
+        return found
+
     def launch(self) -> None:
         """Start the process without waiting for it; does nothing when it runs."""
         if not self.is_running():

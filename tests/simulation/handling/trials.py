@@ -121,8 +121,7 @@ class Trial:
         else:
             # Where keys do not park, every message of a key takes all retries.
             times = 1 if world.shape.on_failure == "park" else self._repeats
-            within_s = MADE_ROOM_S * len(self._poison) if self._fills else PARK_S * times
-            self._go_on(self._poison_rests, within_s, "until all poison keys are parked")
+            self._go_on(self._poison_rests, PARK_S * times, "until all poison keys are parked")
         if self._hangs and self._stops:
             for program in world.programs:
                 program.stop()
@@ -165,8 +164,10 @@ class Trial:
     def _go_on(self, is_done: Callable[[Program], bool], within_s: float, what: str) -> None:
         """Publish messages of keys that never fail, and judge how long they take."""
         world = self._world
+        longest_s = HEALTHY_S
+        if self._fills:
+            longest_s = within_s = MADE_ROOM_S * len(self._poison)
         end_s = world.scheduler.now_s + within_s
-        longest_s = MADE_ROOM_S * len(self._poison) if self._fills else HEALTHY_S
         openings = {program: program.openings for program in world.programs}
         while not all(map(is_done, world.programs)):
             if world.scheduler.now_s > end_s:
