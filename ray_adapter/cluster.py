@@ -7,31 +7,24 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._common.utils import get_ray_address_file
-from ray._private import auto_init_hook
 
-from keyshard.core.lanes.failure import Failure, text_of
-from keyshard.errors import ClusterError, KeyShardError
+from keyshard.core.lanes.failure import text_of
+from keyshard.errors import ClusterError
 
 CONNECT_TIMEOUT_S = 5.0
 """Longest wait for the port of a cluster, seconds."""
 
 START_TIMEOUT_S = 60.0
 """Longest wait until actors have found a place, unless a job says another, seconds."""
-LEAVE_S = 5.0
-"""Longest wait of ``ray.shutdown()`` for calls of a job, seconds."""
 NOWHERE_S = 5.0
 """The same where no node has what they ask for, unless a job waits longer than others, seconds."""
-_GONE = (
-    "Ray was shut down while the job ran. Messages that were not acknowledged are delivered again. "
-    "End a job before ray.shutdown()."
-)
 
 _log = logging.getLogger(__name__)
 
@@ -83,111 +76,6 @@ def _unreachable(where: str, why: str) -> ClusterError:
         f"The Ray cluster {where} cannot be reached: {why}. Start one with ray start --head, set "
         "RAY_ADDRESS to one that runs, or set it to local for one in this program."
     )
-
-
-class Session:
-    """The connection to Ray that a job begins with."""
-
-    _changed = threading.Condition()
-    _held = 0
-    _connects = True
-    _shutdown: Callable[..., Any] = ray.shutdown
-    _calls = 0
-    """Calls of jobs that use Ray now."""
-    _ending = 0
-    """Calls of ``ray.shutdown()`` that run now."""
-
-    def __init__(self) -> None:
-        # Through Ray Client each question would be one to the server.
-        asks = not ray.util.client.ray.is_connected()
-        self._id = ray.get_runtime_context().get_worker_id() if asks else None
-        self._holds = False
-
-    def hold(self) -> None:
-        """Until :meth:`close`, Ray connects no call by itself, and ends between two calls.
-
-        After ``ray.shutdown()`` it would start another cluster, which has none of the actors. A
-        call that uses Ray meanwhile would end the process.
-        """
-        with Session._changed:
-            self._holds = True
-            if not Session._held:
-                Session._connects = auto_init_hook.enable_auto_connect
-                auto_init_hook.enable_auto_connect = False
-                Session._shutdown, ray.shutdown = ray.shutdown, _shut_down
-            Session._held += 1
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """A call that uses Ray, and looks every now and then whether it is to end.
-
-        Raises:
-            ClusterError: Ray was shut down.
-        """
-        with Session._changed:
-            Session._calls += 1
-        try:
-            self.check()  # through Ray Client, a question to its server
-            yield
-        finally:
-            with Session._changed:
-                Session._calls -= 1
-                Session._changed.notify_all()
-
-    @property
-    def lost(self) -> bool:
-        """Whether Ray was shut down since, whatever was started then."""
-        if Session._ending or not ray.is_initialized():
-            return True
-        try:
-            return self._id is not None and self._id != ray.get_runtime_context().get_worker_id()
-        except Exception:  # noqa: BLE001 - it is being shut down
-            return True
-
-    def check(self) -> None:
-        """Check that it is there.
-
-        Raises:
-            ClusterError: It is not.
-        """
-        if self.lost:
-            raise ClusterError(_GONE)
-
-    def named(self, error: BaseException) -> KeyShardError:
-        """The error that ended a thread; Ray raises many types once it is shut down."""
-        if isinstance(error, KeyShardError):
-            return error
-        if isinstance(error, SystemExit) or self.lost:
-            named: KeyShardError = ClusterError(_GONE)
-        else:
-            named = KeyShardError(f"The job ended unexpectedly: {Failure.of(error).reason}.")
-        named.__cause__ = error
-        return named
-
-    def close(self) -> None:
-        """Ray may connect by itself again. Idempotent."""
-        with Session._changed:
-            if not self._holds:
-                return
-            self._holds = False
-            Session._held -= 1
-            if not Session._held:
-                auto_init_hook.enable_auto_connect = Session._connects
-                ray.shutdown = Session._shutdown
-
-
-def _shut_down(*args: Any, **kwargs: Any) -> None:
-    """``ray.shutdown()``, when no call of a job uses Ray any more."""
-    with Session._changed:
-        Session._ending += 1
-        if not Session._changed.wait_for(lambda: not Session._calls, LEAVE_S):
-            _log.warning("Ray is shut down while a call of a job waits for it")
-        shutdown = Session._shutdown
-    try:
-        shutdown(*args, **kwargs)
-    finally:
-        with Session._changed:
-            Session._ending -= 1
 
 
 def fits_nowhere(each: Mapping[str, Any]) -> bool:

@@ -8,8 +8,10 @@ there, and calls it with the same rows again before any others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,17 +30,12 @@ from keyshard.errors import (
 )
 from keyshard.reading.message_data import MessageData
 from ray_adapter.actor import HandlerActor, Loaded, Outcome
-from ray_adapter.cluster import (
-    NOWHERE_S,
-    START_TIMEOUT_S,
-    Session,
-    fits_nowhere,
-    shortage,
-)
+from ray_adapter.cluster import NOWHERE_S, START_TIMEOUT_S, fits_nowhere, shortage
 from ray_adapter.options import JobOptions
+from ray_adapter.session import Actor, GivenUp, Session, forget
 
 LOOK_S = 0.2
-"""Longest time in which a call to Ray does not notice that the job was given up, seconds."""
+"""Longest time in which a wait for an actor does not notice that the job was given up, seconds."""
 UNSENDABLE_S = 10.0
 """Longest time in which an actor finds out which result cannot be sent, seconds."""
 DEATHS = (
@@ -49,13 +46,6 @@ DEATHS = (
     exceptions.ObjectLostError,
 )
 """What Ray raises where an actor, or its node, is gone or was not reached."""
-
-Handle = Any
-"""Ray's handle of an actor."""
-
-
-class GivenUp(Exception):  # noqa: N818 - ends a wait, no error
-    """The job does not wait for actors any more."""
 
 
 class Unsendable(Exception):  # noqa: N818 - the feeder makes it an error that names the message
@@ -109,7 +99,7 @@ class Crew:
         except Exception as exc:
             raise _refused(exc) from exc
 
-    def start(self, count: int, *, soon: bool = True) -> list[Handle]:
+    def start(self, count: int, *, soon: bool = True) -> list[Actor]:
         """Actors that have loaded the handler.
 
         Args:
@@ -124,13 +114,12 @@ class Crew:
             HandlerProcessError: An actor died on the way.
         """
         deadline_s = time.monotonic() + self._options.start_timeout_s
-        actors: list[Handle] = []
+        actors: list[Actor] = []
         try:
-            with self.session.calling():
-                for _ in range(count):
-                    actors.append(self._made())  # noqa: PERF401 - killed below
-                self._placed(actors, deadline_s, soon=soon)
-                self._loaded(actors, deadline_s)
+            for _ in range(count):
+                actors.append(self._made())  # noqa: PERF401 - killed below
+            self._placed(actors, deadline_s, soon=soon)
+            self._loaded(actors, deadline_s)
         except BaseException as exc:
             self.end(actors)
             if isinstance(exc, DEATHS):
@@ -138,7 +127,7 @@ class Crew:
             raise
         return actors
 
-    def again(self, actor: Handle) -> Handle:
+    def again(self, actor: Actor) -> Actor:
         """The actor after a death, with the handler; another one where it was killed for good.
 
         Raises:
@@ -148,9 +137,8 @@ class Crew:
         deadline_s = time.monotonic() + self._options.start_timeout_s
         while True:
             try:
-                with self.session.calling():
-                    self._placed([actor], deadline_s, soon=False)
-                    self._loaded([actor], deadline_s)
+                self._placed([actor], deadline_s, soon=False)
+                self._loaded([actor], deadline_s)
             except exceptions.ActorDiedError:  # noqa: PERF203
                 self.end([actor])
                 return self.start(1, soon=False)[0]
@@ -161,7 +149,7 @@ class Crew:
             else:
                 return actor
 
-    def call(self, actor: Handle, rows: Any, start: int) -> Outcome:
+    def call(self, actor: Actor, rows: Any, start: int) -> Outcome:
         """Have rows handled, from row ``start`` on.
 
         Raises:
@@ -172,9 +160,8 @@ class Crew:
         """
         arrow = self._options.takes == "arrow"
         try:
-            with self.session.calling():
-                method = actor.handle_arrow if arrow else actor.handle_messages
-                outcome: Outcome = self._answer(method.remote(rows, start), None)
+            method = "handle_arrow" if arrow else "handle_messages"
+            outcome: Outcome = self._answer(actor.ask(method, rows, start), None)
         except DEATHS as exc:
             self.session.check()
             raise HandlerProcessError(
@@ -186,16 +173,14 @@ class Crew:
             raise self._unanswered(actor, start, exc) from exc
         return outcome
 
-    def end(self, actors: Sequence[Handle]) -> None:
+    def end(self, actors: Sequence[Actor]) -> None:
         """Kill actors, whatever they do."""
         for actor in actors:
-            with suppress(ClusterError), self.session.calling():  # without Ray it is gone
-                ray.kill(actor, no_restart=True)
+            actor.end()
 
-    def _made(self) -> Handle:
-        self.session.check()
+    def _made(self) -> Actor:
         try:
-            return self._class.remote(self._pickled, self._read_data)
+            return Actor(self.session, lambda: self._class.remote(self._pickled, self._read_data))
         except (TypeError, ValueError, AttributeError) as exc:
             raise _refused(exc) from exc
 
@@ -204,94 +189,114 @@ class Crew:
             f"An actor ended while it loaded the handler {self.handler_name}: {text_of(error)}."
         )
 
-    def _unanswered(self, actor: Handle, start: int, error: exceptions.RayError) -> Exception:
+    def _unanswered(self, actor: Actor, start: int, error: exceptions.RayError) -> Exception:
         unsendable = None
-        known = suppress(exceptions.RayError, TimeoutError)  # then what is known is said
-        with known, self.session.calling():
-            unsendable = self._answer(actor.unsendable.remote(), time.monotonic() + UNSENDABLE_S)
+        with suppress(exceptions.RayError, TimeoutError):  # then what is known is said
+            unsendable = self._answer(actor.ask("unsendable"), time.monotonic() + UNSENDABLE_S)
         if unsendable is not None:
             return Unsendable(start + unsendable[0], unsendable[1])
         return KeyShardError(
             f"What the handler {self.handler_name} returned cannot be had: {text_of(error)}."
         )
 
-    def _placed(self, actors: Sequence[Handle], deadline_s: float, *, soon: bool) -> None:
+    def _placed(self, actors: Sequence[Actor], deadline_s: float, *, soon: bool) -> None:
         """Every actor runs, on the same keyshard as here."""
-        self.session.check()
-        options = self._options
-        refs = [actor.version.remote() for actor in actors]
-        if soon and options.start_timeout_s <= START_TIMEOUT_S:
+        with self._asked(actors, "version") as answers:
+            ready = self._ready_or_nowhere(answers, deadline_s, soon=soon)
+            for answer in ready:
+                try:
+                    version = answer.result()
+                except DEATHS:
+                    raise
+                except exceptions.ActorUnschedulableError as exc:
+                    raise ClusterError(f"An actor finds no place: {text_of(exc)}.") from exc
+                except exceptions.RayError as exc:
+                    raise WorkerEnvironmentError(
+                        f"An actor cannot begin: {text_of(exc)}. Every node needs keyshard[ray] "
+                        f"{keyshard.__version__}, in its environment or by runtime_env."
+                    ) from exc
+                if version != keyshard.__version__:
+                    raise WorkerEnvironmentError(
+                        f"keyshard is {keyshard.__version__} here and {version} in an actor. "
+                        "Install the same version on every node."
+                    )
+            if len(ready) < len(answers):
+                raise self._shortage(len(ready), len(answers))
+
+    def _ready_or_nowhere(
+        self, answers: Sequence[Future[Any]], deadline_s: float, *, soon: bool
+    ) -> list[Future[Any]]:
+        if soon and self._options.start_timeout_s <= START_TIMEOUT_S:
             # Only an autoscaler helps there; a job that has one sets a longer wait.
             first_s = min(deadline_s, time.monotonic() + NOWHERE_S)
-            ready = self._ready(refs, first_s)
-            if len(ready) < len(refs) and fits_nowhere(options.amounts):
-                raise shortage(len(ready), len(refs), options.amounts, options.start_timeout_s)
-        ready = self._ready(refs, deadline_s)
-        for ref in ready:
-            try:
-                version = ray.get(ref)
-            except DEATHS:
-                raise
-            except exceptions.ActorUnschedulableError as exc:
-                raise ClusterError(f"An actor finds no place: {text_of(exc)}.") from exc
-            except exceptions.RayError as exc:
-                raise WorkerEnvironmentError(
-                    f"An actor cannot begin: {text_of(exc)}. Every node needs keyshard[ray] "
-                    f"{keyshard.__version__}, in its environment or by runtime_env."
-                ) from exc
-            if version != keyshard.__version__:
-                raise WorkerEnvironmentError(
-                    f"keyshard is {keyshard.__version__} here and {version} in an actor. Install "
-                    "the same version on every node."
+            ready = self._ready(answers, first_s)
+            if len(ready) == len(answers):
+                return ready
+            with self.session.inside():
+                nowhere = fits_nowhere(self._options.amounts)
+            if nowhere:
+                raise self._shortage(len(ready), len(answers))
+        return self._ready(answers, deadline_s)
+
+    def _shortage(self, ready: int, wanted: int) -> ClusterError:
+        options = self._options
+        with self.session.inside():
+            return shortage(ready, wanted, options.amounts, options.start_timeout_s)
+
+    def _loaded(self, actors: Sequence[Actor], deadline_s: float) -> None:
+        with self._asked(actors, "load") as answers:
+            ready = self._ready(answers, deadline_s)
+            for answer in ready:
+                loaded: Loaded = answer.result()
+                if loaded.missing is not None:
+                    raise UnfitHandlerError(
+                        f"An actor cannot load the handler {self.handler_name}: "
+                        f"{loaded.missing.reason}. Install that module on every node, or send it "
+                        "with runtime_env={'working_dir': '.'}."
+                    ) from loaded.missing.to_error()
+                if loaded.broken is not None:
+                    raise UnfitHandlerError(
+                        f"The handler {self.handler_name} cannot begin in its actor: "
+                        f"{loaded.broken.reason}."
+                    ) from loaded.broken.to_error()
+            if len(ready) < len(answers):
+                raise UnfitHandlerError(
+                    f"The handler {self.handler_name} was not loaded within "
+                    f"{self._options.start_timeout_s:g} s. Look at what its class and module do "
+                    "when they begin, or raise start_timeout_s."
                 )
-        if len(ready) < len(refs):
-            raise shortage(len(ready), len(refs), options.amounts, options.start_timeout_s)
 
-    def _loaded(self, actors: Sequence[Handle], deadline_s: float) -> None:
-        self.session.check()
-        refs = [actor.load.remote() for actor in actors]
-        ready = self._ready(refs, deadline_s)
-        for ref in ready:
-            loaded: Loaded = ray.get(ref)
-            if loaded.missing is not None:
-                raise UnfitHandlerError(
-                    f"An actor cannot load the handler {self.handler_name}: "
-                    f"{loaded.missing.reason}. Install that module on every node, or send it "
-                    "with runtime_env={'working_dir': '.'}."
-                ) from loaded.missing.to_error()
-            if loaded.broken is not None:
-                raise UnfitHandlerError(
-                    f"The handler {self.handler_name} cannot begin in its actor: "
-                    f"{loaded.broken.reason}."
-                ) from loaded.broken.to_error()
-        if len(ready) < len(refs):
-            raise UnfitHandlerError(
-                f"The handler {self.handler_name} was not loaded within "
-                f"{self._options.start_timeout_s:g} s. Look at what its class and module do when "
-                "they begin, or raise start_timeout_s."
-            )
+    @contextmanager
+    def _asked(self, actors: Sequence[Actor], method: str) -> Iterator[list[Future[Any]]]:
+        answers: list[Future[Any]] = []
+        try:
+            for actor in actors:
+                answers.append(actor.ask(method))  # noqa: PERF401 - forgotten below
+            yield answers
+        finally:
+            forget(*answers)
 
-    def _ready(self, refs: list[Any], deadline_s: float) -> list[Any]:
+    def _ready(self, answers: Sequence[Future[Any]], deadline_s: float) -> list[Future[Any]]:
         while True:
-            self.session.check()
             left_s = deadline_s - time.monotonic()
-            ready, waiting = ray.wait(
-                refs, num_returns=len(refs), timeout=max(0.0, min(LOOK_S, left_s))
-            )
+            ready, waiting = wait_for(answers, max(0.0, min(LOOK_S, left_s)))
+            self.session.check()
             if not waiting or left_s <= 0:
-                return list(ready)
+                return [answer for answer in answers if answer in ready]
             if self._given_up():
                 raise GivenUp
 
-    def _answer(self, ref: Any, deadline_s: float | None) -> Any:
-        while True:
-            self.session.check()
-            if ray.wait([ref], timeout=LOOK_S)[0]:
-                return ray.get(ref)
-            if self._given_up():
-                raise GivenUp
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise TimeoutError
+    def _answer(self, answer: Future[Any], deadline_s: float | None) -> Any:
+        try:
+            while not wait_for([answer], LOOK_S).done:
+                self.session.check()
+                if self._given_up():
+                    raise GivenUp
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    raise TimeoutError
+            return answer.result()
+        finally:
+            forget(answer)
 
 
 def name_of_handler(handler: Any) -> str:

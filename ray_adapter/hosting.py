@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait as wait_for
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,12 +36,14 @@ from keyshard.redaction import shown
 from keyshard.threads import begin
 from keyshard.version import VERSION
 from ray_adapter.cluster import NOWHERE_S, capacity, connect, fits_nowhere, resources_text
+from ray_adapter.session import Actor, Session, forget
 
 LOOK_S = 0.1
 """Time between two looks whether anybody still waits for an actor, seconds."""
 RESOURCE = "resources."
 """Begins the name of an option that asks for a custom resource."""
 
+GONE = "Ray was shut down while a source has its workers there. Close the source first."
 NONE: Mapping[str, float] = {}
 _log = logging.getLogger(__name__)
 
@@ -153,58 +156,67 @@ class RayWorker(Worker):
     def __init__(
         self, connection: Connection, placement: Mapping[str, Any], stop: threading.Event
     ) -> None:
-        if not ray.is_initialized():
-            raise ClusterError(
-                "Ray was shut down while a source has its workers there. Close the source first."
-            )
+        self._session = Session(GONE)
         setup = setup_of(connection)
-        outside = ray.util.client.ray.is_connected()
-        node = "" if outside else ray.get_runtime_context().get_node_id()
         try:
-            self._actor = ray.remote(WorkerActor).options(max_restarts=0, **placement).remote()
+            self._actor = Actor(
+                self._session,
+                lambda: ray.remote(WorkerActor).options(max_restarts=0, **placement).remote(),
+            )
         except (TypeError, ValueError) as exc:
             raise ConfigError(f"Ray refuses what workers asks for: {text_of(exc)}.") from exc
         try:
-            said = self._said(self._actor.begin.remote(*setup.packed(), node), placement, stop)
+            said = self._said(setup.packed(), placement, stop)
             super().__init__(said, setup.token, "Ray worker")
         except BaseException:
             self._end_actor()
             raise
 
-    def _said(self, ref: Any, placement: Mapping[str, Any], stop: threading.Event) -> str:
-        end_s = time.monotonic() + START_TIMEOUT_S
+    def _said(
+        self, packed: tuple[str, str], placement: Mapping[str, Any], stop: threading.Event
+    ) -> str:
+        began_s = time.monotonic()
+        answer = self._actor.ask("begin", *packed, self._node())
         try:
-            began_s = time.monotonic()
-            while not ray.wait([ref], timeout=LOOK_S)[0]:
-                if not ray.is_initialized():
-                    raise ClusterError("Ray was shut down while a Ray worker began.")
-                if time.monotonic() > began_s + NOWHERE_S and fits_nowhere(_amounts(placement)):
-                    raise _no_place(placement)
+            while not wait_for([answer], LOOK_S).done:
+                waited_s = time.monotonic() - began_s
+                with self._session.inside():
+                    nowhere = waited_s > NOWHERE_S and fits_nowhere(_amounts(placement))
+                    if nowhere or waited_s > START_TIMEOUT_S:
+                        raise _no_place(placement)
                 if stop.is_set():
                     raise WorkerUnreachableError("Nobody waits for a Ray worker any more.")
-                if time.monotonic() > end_s:
-                    raise _no_place(placement)
-            said: str = ray.get(ref)
+            said: str = answer.result()
         except exceptions.ActorUnschedulableError as exc:
             raise ClusterError(f"A Ray worker finds no place: {text_of(exc)}.") from exc
         except exceptions.RayError as exc:
+            self._session.check()
             raise WorkerEnvironmentError(
                 f"A Ray worker cannot begin: {text_of(exc)}. Every node needs keyshard[ray] "
                 f"{VERSION}, in its environment or by runtime_env. Where it has that, look for a "
                 "crash or the memory limit."
             ) from exc
+        finally:
+            forget(answer)
         return said
+
+    def _node(self) -> str:
+        """Ray's id of the node of this process; empty outside of the cluster."""
+        with self._session.inside():
+            if ray.util.client.ray.is_connected():
+                return ""
+            node: str = ray.get_runtime_context().get_node_id()
+            return node
 
     def kill(self) -> None:
         super().kill()
         self._end_actor()
 
     def _end_actor(self) -> None:
-        if ray.is_initialized():
-            try:
-                ray.kill(self._actor, no_restart=True)
-            except Exception as exc:  # noqa: BLE001 - Ray may be gone; then its lease ends it
-                _log.debug("%s was not killed: %s", self._actor, text_of(exc))
+        try:
+            self._actor.end()
+        except Exception as exc:  # noqa: BLE001 - Ray may be gone; then its lease ends it
+            _log.debug("a Ray worker was not killed: %s", text_of(exc))
 
 
 def _amounts(placement: Mapping[str, Any]) -> dict[str, float]:

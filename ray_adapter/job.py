@@ -32,11 +32,12 @@ from keyshard.threads import begin
 from ray_adapter import cluster
 from ray_adapter.actor import check_handler
 from ray_adapter.cluster import START_TIMEOUT_S
-from ray_adapter.crew import Crew, GivenUp
+from ray_adapter.crew import Crew
 from ray_adapter.exchange import LOOK_S, Done, Exchange, Seat
 from ray_adapter.feeding import Feeder
 from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
 from ray_adapter.portions import rows_of, whole_pieces
+from ray_adapter.session import GivenUp
 
 END_S = 10.0
 """Longest wait at the end for the thread of an actor that was killed, seconds."""
@@ -245,7 +246,6 @@ class Job:
     # -- begin and end -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._crew.session.hold()
         seats = self._exchange.seats
         for seat, actor in zip(seats, self._crew.start(len(seats)), strict=True):
             seat.actor = actor
@@ -290,7 +290,6 @@ class Job:
                 if timeout_s == commit_s:
                     self._committed.set()
             self._ended = True
-            self._crew.session.close()
         atexit.unregister(self._end)
 
     # -- threads -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     with ray_adapter.run(place.source(), recorded, parallelism=2, num_cpus=1, max_rows=300) as job:
         results = iter(job)
         place.taken += [next(results) for _ in range(700)]
-        actor = job._exchange.seats[0].actor._actor_id.hex()
+        actor = job._exchange.seats[0].actor.handle._actor_id.hex()
         found = ray._private.state.actors()[actor]
         node = nodes[found["Address"]["NodeID"]]
         # A machine that dies takes all of its processes with it.

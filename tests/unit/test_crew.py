@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ class Away(Crew):
     def __init__(self, away_s: float) -> None:
         self._options = JobOptions(parallelism=1, num_gpus=1)
         self.session = SimpleNamespace(  # type: ignore[assignment]
-            check=lambda: None, calling=nullcontext
+            check=lambda: None, inside=nullcontext
         )
         self._back_s = time.monotonic() + away_s
 
@@ -33,10 +34,17 @@ class Away(Crew):
         return refs if back else []
 
     def _made(self) -> Any:
-        return SimpleNamespace(version=SimpleNamespace(remote=object))
+        return SimpleNamespace(ask=_answered, end=lambda: None)
 
     def _loaded(self, actors: Any, deadline_s: float) -> None:  # noqa: ARG002
         assert time.monotonic() < deadline_s
+
+
+def _answered(method: str) -> Future[Any]:
+    assert method == "version"
+    answer: Future[Any] = Future()
+    answer.set_result(keyshard.__version__)
+    return answer
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +52,6 @@ def no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "fits_nowhere", lambda _: True)
     monkeypatch.setattr(cluster, "fits_nowhere", lambda _: True)
     monkeypatch.setattr(cluster, "capacity", lambda: "It has nothing.")
-    monkeypatch.setattr(crew.ray, "kill", lambda *_, **__: None)
-    monkeypatch.setattr(crew.ray, "get", lambda _: keyshard.__version__)
 
 
 def test_a_job_that_begins_where_no_node_fits_ends_soon() -> None:
