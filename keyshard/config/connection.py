@@ -309,8 +309,9 @@ def _check_hosts(option: str, url: str, hosts: Sequence[str]) -> None:
     for text in hosts:
         host = _host(f"//{text}")
         if not _is_host(host, in_brackets=text.rpartition("@")[2].startswith("[")):
+            named = shown(host or text.rpartition("@")[2])
             raise ConfigError(
-                f"{option} is {shown(url)}, and {shown(host or text)} is no host: the parts of a "
+                f"{option} is {shown(url)}, and {named} is no host: the parts of a "
                 "name have 1 to 63 characters, and an IPv6 address stands in brackets. Correct it."
             )
 

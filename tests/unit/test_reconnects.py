@@ -393,6 +393,15 @@ def is_closed(number: int) -> bool:
     return False
 
 
+@pytest.mark.parametrize("host", ["", "a..b", "[::1", "[zz]", "a]b", ":80"])
+def test_a_host_that_is_none_is_named_without_its_user(host: str) -> None:
+    for option in ("service_url", "admin_url"):
+        url = f"{'pulsar' if option == 'service_url' else 'http'}://me:s3cr3t-of-mine@{host}"
+        with pytest.raises(ConfigError) as caught:
+            Connection(**({"service_url": "pulsar://localhost:6650"} | {option: url}))
+        assert "s3cr3t" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "host", ["a" * 70, "a..b", "[::1", "::1", "[zz]", ".", "a]b", "h:1,a..b", ".".join(["a"] * 200)]
 )
