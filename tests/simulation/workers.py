@@ -228,6 +228,12 @@ class WorkersWorld(World):
         self.met = Counter[Trouble]()
         self.met[Trouble.SLOW] += self.travel_s > min(TRAVEL_S)
 
+    @property
+    def settle_s(self) -> float:
+        """Longer where each message takes two questions, which a slow network holds up."""
+        one_by_one = self.shape.options.get("receiver_queue_size") == 1
+        return super().settle_s + 4 * self.travel_s * self.messages * one_by_one
+
     def run(self) -> Outcome:
         outcome = super().run()
         outcome.reached.update({(trouble, None): count for trouble, count in self.met.items()})

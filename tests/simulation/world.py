@@ -198,8 +198,9 @@ class World:
             scheduler.sleep(0.1)
         self.injector.heal()
         self.record.add("faults_stopped")
-        end = scheduler.now_s + SETTLE_S
-        tells_s = scheduler.now_s + SETTLE_S / 2
+        settle_s = self.settle_s
+        end = scheduler.now_s + settle_s
+        tells_s = scheduler.now_s + settle_s / 2
         while not self._settled():
             if self.wiped is not None and scheduler.now_s > tells_s:
                 # As long as producers' clocks may explain it, what came since shows nobody whether
@@ -211,7 +212,7 @@ class World:
                 self._judge()
                 raise BrokenPromiseError(
                     f"{len(self.debts.owed)} of {self.messages} rows are not committed and the "
-                    f"backlog is {self._backlog()}, {SETTLE_S:.0f} s after the last fault"
+                    f"backlog is {self._backlog()}, {settle_s:.0f} s after the last fault"
                 )
             scheduler.sleep(0.1)
         self._done = True
@@ -222,6 +223,11 @@ class World:
         self._judge()
         if self.wiped is None:
             self._check_named()
+
+    @property
+    def settle_s(self) -> float:
+        """Longest time from the last fault until all is committed, seconds."""
+        return SETTLE_S
 
     def wipe(self) -> None:
         """The cluster loses everything, and has the same topics again, without a message."""
@@ -305,7 +311,7 @@ class World:
             None if wiped is None else wiped.events,
         )
         try:
-            verdicts = check(events, liveness_s=SETTLE_S)
+            verdicts = check(events, liveness_s=self.settle_s)
         except HistoryError:
             if wiped is None:
                 raise
