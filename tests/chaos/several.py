@@ -22,8 +22,8 @@ _REQUEST_S = 20.0
 _START_S = 150.0
 _BOOKIES = 2
 _MISSED_S = 15.0
-"""A broker that finds no bookie in two periods of this length in a row has missed one, seconds."""
-_LACKS_BOOKIES = b"Not enough bookies to create ledger"
+"""A broker that lacks a bookie in two periods of this length in a row has missed one, seconds."""
+_LACKS_BOOKIES = (b"Not enough bookies to create ledger", b"Error while recovering ledger")
 
 
 class SeveralBrokers(Cluster):
@@ -116,12 +116,12 @@ class SeveralBrokers(Cluster):
     def tend(self) -> bool:
         """Start a broker again that missed the return of a bookie.
 
-        Its list of bookies lacks one for good, so it creates no ledger and loads no topic.
+        Its list of bookies lacks one for good, so it neither creates nor recovers a ledger.
         """
         if time.monotonic() < self._looks_at_s:
             return False
         self._looks_at_s = time.monotonic() + _MISSED_S
-        missed = [one for one in self._dev.brokers if one.log_has(_LACKS_BOOKIES)]
+        missed = [one for one in self._dev.brokers if one.log_has(*_LACKS_BOOKIES)]
         ripe = [one for one in missed if one in self._missed]
         self._missed = missed
         for broker in ripe:

@@ -47,11 +47,12 @@ class ClusterMember(ProcessOwner):
         """File with its output."""
         return self.folder / "process.log"
 
-    def log_has(self, text: bytes) -> bool:
-        """Whether a running process has written a text since it was asked, or started, last."""
+    def log_has(self, *texts: bytes) -> bool:
+        """Whether a running process has written one of the texts since the call or start before."""
         if not self.is_running():
             return False
-        found = LogWatch(self.log_path, self._log_from).has(text)
+        log = LogWatch(self.log_path, self._log_from)
+        found = any(map(log.has, texts))
         self._log_from = self.log_path.stat().st_size
         return found
 
