@@ -73,9 +73,10 @@ class Trial:
         keys = random.choice((1, KEYS_MIN - 1, KEYS_MIN, 12, 40))
         keys = max(1, min(keys, room // self._repeats))
         fills = random.random() < FILLS and 3 * share < 2 * shape.unacked_limits.per_consumer
-        self._fills = fills and not self._outage and shape.on_failure == "park"
+        fills = fills and not self._outage and shape.on_failure == "park"
+        self._fills = fills or not room
         """Whether poison keys fill the window, so that they must make room for others."""
-        if self._fills:
+        if fills:
             keys = random.choice((KEYS_MIN, 9))
             self._repeats = 2 * share * sum(shape.topics) // keys + 1
         self._poison = [f"p{at}" for at in range(keys)]
