@@ -169,6 +169,7 @@ class HandlerWorld:
             self.look()
         for program in self.programs:
             program.fates.heal()
+            program.network.cut_share = 0.0
             program.record.add("faults_stopped")
         self._settle()
         if self.trial.drawn:
