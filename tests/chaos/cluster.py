@@ -119,7 +119,7 @@ class Cluster:
         self._broker.start(_START_S)
 
     def tend(self) -> bool:
-        """Start again a broker that will not get well by itself; whether there was one."""
+        """Start again a process that will not get well by itself; whether there was one."""
         return False
 
     def freeze(self) -> None:

@@ -39,6 +39,8 @@ class SeveralBrokers(Cluster):
         self._chooser = random.Random(f"{seed}: which broker?")
         self._dev = DevCluster(brokers, _BOOKIES, PULSAR, data_dir=directory)
         self._frozen: ClusterBroker | None = None
+        self._is_down = False
+        """Whether a fault ended a process, and starts it again."""
         self._looks_at_s = 0.0
         self._missed: list[ClusterBroker] = []
         self._partitions = PARTITIONS
@@ -95,14 +97,17 @@ class SeveralBrokers(Cluster):
 
     def kill(self) -> None:
         """End a broker (SIGKILL)."""
+        self._is_down = True
         self._one().kill()
 
     def shut_down(self) -> None:
         """End a broker in order (SIGTERM)."""
+        self._is_down = True
         self._one().stop()
 
     def kill_bookie(self) -> None:
         """End a bookie (SIGKILL)."""
+        self._is_down = True
         self._chooser.choice(self._dev.bookies).kill()
 
     def start(self) -> None:
@@ -112,14 +117,20 @@ class SeveralBrokers(Cluster):
             DevBrokerError: It did not serve in time.
         """
         self._dev.start(_START_S)
+        self._is_down = False
 
     def tend(self) -> bool:
-        """Start a broker again that missed the return of a bookie.
+        """Start a bookie again that ended by itself, or a broker that missed the return of one.
 
-        Its list of bookies lacks one for good, so it neither creates nor recovers a ledger.
+        A bookie that finds the registration of its former process ends a while after its start
+        (apache/pulsar#17759). A broker whose list of bookies lacks one for good neither creates nor
+        recovers a ledger.
         """
-        if time.monotonic() < self._looks_at_s:
+        if self._is_down or time.monotonic() < self._looks_at_s:
             return False
+        if not all(one.is_running() for one in self._dev.bookies):
+            self.start()
+            return True
         self._looks_at_s = time.monotonic() + _MISSED_S
         missed = [one for one in self._dev.brokers if one.log_has(*_LACKS_BOOKIES)]
         ripe = [one for one in missed if one in self._missed]
