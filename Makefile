@@ -24,7 +24,7 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 20 minutes on 2 cores; PROCESSES=0: in one process, over an hour)
+test: $(INSTALLED) ## all tests, with a real broker and real Spark (about 20 minutes on 2 cores; PROCESSES=0: in one process)
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 
 oldest: $(INSTALLED) ## the main path of Spark on the oldest PySpark that is admitted (about 5 minutes on 2 cores)
