@@ -128,7 +128,9 @@ class SeveralBrokers(Cluster):
         """
         if self._is_down or time.monotonic() < self._looks_at_s:
             return False
-        if not all(one.is_running() for one in self._dev.bookies):
+        if ended := [one for one in self._dev.bookies if one.has_shut_down]:
+            for bookie in ended:
+                bookie.kill()
             self.start()
             return True
         self._looks_at_s = time.monotonic() + _MISSED_S

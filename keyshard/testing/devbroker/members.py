@@ -19,6 +19,7 @@ from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_r
 START_S = 180.0
 """Longest time until a process serves, seconds; a whole cluster takes 10 to 45 on two cores."""
 _POLL_S = 0.1
+_BOOKIE_ENDS = b"Shutting down Bookie-"
 _BOOKIE_STARTED = b"Started component bookie-server"
 
 
@@ -113,12 +114,23 @@ class ClusterMember(ProcessOwner):
 
 
 class Bookie(ClusterMember):
-    """A bookie of a cluster, which serves once it is registered."""
+    """A bookie of a cluster, which serves once it is registered.
+
+    One that finds the registration of its former process shuts down, but its process stays
+    (apache/pulsar#17759): it is started again.
+    """
+
+    @property
+    def has_shut_down(self) -> bool:
+        """Whether it serves no more, though its process may run."""
+        return not self.is_running() or LogWatch(self.log_path, self._log_from).has(_BOOKIE_ENDS)
 
     def _serves(self, deadline: float) -> Outcome:
-        log = LogWatch(self.log_path, self._log_from)
         while self.is_running():
-            if log.has(_BOOKIE_STARTED):
+            if self.has_shut_down:
+                self.kill()
+                self.launch()
+            elif LogWatch(self.log_path, self._log_from).has(_BOOKIE_STARTED):
                 return Outcome.READY
             if time.monotonic() >= deadline:
                 return Outcome.LATE
