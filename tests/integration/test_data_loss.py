@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -204,12 +205,14 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
     harness.roll_ledger(where)
     harness.publish(topic, messages(4))
 
+    connection = harness.broker()
+
     def trimmed() -> bool:
         put(broker, where, "trim", "POST")
-        reader = harness.broker().reader(where, EntryId(0, 0))
-        return all(block.id not in gone for block in reader.read(200))
+        with closing(connection.reader(where, EntryId(0, 0))) as reader:
+            return all(block.id not in gone for block in reader.read(200))
 
-    wait_until(trimmed)
+    wait_until(trimmed, 120)
     with (
         Running(broker, topic, planned, planned=True) as coordinator,
         pytest.raises(DataLossTrimmedError, match="50 entries of a planned batch"),

@@ -710,6 +710,7 @@ def test_what_a_batch_declares_is_granted_as_brokers_take_it(
         until(lambda: consumer.receive(5_000))
     told.sessions[0].deliver(5)
     assert next_of(consumer.receive) == 5
+    until(lambda: len(told.asked_for(FLOW)) > len(grants))
     assert [fields[2] for fields in told.asked_for(FLOW)][1:] == grants
     assert not consumer.losses
 
