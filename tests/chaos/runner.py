@@ -403,7 +403,7 @@ class Chaos:
             self._stream.tend()
             if self._cluster.tend():
                 write(self._history, "disconnected", BROKER)
-                self._tell("a bookie had ended, or a broker missed its return: started again")
+                self._tell("bookie started again, which had ended by itself")
             if time.monotonic() >= end:
                 raise TimeoutError(
                     f"not within {limit_s:.0f} s: {what}. The program: {self._stream.log_tail()}"

@@ -21,9 +21,8 @@ from tests.tested_pulsar import PULSAR
 _REQUEST_S = 20.0
 _START_S = 150.0
 _BOOKIES = 2
-_MISSED_S = 15.0
-"""A broker that lacks a bookie in two periods of this length in a row has missed one, seconds."""
-_LACKS_BOOKIES = (b"Not enough bookies to create ledger", b"Error while recovering ledger")
+_LOOK_S = 15.0
+"""Time between two looks at the bookies, seconds."""
 
 
 class SeveralBrokers(Cluster):
@@ -42,7 +41,6 @@ class SeveralBrokers(Cluster):
         self._is_down = False
         """Whether a fault ended a process, and starts it again."""
         self._looks_at_s = 0.0
-        self._missed: list[ClusterBroker] = []
         self._partitions = PARTITIONS
         self._stack = ExitStack()
         proxies = []
@@ -120,28 +118,20 @@ class SeveralBrokers(Cluster):
         self._is_down = False
 
     def tend(self) -> bool:
-        """Start a bookie again that ended by itself, or a broker that missed the return of one.
+        """Start a bookie again that ended by itself.
 
-        A bookie that finds the registration of its former process ends a while after its start
-        (apache/pulsar#17759). A broker whose list of bookies lacks one for good neither creates nor
-        recovers a ledger.
+        A bookie that finds the registration of its former process may end a while after its start
+        (apache/pulsar#17759). Without it no ledger is created or recovered.
         """
         if self._is_down or time.monotonic() < self._looks_at_s:
             return False
-        if ended := [one for one in self._dev.bookies if one.has_shut_down]:
-            for bookie in ended:
-                bookie.kill()
+        self._looks_at_s = time.monotonic() + _LOOK_S
+        ended = [one for one in self._dev.bookies if one.has_shut_down]
+        for bookie in ended:
+            bookie.kill()
+        if ended:
             self.start()
-            return True
-        self._looks_at_s = time.monotonic() + _MISSED_S
-        missed = [one for one in self._dev.brokers if one.log_has(*_LACKS_BOOKIES)]
-        ripe = [one for one in missed if one in self._missed]
-        self._missed = missed
-        for broker in ripe:
-            broker.stop()
-        if ripe:
-            self.start()
-        return bool(ripe)
+        return bool(ended)
 
     def freeze(self) -> None:
         """Stop a broker (SIGSTOP)."""

@@ -48,15 +48,6 @@ class ClusterMember(ProcessOwner):
         """File with its output."""
         return self.folder / "process.log"
 
-    def log_has(self, *texts: bytes) -> bool:
-        """Whether a running process has written one of the texts since the call or start before."""
-        if not self.is_running():
-            return False
-        log = LogWatch(self.log_path, self._log_from)
-        found = any(map(log.has, texts))
-        self._log_from = self.log_path.stat().st_size
-        return found
-
     def launch(self) -> None:
         """Start the process without waiting for it; does nothing when it runs."""
         if not self.is_running():
