@@ -38,8 +38,8 @@ class HandlerConfig:
     workers: int | None = None
     """Threads or processes that run the handler, over all ranges; ``None``: for threads as many as
     all lanes, at most 256; for processes the number of cores. Of an ``async def``, it is how many
-    run at the same time; ``None``: as many as all lanes. What has the consumers is ``workers`` of
-    the source."""
+    run at the same time; ``None``: as many as all lanes. The consumers are where ``workers`` of
+    the source says."""
     executor: Executor = "auto"
     """``threads``, ``async`` (for ``async def``) or ``processes`` (for CPU-bound functions);
     ``auto``: by the handler, threads or async."""

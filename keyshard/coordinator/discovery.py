@@ -180,7 +180,7 @@ class Discovery:
             self._drop(self._recreated(self._known), again=True)
         leftovers = set(self._leftovers)
         with errors.kept():
-            # What was deleted just now is among those that exist, which were looked up before.
+            # The list of existing ones is older: it has the leftovers that this deletes.
             leftovers -= self._clean()
         for topic in topics:
             with errors.kept():

@@ -21,9 +21,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """A question that names the nearest known name, in any case.
 
     Args:
-        name: What was given.
+        name: The name that was given.
         known: The names there are.
-        otherwise: What is said if none is near.
+        otherwise: The text if none is near.
     """
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), names, n=1)

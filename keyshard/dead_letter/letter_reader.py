@@ -87,7 +87,7 @@ class LetterReader:
     def reading(self, start: EntryId) -> Iterator[None]:
         """Read from a position on; first waits for a scan that reads there, too, for another key.
 
-        What that brings is :meth:`kept` afterwards.
+        :meth:`kept` has the letters of that scan afterwards.
         """
 
         def is_read() -> bool:

@@ -68,7 +68,7 @@ class Calling:
         """Call the function with a message, or with another argument that it takes.
 
         Raises:
-            BaseException: What the function raises, or an exception that it returns.
+            BaseException: The function raised or returned it.
         """
         READ_DATA.set(self._read_data)
         result = self._handle(given)

@@ -199,7 +199,7 @@ class LaneDesk:
         )
 
     def look(self, *, is_full: bool) -> None:
-        """What the run sees each turn, with ``changed`` held.
+        """Take note of the state of one turn of the run, with ``changed`` held.
 
         Args:
             is_full: Whether nothing more can be received for now.

@@ -28,7 +28,7 @@ FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMA
 CORRUPT = "_corrupt_record"
 """Column of the bytes that could not be decoded; null in other rows."""
 RAW = TopicSchema("BYTES")
-"""What a topic without a schema has."""
+"""The schema of a topic that has none."""
 WITHOUT_SCHEMA = (RAW.type, "NONE")
 """Types that say of values only that they are bytes."""
 
@@ -142,7 +142,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
 
     Args:
         plan: Of the query.
-        topics: Which of its topics are asked for; ``None``: all.
+        topics: Those of its topics that are asked for; ``None``: all.
 
     Raises:
         SchemaError: One is another schema now, by which the plan's values would be others.

@@ -216,7 +216,7 @@ class Host:
         Args:
             seq: Number of the answer that is asked for: 1 more than that of the last one that
                 arrived. The same number has the same answer.
-            taken: What was taken of some consumers since their beginning.
+            taken: Messages and bytes taken of some consumers since their beginning.
             wait_s: Longest wait, seconds.
             released: Numbers of answers whose content nobody needs any more.
 

@@ -195,7 +195,7 @@ class Worker(Asker):
         """What its consumers received, and who has lost or regained a connection, in order.
 
         Args:
-            taken: What was taken of some consumers since their beginning.
+            taken: Messages and bytes taken of some consumers since their beginning.
 
         Raises:
             WorkerUnreachableError: It does not answer in time.

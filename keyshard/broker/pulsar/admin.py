@@ -269,7 +269,7 @@ class PulsarAdmin:
         self._http.close()
 
     def _get(self, path: str, read: Callable[[Any], T]) -> T:
-        """What is read of an answer about what exists."""
+        """Read an answer; its subject exists."""
         return self._understood(path, self._checked(path, self._request("GET", path)), read)
 
     def _told(self, path: str, read: Callable[[Any], T]) -> T | None:

@@ -51,7 +51,7 @@ class Permits:
     def resize(self, ahead: int) -> None:
         """Let so many messages be sent ahead from now on; the next use grants what is more.
 
-        What was granted stays granted: it is used up first.
+        Permits that were granted stay: they are used up first.
         """
         self._used += ahead - self.ahead
         self.ahead = ahead

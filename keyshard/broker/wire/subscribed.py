@@ -91,7 +91,7 @@ class Subscribed:
     Args:
         shared: What it has in common with the others.
         topic_partition: Of which it is.
-        queue: What the broker may send ahead.
+        queue: Size of what the broker may send ahead.
         request: What to subscribe with; asked anew each time.
         ahead_max: Most messages that may be sent ahead at first, where that is less than the
             queue holds.
